@@ -1,1 +1,1 @@
-"""A model and a graph measured once, and the cuts that follow."""
+"""Automatic planning: measures a model and a graph once, and predicts what each way to split them costs."""

@@ -1,6 +1,6 @@
-"""Planning: what ``kagome plan`` and ``plan="auto"`` answer.
+"""Plan: the implementation of ``kagome plan``, ``kagome.plan`` and ``plan="auto"``.
 
-Where it sits: it puts a ``Workload`` together from settings, and a cluster from a file or from the machine.
+Where it sits: it makes a ``Workload`` from settings, and a ``Cluster`` from a file or the machine at hand.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from kagome.profile.synthetic_graphs import GraphSize
 from kagome.train.data import for_model, from_data
 
 LOCAL = 4e9
-"""Bytes a second that ranks of one host hand over in shared memory, roughly: two copies."""
+"""Rough bandwidth between ranks of one host in bytes per second: two copies through shared memory."""
 
 
 def here(ranks: int, rate: float, kept: MeasurementCache | None = None) -> Cluster:
-    """The machine at hand as a cluster.
+    """Describe the machine at hand as a cluster.
 
     Args:
-        ranks: Local ranks.
-        rate: Bytes a second that one rank hands another.
-        kept: Where it is looked for what was measured before.
+        ranks: The number of local ranks.
+        rate: Bytes per second from one rank to another.
+        kept: The cache to look up earlier measurements in.
     """
     free = available_bytes()
     memory = (64 * GIB if free is None else float(free)) / ranks
@@ -63,7 +63,7 @@ def here(ranks: int, rate: float, kept: MeasurementCache | None = None) -> Clust
 
 
 def _threads(ranks: int) -> int:
-    """Of each of so many local ranks, as ``launch`` would have it."""
+    """Return the number of threads that ``launch`` would give each local rank."""
     return chosen_threads(os.environ) or local(ranks)
 
 
@@ -75,16 +75,16 @@ def studied(
     *,
     data: Data | None = None,
 ) -> tuple[Workload, list[str]]:
-    """Measure what ``kagome plan`` is asked about, for plans on any cluster.
+    """Measure the model and graph that ``kagome plan`` is asked about, for plans on any cluster.
 
     Args:
-        asked: Its flags; of the cluster's only whether there is one.
+        asked: The flags of the command; of the cluster only whether one is named.
         build: Makes the model.
-        kept: Where it is looked for what was measured before.
+        kept: The cache to look up earlier measurements in.
         data: The graph, in place of the one that the flags name.
 
     Returns:
-        The study, and notes for people.
+        The measured workload, and notes for the user.
 
     Raises:
         PlanError: If a graph is given by one of its two numbers alone.
@@ -132,15 +132,15 @@ def planned(
     *,
     data: Data | None = None,
 ) -> Plans:
-    """Answer ``kagome plan``.
+    """Measure, predict and rank the plans that ``kagome plan`` prints.
 
     Args:
-        asked: Its flags.
+        asked: The flags of the command.
         build: Makes the model.
         data: The graph, in place of the one that the flags name.
 
     Raises:
-        PlanError: If nothing fits, or a graph is given by one of its two numbers alone.
+        PlanError: If no plan fits, or if a graph is given by one of its two numbers alone.
         KagomeError: What loading the graph or building the model raises.
     """
     named = None if asked.cluster is None else Cluster.load(asked.cluster)
@@ -169,33 +169,33 @@ def plan(
     recompute: bool = False,
     reuse: bool = True,
 ) -> Plans:
-    """Predict what each cut of a model on a graph would cost, and say which is best and why.
+    """Predict what each way to split a model and a graph costs, and explain which is best.
 
-    It is what ``kagome plan`` prints. ``Path("plan.json").write_text(plans.to_json())`` makes a file that
-    ``Parallel(plan="plan.json")`` takes.
+    ``kagome plan`` prints the result. ``Path("plan.json").write_text(plans.to_json())`` writes a file that
+    ``Parallel(plan="plan.json")`` reads.
 
     Args:
-        model: The user's module; it stays as it is.
+        model: The user's module; it stays unchanged.
         data: The graph.
-        devices: Local ranks to plan for, where no cluster is named.
-        cluster: A cluster's TOML file, or the name of a built-in one (``kagome plan --help``).
-        allow: What may be taken beside exact strategies: see :class:`kagome.Parallel`.
-        train: Learning rate, seed and precision of the run.
-        fast: Whether messages are reduced by kernels.
-        recompute: Whether layers are run again in backward.
-        reuse: Take what was measured on this machine within a day.
+        devices: The number of local ranks to plan for if no cluster is named.
+        cluster: A cluster's TOML file, or the name of a built-in cluster (``kagome plan --help``).
+        allow: The inexact methods that plans may use; see :class:`kagome.Parallel`.
+        train: The learning rate, seed and precision of the run.
+        fast: Whether kernels reduce messages.
+        recompute: Whether layers run again in backward.
+        reuse: Whether to reuse measurements made on this machine within a day.
 
     Returns:
         The plans that fit, best first, and those that do not.
 
     Raises:
-        PlanError: If nothing fits.
-        ConfigError: If an argument is of another kind.
-        DataError: If the graph has a fault.
-        ModelError: If the model is none, has no weights to train, or fails on the graph.
+        PlanError: If no plan fits.
+        ConfigError: If an argument has the wrong type.
+        DataError: If the graph is invalid.
+        ModelError: If the model is not a module, has no weights to train, or fails on the graph.
 
     Cost:
-        A second or a few: steps of the model on a sample are timed here.
+        A few seconds: steps of the model on a sample are timed on this machine.
     """
     refuse_no_module(model, "plan(model, ...)")
     check_kind("plan.devices", devices, int)
@@ -218,19 +218,19 @@ def plan(
 def chosen(
     settings: Run, ranks: int, build: Callable[[Partition, Meta, Channel], nn.Module]
 ) -> tuple[Run, Plans]:
-    """Settings with the best cut for so many local ranks, or fewer, in place of ``plan="auto"``; says why.
+    """Replace ``plan="auto"`` in settings by the best plan for the local ranks, and print the reason.
 
     Args:
-        settings: Of a run.
-        ranks: That may be started.
+        settings: The settings of a run.
+        ranks: The number of local ranks that may be started.
         build: Makes the model.
 
     Returns:
-        The settings, and the plans, of which the first is the one that was taken: on all ranks, or on fewer
-        where that is faster.
+        The settings and the ranked plans. The first plan is the one chosen; it uses all ranks, or fewer where
+        that is faster.
 
     Raises:
-        PlanError: If no cut fits.
+        PlanError: If no plan fits.
     """
     if settings.data.partition is not None:
         raise PlanError(
@@ -257,7 +257,7 @@ def chosen(
 
 
 def _fewer(best: Candidate, fitting: Sequence[Candidate], ranks: int) -> str:
-    """Why not all ranks are started."""
+    """Explain why not all ranks are started."""
     full = next((one for one in fitting if one.ranks == ranks), None)
     if full is None:
         why = "no cut over all of them fits"
@@ -268,7 +268,7 @@ def _fewer(best: Candidate, fitting: Sequence[Candidate], ranks: int) -> str:
 
 
 def like(graph: GraphSize, features: int, classes: int, seed: int) -> Data:
-    """A small graph with as many edges a vertex, features and classes."""
+    """Make a small random graph with the given mean degree, number of features and number of classes."""
     generator = torch.Generator().manual_seed(seed)
     n = min(graph.vertices, 2_000)
     e = max(1, round(graph.edges * n / max(graph.vertices, 1)))

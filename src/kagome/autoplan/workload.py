@@ -1,12 +1,12 @@
-"""Study: a model and a graph measured once, from which cuts for any cluster are predicted.
+"""Workload: a model and a graph, measured once, from which plans for any cluster are predicted.
 
-Where it sits: ``plan`` makes one; the arithmetic is ``planner.candidates``'.
+Where it sits: ``plan`` makes one; ``planner.candidates`` does the arithmetic.
 
 ::
 
-    model ──epochs on small graphs──> seconds a row and edge, bytes a row that crosses     (rates.py)
-    graph ──cut, or its degrees──> rows, edges and halo of each part                       (counts.py)
-    both  ──> bytes held                                                                   (forecast.py)
+    model ──epochs on small graphs──> seconds per row and edge, bytes per row exchanged   (epoch_costs)
+    graph ──cut, or its degrees──> rows, edges and halo of each part                      (part_size)
+    both  ──> bytes held                                                                  (memory.estimate)
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ from kagome.records.memory import MemoryByKind
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
 MOST_SLICES = 64
-"""More are not planned: columns run out, and what they take was told from two and four."""
+"""Most slices that are planned: more run out of columns, and costs are extrapolated from two and four."""
 DEALT = ((1, 4.0), (1, 2.0), (2, 2.0), (2, 1.5), (3, 1.5), (4, 1.5))
-"""Stages a rank, and chunks for each rank of a pipeline, that are tried where history may be read."""
+"""Stages per rank, and chunks per rank of a pipeline, that are tried where history is allowed."""
 WAY = RunMode(several=True)
-"""How a model is run if nothing else is said."""
+"""The default run mode."""
 
 
 @dataclass(frozen=True)
 class MeasuredWorkload:
-    """One model, measured.
+    """The measurements of one model.
 
     Args:
         model: The model.
-        decoupled: Whether all maps come first.
-        rates: Seconds and bytes that cross, by row and edge.
-        held: Bytes held.
-        transposed: Bytes a vertex of all transposes: of columns that are shared out, of others. None without.
-        sliced: Of a rank in two slices, and of one in four. None without.
+        decoupled: Whether the model is decoupled: all its maps come before propagation.
+        rates: Seconds, and bytes exchanged, per row and edge.
+        held: The memory rates.
+        transposed: Bytes per vertex of all transposes, for columns split between ranks and for others. None
+            if the model makes no transposes.
+        sliced: The times of a rank in two and in four slices. None if the model makes no transposes.
     """
 
     model: nn.Module
@@ -73,16 +74,16 @@ class MeasuredWorkload:
 
     @property
     def spread(self) -> float:
-        """By which share two measurements of its seconds differed."""
+        """The largest relative difference between two measurements of its seconds."""
         return float(max(each.spread for each in (self.rates, *(self.sliced or ()))))
 
     def record(self) -> list[Any]:
-        """What was measured, as JSON has it."""
+        """Return the measurements as JSON values."""
         return [asdict(self.rates), asdict(self.held), self.transposed, list(map(asdict, self.sliced or ()))]
 
     @staticmethod
     def of(model: nn.Module, decoupled: bool, record: list[Any]) -> MeasuredWorkload:
-        """The same from its record."""
+        """Restore the measurements of a model from their record."""
         rates, held, transposed, slices_of = record
         sent = None if transposed is None else (transposed[0], transposed[1])
         took = [Timed(**each) for each in slices_of]
@@ -92,15 +93,15 @@ class MeasuredWorkload:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """A graph and the models that may be trained on it.
+    """A graph and the measured models that may be trained on it.
 
     Args:
-        part: The whole graph as one part; or a small one that looks like it, where the graph is not there.
-        graph: What is known of the graph.
-        models: Each measured; the user's own first.
-        way: How they will be run; its seed is that of cuts and made graphs too.
-        facts: What decides all that is measured of the models, each.
-        kept: Where what was measured lies.
+        part: The whole graph as one part; if the graph is not at hand, a small graph that resembles it.
+        graph: The size of the graph.
+        models: The measured models; the user's own comes first.
+        way: How the models will be run; cuts and synthetic graphs use its seed too.
+        facts: For each model, all that its measurements depend on.
+        kept: The cache of measurements.
     """
 
     part: Partition
@@ -122,28 +123,28 @@ class Workload:
         most: int = 1,
         kept: MeasurementCache | None = None,
     ) -> Workload:
-        """Measure.
+        """Measure a model, and its decoupled form if there is one, for a graph.
 
         Args:
-            model: As it would be trained.
-            optimizer: Over its parameters; for the memory of its state.
-            part: See :class:`Workload`.
-            graph: What is known of the graph.
-            decoupled: The model with all maps first, if it may be taken.
-            way: How they will be run.
-            most: Threads that a rank would have for itself, where it has fewer now.
-            kept: Where it is looked for what was measured before.
+            model: The model as it would be trained.
+            optimizer: The optimizer of its parameters, for the memory of its state.
+            part: The graph as one part; see :class:`Workload`.
+            graph: The size of the graph.
+            decoupled: The decoupled model, if plans may use it.
+            way: How the models will be run.
+            most: The number of threads that a single rank would have, if it has fewer now.
+            kept: The cache to look up earlier measurements in.
 
         Raises:
             PlanError: If the model fails on a small graph.
 
         Cost:
-            Some twenty epochs of each model on a graph of up to 4 million edges, and METIS cuts of it in two
-            and in four, where nothing is kept.
+            If nothing is cached, some twenty epochs of each model on a graph of up to 4 million edges, and
+            METIS cuts of it into two and four parts.
         """
         models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
         same, own = [identity(each) for each, _ in models], kept or MeasurementCache()
-        if None in same:  # nobody could tell these models from others
+        if None in same:  # a model without an identity cannot be a cache key
             own = MeasurementCache()
         step = None if optimizer is None else [type(optimizer).__qualname__, repr(optimizer.defaults)]
         size = [part.fingerprint, graph.vertices, graph.edges, graph.data is None]
@@ -158,7 +159,7 @@ class Workload:
         return Workload(part, graph, tuple(found), way, facts, own)
 
     def parts(self, number: int) -> tuple[tuple[PartSize, ...], float]:
-        """The parts of a cut, and by which share their halo may be off."""
+        """Return the sizes of the parts of a cut, and the relative uncertainty of their halo."""
 
         def measure() -> list[Any]:
             counts, uncertain = self.graph.counts(number, self.way.seed)
@@ -169,7 +170,7 @@ class Workload:
         return tuple(PartSize(*each) for each in counts), uncertain
 
     def coded(self, place: int) -> CostRates:
-        """Of one of the models, with what its rows cost with one bit a number."""
+        """Return the rates of one model, with the cost of rows encoded at one bit per number."""
         one = self.models[place]
 
         def measure() -> list[Any]:
@@ -181,11 +182,20 @@ class Workload:
 
     @cached_property
     def steps(self) -> Steps | None:
-        """The user's model, for cuts into stages; None where there are none."""
+        """The steps of the user's model, for cuts into stages; None if it cannot be cut."""
         return _steps(self.models[0].model, self.part, self.way)
 
     def stages(self, ranks: int, dealt: int, chunks: int) -> PipeCut | None:
-        """The user's model over so many ranks with so many stages each; None where it cannot be cut so."""
+        """Cut the user's model into stages.
+
+        Args:
+            ranks: The number of ranks of the pipeline.
+            dealt: The number of stages of each rank.
+            chunks: The number of chunks of each part.
+
+        Returns:
+            The cut; None if the model cannot be cut in this way.
+        """
 
         def measure() -> list[Any]:
             parallel = Parallel(pipe=ranks, stages_per_rank=dealt, chunks=chunks)
@@ -204,17 +214,17 @@ class Workload:
         return PipeCut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
 
     def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
-        """Rank the cuts for a cluster.
+        """Predict and rank the plans for a cluster.
 
         Args:
-            cluster: Where it is to run, on some or all devices.
-            allow: What may be inexact; a decoupled model is there, or is not, from the start.
+            cluster: The cluster to run on; a plan may use some or all of its devices.
+            allow: The inexact methods that plans may use; decoupling is decided when the models are measured.
 
         Raises:
-            PlanError: If nothing fits.
+            PlanError: If no plan fits.
 
         Cost:
-            A METIS cut for each number of parts, once a study.
+            A METIS cut for each number of parts, once per workload.
         """
         size = cluster.size
         numbers = [number for number in range(1, size + 1) if size % number == 0]
@@ -233,7 +243,7 @@ class Workload:
         for ranks in numbers[1:]:
             cut = self.stages(ranks, 1, default_chunks(ranks, 1))
             if cut is None:
-                break  # nor into more
+                break  # it cannot be cut into more stages either
             found += self._pipes(cut, cluster, "history" in allow)
         facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
         off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
@@ -241,7 +251,7 @@ class Workload:
         return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
 
     def _pipes(self, cut: PipeCut, cluster: Cluster, history: bool) -> list[Candidate]:
-        """Stages, each with parts, or with parts in feature slices, of the user's model."""
+        """Predict pipelines of the user's model in which each stage has parts, or parts in feature slices."""
         own, found = self.models[0], []
         size = cluster.size // cut.ranks
         for tensor in (number for number in range(1, size + 1) if size % number == 0):
@@ -265,13 +275,13 @@ class Workload:
                     pipes(each, groups, loads, own.rates, cluster, uncertain, chunks=chunks)
                     for each, chunks in self._dealt(cut.ranks)
                 ]
-                # They are alike but for time; that of a stage a rank and the usual chunks stays beside it.
+                # They differ in time alone. The one with a stage per rank and the usual chunks is kept too.
                 best = min(dealt, key=lambda one: one.epoch_seconds)
                 found += dealt[:1] if best is dealt[0] else [dealt[0], best]
         return found
 
     def _dealt(self, ranks: int) -> list[tuple[PipeCut, int]]:
-        """Cuts into a stage a rank and into several, with the chunks that are to pass them."""
+        """Return the cuts into one and into several stages per rank, each with its number of chunks."""
         ways = [(dealt, ceil(chunks * ranks)) for dealt, chunks in DEALT]
         cuts = [(self.stages(ranks, dealt, chunks), chunks) for dealt, chunks in ways]
         return [(cut, chunks) for cut, chunks in cuts if cut is not None]
@@ -279,7 +289,7 @@ class Workload:
     def _sliced(
         self, each: MeasuredWorkload, counts: Sequence[PartSize], groups: int, size: int
     ) -> tuple[Sliced, list[Load]]:
-        """Parts of which so many ranks slice the features."""
+        """Return the cost of feature slices on ``size`` ranks of each part, and the load of each part."""
         assert each.transposed is not None
         assert each.sliced is not None
 
@@ -300,7 +310,7 @@ class Workload:
         return Sliced(size, two, four, each.sliced[0].meetings, sent), loads
 
     def _slices(self, each: MeasuredWorkload, groups: int, cluster: Cluster) -> Candidate:
-        """So many parts, of which all the ranks there are slice the features."""
+        """Predict a plan of ``groups`` parts in which all ranks of the cluster slice features."""
         counts, uncertain = self.parts(groups)
         sliced, loads = self._sliced(each, counts, groups, cluster.size // groups)
         return slices(sliced, loads, each.rates, cluster, uncertain, groups=groups, decoupled=each.decoupled)
@@ -336,7 +346,7 @@ def _measured(
 
 
 def _spread(record: list[Any]) -> float:
-    """By which share two measurements of a model differed."""
+    """Return the largest relative difference between two measurements of a model."""
     rates, _, _, slices_of = record
     return max(float(each["spread"]) for each in (rates, *slices_of))
 
@@ -355,7 +365,7 @@ def _held(record: dict[str, Any]) -> Held:
 
 
 def _steps(model: nn.Module, part: Partition, way: RunMode) -> Steps | None:
-    """A model's steps; None where they cannot be found, or stages cannot run it so."""
+    """Find a model's steps; None if it cannot be traced, or if stages cannot run in this mode."""
     if way.recompute:
         return None
     device, train = torch.device("cpu"), Train(seed=way.seed, amp="bf16" if way.amp else "none")
@@ -368,7 +378,7 @@ def _steps(model: nn.Module, part: Partition, way: RunMode) -> Steps | None:
 def _cut(
     model: nn.Module, steps: Steps, part: Partition, graph: GraphSize, parallel: Parallel
 ) -> PipeCut | None:
-    """A model's layers over stages; None where it cannot be cut into so many."""
+    """Cut a model's layers into stages; None if it cannot be cut into that many."""
     try:
         staging = steps.staging(parallel, part)
     except KagomeError:
@@ -390,7 +400,7 @@ def _cut(
 
 
 def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
-    """Rows of other parts as they are, or with one bit, then with gradients in bf16 or not; late or not."""
+    """List the variants of a plan: rows whole or at one bit, then gradients in bf16 or not; late or not."""
     halved = (False, True) if "onebit" in allow else ()
     few = [{"onebit": True, "halved": each} for each in halved]
     late = (False, True) if "stale" in allow else (False,)
@@ -398,6 +408,6 @@ def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
 
 
 def _load(counts: PartSize, held: MemoryByKind) -> Load:
-    """What a part asks of a rank that holds so much."""
+    """Return the load of a part on a rank that holds this memory."""
     whole = held.features + held.edges + held.tables + held.weights
     return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.total), float(whole))

@@ -1,6 +1,6 @@
-"""Checking: what ``kagome check`` answers.
+"""Check command: compares a split run with an unsplit one, for ``kagome check``.
 
-Where it sits: ``cli`` calls :func:`checked`; what is compared, and how, is in ``verify.check``.
+Where it sits: ``cli.main`` calls :func:`checked`; ``verify.check`` does the comparison.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from kagome.train.engines import refuse_slices_by_pyg
 from kagome.verify.check import CheckResult, check
 
 PARTS = 3
-"""Of the split, where no flag says how many."""
+"""Number of parts to split into if no flag gives it."""
 LEFT_OUT = {
     "pipelines of exact chunks change no number": ("pipe", "stages_per_rank", "schedule"),
     "rows that are old, dropped or drawn differ, and are meant to": ("max_age", "skip_drift", "halo_sample"),
     "codecs round": ("codec", "codec_backward", "codec_stage", "codec_weights"),
 }
-"""Settings that split and whole are compared without, by the reason."""
+"""Settings that are left out of the comparison, by the reason."""
 
 
 def checked(
     settings: Run, build: Callable[[Partition, Meta, Channel], nn.Module], *, vertices: int
 ) -> tuple[CheckResult, tuple[str, ...]]:
-    """Compare split with whole as the settings would split.
+    """Compare the model split as the settings say with the whole model, on a sample.
 
     Args:
-        settings: Of the run that is to be checked.
-        build: Makes its model.
-        vertices: Of the sample.
+        settings: The settings of the run to check.
+        build: Makes the model.
+        vertices: The number of vertices of the sample.
 
     Returns:
-        What was found, and what there is to say: what of the settings was left out, and the memory that a
-        rank would take.
+        The result of the comparison, and messages: which settings were left out, and the memory that a rank
+        would need.
 
     Raises:
-        ConfigError: If features are to be sliced without the kernels that sum slices.
+        ConfigError: If the settings slice features without the kernels that sum slices.
         ModelError: If the model fails on the sample, or cannot be decoupled.
     """
     cut, seed = settings.parallel, settings.train.seed
-    refuse_slices_by_pyg(settings, torch.device("cuda"))  # where the ranks are, not here
+    refuse_slices_by_pyg(settings, torch.device("cuda"))  # the device of the run's ranks, not of this check
     alone = Channel(None, "cpu")
     found = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
     part, meta = for_model(settings.model.name, *found)
@@ -72,7 +72,7 @@ def checked(
 
 
 def left_out(cut: Parallel) -> tuple[str, ...]:
-    """A sentence for each kind of setting that split and whole are compared without."""
+    """Return a sentence for each kind of setting that is left out of the comparison."""
     usual = {field.name: field.default for field in fields(Parallel)}
     said = []
     for why, names in LEFT_OUT.items():

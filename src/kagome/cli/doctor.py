@@ -1,6 +1,6 @@
-"""Doctor: what this machine offers, and whether two ranks can talk to each other on it.
+"""Doctor: reports what this machine offers, and whether two ranks can communicate on it.
 
-Where it sits: ``kagome doctor`` prints what is found here.
+Where it sits: ``kagome doctor`` calls :func:`examine`, which prints the findings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OPTIONAL = {
 
 
 def examine() -> int:
-    """Print a line a finding.
+    """Examine the machine, and print one line for each finding.
 
     Returns:
         0 if Kagome can train here, else 1.
@@ -77,7 +77,7 @@ def examine() -> int:
 
 
 def talk() -> float:
-    """What each of two ranks does: say its number, hear the sum."""
+    """Run on each of two ranks: contribute the rank's number to an all-reduce, and return the sum."""
     import torch
 
     from kagome.comm.mesh import open_mesh

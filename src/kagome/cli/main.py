@@ -2,8 +2,9 @@
 
 Flags come from the same dataclasses as the API.
 
-Where it sits: reads flags and TOML into ``config.Run``, starts ranks where none are, and hands over to
-``run``. A user's mistake ends in one message and a non-zero code, never in a traceback of ours.
+Where it sits: it reads flags and TOML into ``config.Run``, starts ranks if none are running, and calls
+``train`` and the other packages. A user's mistake ends in one message and a non-zero exit code, never in a
+traceback from Kagome's code.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ if TYPE_CHECKING:
     from kagome.train.trainer import Trainer
 
 DEFAULT_RANKS = 2
-"""Local ranks of ``kagome train`` with no flags at all."""
+"""Number of local ranks of ``kagome train`` without any flags."""
 MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tensor", "--parallel.plan")
-"""With one of these a run that goes on is split anew."""
+"""Flags that make a resumed run be split anew."""
 LOADED = ("kagome.train.preload",)
-"""What every rank of a training imports."""
+"""Modules that every rank of a training imports."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command; leaves with its exit code."""
+    """Run one command, and exit with its code."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
@@ -76,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _told(error: KagomeError) -> int:
-    """Say what went wrong; the exit code."""
-    # A value that was found may hold what no terminal can show.
+    """Print an error, and return the exit code for it."""
+    # A value in the message may hold characters that the terminal cannot show.
     text = str(error).encode(sys.stderr.encoding or "utf-8", "backslashreplace").decode(errors="replace")
     print(f"kagome: error: {text}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
@@ -109,7 +110,7 @@ def _run(name: str, args: list[str]) -> int:
 
 
 LONGEST_WORD = 4_096
-"""Characters of one word of a command; a path has no more."""
+"""Most characters of one word of a command line; no path is longer."""
 
 
 def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
@@ -121,7 +122,7 @@ def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
             )
     extra = {} if default is None else {"default": default}
     found = tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
-    for flag, value in vars(found).items():  # sections have looked at their own
+    for flag, value in vars(found).items():  # config sections check their own values
         if isinstance(value, str):
             path_of(value, f"--{flag.replace('_', '-')}")
     return found
@@ -182,10 +183,10 @@ def _train(args: list[str]) -> int:
 
 
 def _checkpoint(folder: str | None) -> Path | None:
-    """The newest checkpoint of a run, if it has any.
+    """Return the newest checkpoint of a run; None if it has none.
 
     Raises:
-        CheckpointError: If it has some, and the newest cannot be told.
+        CheckpointError: If it has checkpoints, and the newest cannot be determined.
     """
     if folder is None or not Path(folder).is_dir():
         return None
@@ -200,7 +201,7 @@ def _checkpoint(folder: str | None) -> Path | None:
 
 
 def _saved_ranks(settings: config.Run, resume: str | None, args: list[str]) -> int | None:
-    """How many ranks a run had that goes on as it was split; None where something else says how many."""
+    """Return the number of ranks of a resumed run whose split is unchanged; None if it is set elsewhere."""
     import json
 
     resumed = _resumed(args)
@@ -212,11 +213,11 @@ def _saved_ranks(settings: config.Run, resume: str | None, args: list[str]) -> i
         found = _checkpoint(resume)
         return None if found is None else int(json.loads((found / "place.json").read_text())["world_size"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # loading it says what is wrong
+        return None  # loading the checkpoint reports the error
 
 
 def _ranks(settings: config.Run) -> int | None:
-    """The product of the mesh, as far as it is said."""
+    """Return the number of ranks that the mesh settings give; None if they leave it open."""
     parallel = settings.parallel
     if parallel.tensor > 1:
         return (parallel.graph or 1) * parallel.pipe * parallel.tensor
@@ -225,7 +226,7 @@ def _ranks(settings: config.Run) -> int | None:
 
 
 def _parts(folder: str | None) -> int | None:
-    """How many parts a saved partition has; what is wrong with it is said where it is loaded."""
+    """Return the number of parts of a saved partition; None if unreadable, which loading it reports."""
     import json
 
     try:
@@ -235,7 +236,7 @@ def _parts(folder: str | None) -> int | None:
 
 
 def _run_folder(resume: str) -> Path:
-    """The run that a run's folder, its checkpoints or one of them belong to."""
+    """Return the run folder, given that folder, its checkpoints folder or one of the checkpoints."""
     folder = Path(resume)
     above = list(folder.resolve().parents)[:2]
     names = [folder.resolve().name, *(found.name for found in above)]
@@ -244,17 +245,19 @@ def _run_folder(resume: str) -> Path:
 
 
 def parse_train(args: list[str]) -> TrainCommand:
-    """Flags over a TOML file, over a resumed run's own settings, over the defaults.
+    """Parse the flags of ``kagome train``.
+
+    Flags override a TOML file, which overrides the settings of a resumed run, which override the defaults.
 
     Raises:
-        ConfigError: If the file is missing or wrong.
+        ConfigError: If the file is missing or invalid.
     """
     run = config.Run()
     resumed = _resumed(args)
     if resumed is not None:
         run = toml_io.from_toml(resumed)
         if environment().source != "single" or any(word.startswith(MESH_FLAGS) for word in args):
-            # How it was split is no part of what it learns: the ranks there are now decide.
+            # The split does not change what the run learns, so the ranks at hand decide it.
             run = replace(run, parallel=replace(run.parallel, graph=None))
     if args and not args[0].startswith("-"):
         run = toml_io.from_toml(args[0], over=run)
@@ -264,7 +267,7 @@ def parse_train(args: list[str]) -> TrainCommand:
 
 
 def _resumed(args: list[str], flag: str = "--resume") -> Path | None:
-    """The settings of the run that a flag names, if it names one that has any."""
+    """Return the settings file of the run that a flag names; None if there is none."""
     for place, word in enumerate(args):
         follows = word == flag and place + 1 < len(args)
         folder = args[place + 1] if follows else word.partition(f"{flag}=")[2]
@@ -281,7 +284,7 @@ def _over(default: TrainCommand, run: config.Run) -> TrainCommand:
 
 
 def _new_folder(settings: config.Run) -> str:
-    """A folder of its own for this run, named by what is trained."""
+    """Create a new folder for this run, named after its data and model."""
     name = "".join(c if c.isalnum() else "-" for c in f"{settings.data.name}-{settings.model.name}")[:60]
     for number in range(1, 10_000):
         folder = Path("runs") / f"{name}-{number:03d}"
@@ -294,13 +297,13 @@ def _new_folder(settings: config.Run) -> str:
 
 
 def train_rank(settings: config.Run, out: str | None, resume: str | None, overwrite: bool = False) -> int:
-    """What each rank of ``kagome train`` does.
+    """Run the work of each rank of ``kagome train``.
 
     Args:
-        settings: The run.
-        out: Its folder; None lets rank 0 choose one.
-        resume: A run to go on with.
-        overwrite: Whether a run that is in the folder may be removed.
+        settings: The settings of the run.
+        out: The folder of the run; None lets rank 0 choose one.
+        resume: The run to resume; None to start a new one.
+        overwrite: Whether a run that is already in the folder may be removed.
 
     Returns:
         The exit code.
@@ -309,7 +312,7 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
 
     ranks = environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with(os.getppid(), signal.SIGTERM)  # it tells its ranks nothing when it is killed
+        end_with(os.getppid(), signal.SIGTERM)  # torchelastic does not signal its ranks if it is killed
     folder = resume or (out if ranks.restarts else None)
     with Trainer.from_settings(
         settings,
@@ -327,14 +330,14 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
 
 
 def _begins_again(folder: str | None, out: str | None) -> bool:
-    """Whether epochs of a run that was ended before its first checkpoint may be written over."""
+    """Return whether a run that ended before its first checkpoint may be overwritten."""
     if folder is None or out is None or not goes_on(Path(out), folder):
         return False
     return not (Path(out) / "summary.json").exists()
 
 
 def _goes_on(trainer: Trainer, folder: str | None) -> str | None:
-    """The folder to go on from: one without a checkpoint is where a new run begins."""
+    """Return the folder to resume from; None if it has no checkpoint yet, so that a new run begins."""
     if folder is None:
         return None
     from kagome.components.rank_zero import by_first
@@ -377,7 +380,7 @@ def _predict(args: list[str]) -> int:
 
 
 def _parse_predict(args: list[str]) -> PredictCommand:
-    """Flags over the settings of the run whose weights are asked for, over the defaults."""
+    """Parse the flags of ``kagome predict``, which override the settings of the run that has the weights."""
     run, found = config.Run(), _resumed(args, "--checkpoint")
     if found is not None:
         run = toml_io.from_toml(found, trains=False)
@@ -398,12 +401,12 @@ def _parse_predict(args: list[str]) -> PredictCommand:
 
 
 def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
-    """What each rank of ``kagome predict`` does.
+    """Run the work of each rank of ``kagome predict``.
 
     Args:
-        settings: Of the run, and of the graph.
-        checkpoint: Where the weights are.
-        out: The file for scores.
+        settings: The settings of the run and of the graph.
+        checkpoint: The path of the weights.
+        out: The file to write scores to.
 
     Returns:
         The exit code.
@@ -430,7 +433,7 @@ def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
 def _builder(
     settings: config.Model, train: config.Train, columns: int | None = None
 ) -> Callable[[Partition, Meta, Channel], nn.Module]:
-    """Makes the model that settings name; of so many columns, or as many as the labels ask for."""
+    """Return a function that makes the model; its output has ``columns``, or as many as the labels need."""
 
     def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
         from kagome.model.zoo import build_model
@@ -439,7 +442,7 @@ def _builder(
         from kagome.train.data import degree_histogram
 
         wide, labels, names = columns or 0, meta.labels, (tuple(part.nodes), tuple(part.shared))
-        if columns is None and labels is not None:  # what is no label is refused before a model is as wide
+        if columns is None and labels is not None:  # refuse invalid labels before they set the output's width
             labels = labels_that_count(labels, part, train, channel)
             aim = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
             wide = aim.outputs

@@ -1,1 +1,1 @@
-"""What ranks hold and will hold, by kind."""
+"""Memory of a rank by kind: measured from its tensors, and estimated before a run."""

@@ -1,14 +1,14 @@
-"""Forecast: what each rank will hold, from shapes and one step of a copy of the model on small made graphs.
+"""Memory estimate: what each rank will hold, from shapes and one training step on small synthetic graphs.
 
-Where it sits: ``train.admission`` asks for it before the first epoch; a planner can for ranks that are not
-there.
+Where it sits: ``train.admission`` asks for it before the first epoch. A planner can ask for it too, for ranks
+that do not exist yet.
 
-What is kept of a forward is a sum of tensors with a row a vertex, a halo row or an edge. So a step on pieces
-of many sizes tells how many bytes each of these costs, and a part's counts say what it will hold::
+What is kept of a forward is a sum of tensors with one row per vertex, halo row or edge. A step on pieces of
+many sizes therefore shows how many bytes each of these costs, and a part's size gives its memory::
 
     pieces: rows, halo, edges, ... ──a step each──> bytes by kind
-                        └──least squares──> bytes a row, a halo row, an edge, ...   (whole numbers)
-    a rank's counts ──────────────────────> its Holdings
+                        └──least squares──> bytes per row, halo row, edge, ...   (whole numbers)
+    a rank's part size ───────────────────> its MemoryByKind
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SLICED: Final = (
     (240, 960, True),
     (288, 420, False),
 )
-"""Vertices and edges of the made graphs on which slices are measured; whether the first have most edges."""
+"""Synthetic graphs for feature slices: vertices, edges, and whether the first vertices have most edges."""
 SLICE_UNITS: Final = (
     "one",
     "rows",
@@ -68,26 +68,27 @@ SLICE_UNITS: Final = (
     "edges of all",
     "share of those edges",
 )
-"""What bytes are told apart by where features are sliced: a rank's own, and those of all of its team."""
+"""The units that bytes are fitted to where features are sliced: counts of a rank, and of its whole group."""
 SLICE_KINDS: Final = ("tables", "activations")
 INDEX_BYTES: Final = 8
 NOTES: Final = 3
-"""Numbers that ranks sum along with gradients."""
+"""Further numbers that ranks sum along with gradients."""
 
 
 @dataclass(frozen=True)
 class MemoryRates:
-    """Bytes by kind: of what all ranks hold alike, and for each row, halo row and edge.
+    """The bytes of what every rank holds alike, and the bytes by kind for each row, halo row and edge.
 
     Args:
-        weights: Parameters and buffers.
-        best: A copy of them.
-        gradients: Of the parameters that have one; of each message that sums some over ranks.
-        optimizer: Its state; None where it is not known.
-        by_unit: Kind -> bytes for each of :data:`UNITS`; kinds that are not known are left out.
-        by_slice: The same for :data:`SLICE_UNITS`, of kinds that are others where features are sliced.
-        by_share: The same where there are several parts, each in slices.
-        fault: Why kinds are not known.
+        weights: Bytes of parameters and buffers.
+        best: Bytes of a copy of them.
+        gradients: Bytes of the gradients; on several ranks, of each message that sums some of them.
+        optimizer: Bytes of the optimizer's state; None if unknown.
+        by_unit: Kind -> bytes for each of :data:`UNITS`; unknown kinds are left out.
+        by_slice: Kind -> bytes for each of :data:`SLICE_UNITS`, for the kinds that differ where features are
+            sliced and there is one part.
+        by_share: The same as ``by_slice`` for several parts, each in slices.
+        fault: Why some kinds are unknown.
     """
 
     weights: int
@@ -100,12 +101,12 @@ class MemoryRates:
     fault: str = ""
 
     def at(self, counts: PartSize, *, keeps_best: bool = True, team: GroupSize | None = None) -> MemoryByKind:
-        """What a rank with such a part will hold.
+        """Estimate the memory by kind of a rank with a part of this size.
 
         Args:
-            counts: Of the part.
-            keeps_best: Whether a copy of the best epoch's weights is kept: where anything is validated.
-            team: The ranks that slice features with it; None where none do.
+            counts: The size of the part.
+            keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
+            team: The size of the group that slices features with this rank; None without feature slices.
         """
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
@@ -138,23 +139,23 @@ def rates_of(
     *,
     slices: Sequence[int] = (),
 ) -> MemoryRates:
-    """Find the rates of a model by one step of a copy on small made graphs; no peer is asked.
+    """Measure the memory rates of a model by one step of a copy on small synthetic graphs, without peers.
 
     Args:
-        model: The user's module, as it was given. Neither its weights, buffers nor gradients change, nor any
-            generator of random numbers.
-        optimizer: Over its parameters.
-        part: Where attributes are drawn from.
+        model: The user's module, as it was given. Its weights, buffers and gradients stay unchanged, and so
+            do all random number generators.
+        optimizer: The optimizer of its parameters; None if its state is not to be estimated.
+        part: The part that attributes are drawn from.
         way: How the model will be run.
-        slices: Into how many features are sliced, if they are; of several numbers others are told from them.
+        slices: The numbers of feature slices to measure; from several, other numbers can be estimated.
 
     Returns:
-        The rates; only those of the data itself, and the reason, where the model fails on a made graph.
+        The rates. If the model fails on a synthetic graph, only the rates of the data itself and the reason.
 
     Cost:
-        Seven forwards, backwards and evaluations (five for one rank) on 261 rows altogether, in this process;
-        a copy of the weights. For slices six times as many as there are, of one part and of two, on 48 to 288
-        rows.
+        Seven forwards, backwards and evaluations (five for one rank) on 261 rows altogether, in this process,
+        and a copy of the weights. For each number of slices, six times that number of steps, once for one
+        part and once for two, on 48 to 288 rows.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     weights = _distinct(chain(model.parameters(), model.buffers()))
@@ -174,10 +175,11 @@ def rates_of(
             with undisturbed():
                 twin = twin_of(model)
                 by_slice, by_share = (_by_slice(twin, part, way, slices, groups) for groups in (1, 2))
-    except Exception as error:  # a forecast never ends a run
+    except Exception as error:  # an estimate must never end a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
-    # Of several ranks they lie in the sums that brought them, beside a number each and notes.
+    # With several ranks gradients are views of the summed messages, which also carry a flag for each
+    # gradient and the further numbers.
     gradients = message_bytes(learning, NOTES) if way.several else (sum(p.nbytes for p in learning),)
     state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
     return MemoryRates(weights, best, gradients, state_bytes, by_unit, by_slice, by_share, fault)
@@ -189,14 +191,15 @@ def _distinct(tensors: Iterator[Tensor]) -> int:
 
 
 def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | None:
-    """Bytes of an optimizer's state after its first step, by a step of its class on tensors without memory.
+    """Return the bytes of an optimizer's state, found by a step of its class on meta tensors.
 
     Args:
-        optimizer: The user's; it is not touched.
-        learning: Parameters that have a gradient.
+        optimizer: The user's optimizer; it stays unchanged. If it has state already, that is measured.
+        learning: The parameters that have a gradient.
 
     Returns:
-        None where the class cannot be made from groups of parameters, or looks at numbers.
+        The bytes after the first step; None if the class cannot be made from parameter groups, or reads the
+        values of tensors.
     """
     ids = {id(p) for p in learning}
     if optimizer.state:  # resumed
@@ -216,7 +219,7 @@ def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | N
             for twin in group["params"]:
                 twin.grad = torch.empty_like(twin)
         probe.step()
-    except Exception:  # whatever a user's class does with tensors that have no numbers
+    except Exception:  # a user's class may do anything with tensors that have no values
         return None
     return _state_bytes(probe)
 
@@ -231,7 +234,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
 
 
 def _given(part: Partition) -> dict[str, tuple[float, ...]]:
-    """Bytes a unit of what the data itself is, whatever the model."""
+    """Return the bytes per unit of the data itself, which do not depend on the model."""
 
     def of_one(values: Mapping[str, Tensor]) -> int:
         return sum(value.element_size() * math.prod(value.shape[1:]) for value in values.values())
@@ -246,7 +249,7 @@ def _given(part: Partition) -> dict[str, tuple[float, ...]]:
     }
 
 
-# Steps on made graphs ----------------------------------------------------------------------------
+# Steps on synthetic graphs -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -261,11 +264,11 @@ def _steps(
     try:
         return _all(_on(twin, part, pieces), pieces, way, fast=way.fast, tensor=tensor)
     except EscapeError:
-        return _all(_on(twin, part, pieces), pieces, way, fast=False, tensor=tensor)  # as the engine does
+        return _all(_on(twin, part, pieces), pieces, way, fast=False, tensor=tensor)  # like the engine
 
 
 def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
-    """A copy for each piece, with tables of its sizes; they share all other weights."""
+    """Return a copy of the model for each piece, with tables of its size; all other weights are shared."""
     apart = {id(table) for table in tables_of(twin, part)}
     shared = {id(p): p for p in twin.parameters() if id(p) not in apart}
     models = [copied(twin, shared) for _ in pieces]
@@ -287,7 +290,7 @@ def _all(
 def _step(
     model: nn.Module, piece: Partition, channel: ThreadChannel, way: RunMode, fast: bool, tensor: int = 1
 ) -> _Step:
-    """One step and one evaluation, as the engine has them."""
+    """Run one training step and one evaluation as the engine does, and measure what they keep."""
     scope = Interceptor(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast, tensor=tensor)
     undo = [apply_rules(model, scope), install(model, scope)]
     if way.recompute:
@@ -300,7 +303,7 @@ def _step(
         with SavedMemory(scope, model) as saved, scope.running(1, training=True, checked=True), cast:
             out: Any = calling.call(model, scope.inputs)
         loss = out.sum().float() + scope.turn.token
-        # Not backward(): the pieces share one copy of the weights.
+        # autograd.grad, because the pieces share one copy of the weights and backward() would add to it.
         grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         del out, loss
         model.eval()
@@ -311,7 +314,7 @@ def _step(
         for take_off in reversed(undo):
             take_off()
     kept, waiting = dict(ledger.bytes), dict(saved.bytes or {})
-    if tensor > 1:  # what is told apart as halo there are rows of all ranks, by their number
+    if tensor > 1:  # with slices, what is counted as halo by its number of rows are rows of all ranks
         kept["tables"] = kept.get("tables", 0) + kept.pop("halo", 0)
         waiting["activations"] = waiting.get("activations", 0) + waiting.pop("halo", 0)
     found = {kind: kept.get(kind, 0) + waiting.get(kind, 0) for kind in FITTED}
@@ -319,7 +322,7 @@ def _step(
 
 
 def _slice_units(rows: float, halo: float, edges: float, team: GroupSize) -> tuple[float, ...]:
-    """As many as there are of each of :data:`SLICE_UNITS`; a share of the rows is as good as a rank's own."""
+    """Return the counts of each of :data:`SLICE_UNITS`; a rank's rows may be its equal share of all rows."""
     each = [(whole, whole / team.ranks) for whole in (team.halo, team.edges)]
     return (1.0, rows, halo, edges, team.rows, *chain.from_iterable(each))
 
@@ -327,14 +330,16 @@ def _slice_units(rows: float, halo: float, edges: float, team: GroupSize) -> tup
 def _by_slice(
     twin: nn.Module, part: Partition, way: RunMode, numbers: Sequence[int], groups: int
 ) -> dict[str, tuple[float, ...]]:
-    """Bytes by kind for :data:`SLICE_UNITS`, of the fullest rank: one may take a head more than others.
+    """Measure bytes by kind for each of :data:`SLICE_UNITS`, on the rank that holds most.
+
+    The ranks of a group differ: one may have an attention head more than the others.
 
     Args:
         twin: The model.
-        part: Where attributes are drawn from.
+        part: The part that attributes are drawn from.
         way: How the model will be run.
-        numbers: Of slices.
-        groups: Parts, each in slices.
+        numbers: The numbers of slices to measure.
+        groups: The number of parts, each of which is sliced.
     """
     units: list[tuple[float, ...]] = []
     found: list[dict[str, int]] = []

@@ -1,7 +1,7 @@
-"""Holding: every tensor that an interception keeps from one forward to the next, by kind.
+"""Held tensors: every tensor that an interceptor keeps from one forward pass to the next, by kind.
 
-Where it sits: ``memory.tensor_bytes`` counts them. It knows what ``intercept.interceptor``,
-``intercept.deferral`` and ``sparse_ops.edge_view`` keep, so that nobody outside this folder need.
+Where it sits: ``memory.tensor_bytes`` counts them. This module knows what ``intercept.interceptor``,
+``intercept.deferral`` and ``sparse_ops.edge_view`` keep, so that no module outside this folder has to.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kagome.kernels.base.csr import CsrLayout, Structure
 
 
 def holding(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
-    """What lasts: pairs of a kind of ``features``, ``edges``, ``send``, ``tables`` or ``kept``, and a tensor.
+    """Yield each kept tensor with its kind: ``features``, ``edges``, ``send``, ``tables`` or ``kept``.
 
-    ``kept`` is what was computed from the others once, rows of other ranks among it. Tensors may share memory
-    and come more than once; the first kind is the one that counts.
+    Tensors of kind ``kept`` were computed once from the others; rows of other ranks are among them. Tensors
+    may share memory and appear more than once; the first kind counts.
     """
     part = scope.part
     first = scope.views[0]
@@ -57,7 +57,7 @@ def _kept(scope: Interceptor) -> Iterator[Tensor]:
 
 
 def _of_structure(structure: Structure) -> Iterator[Tensor]:
-    """The two ends, and of what is built on first use what has been asked for."""
+    """Yield the two ends of all edges, and those lazily built tensors that exist by now."""
     yield from (structure.source, structure.target)
     built = vars(structure)
     for name in ("by_target", "by_source"):

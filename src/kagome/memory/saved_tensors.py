@@ -1,13 +1,14 @@
-"""Keeping: what autograd keeps of each step of a model, and how wide it reads neighbours' rows.
+"""Saved tensors: the bytes that autograd saves at each step of a model, and the width of its halo reads.
 
-Where it sits: ``pipeline.staging`` asks before it cuts a model; memory is foretold by what each stage keeps
-and reads.
+Where it sits: ``pipelining.staging`` asks before it cuts a model. The memory of a stage is estimated from
+what its steps save and read.
 
-Steps share memory: what a ReLU gives it keeps itself, and so does the layer that reads it. Where a cut lies
-between them each stage has a piece of its own, else there is one for both. Reads of the same rows likewise::
+Steps share memory: the result of a ReLU is saved by the ReLU itself and by the layer that reads it. If a cut
+lies between them, each stage has a copy, else there is one for both. The same holds for reads of the same
+rows::
 
     first ── relu ── last        pieces: {first}, {relu, last}
-                │                a rank has those that any step of its stages keeps
+                │                a rank holds the pieces that any step of its stages saves
            (a cut here)
 """
 
@@ -40,41 +41,41 @@ from kagome.profile.subgraph import take_sample
 from kagome.profile.synthetic_parts import fit, made_pieces
 
 Pieces = Mapping[frozenset[str], int]
-"""Bytes that autograd keeps, or rows that are read, by the steps that share them."""
+"""Bytes that autograd saves, or bytes of rows that are read, by the set of steps that share them."""
 Pair = tuple[float, float]
-"""Forward, and backward."""
+"""Bytes forward and backward."""
 
 
 @dataclass(frozen=True)
 class ActivationProfile:
-    """Of a model's steps, by their names.
+    """Bytes that each step of a model saves and reads, by the names of the steps.
 
     Args:
-        pieces: The steps that keep some memory -> its bytes for each of ``counts.UNITS``; none if not known.
-        reads: The steps that read some rows of neighbours -> bytes of such a row, and of its gradient; None
-            if not known.
+        pieces: The steps that save some memory -> its bytes for each of ``part_size.UNITS``; empty if
+            unknown.
+        reads: The steps that read some halo rows -> bytes of such a row and of its gradient; None if unknown.
     """
 
     pieces: Mapping[frozenset[str], tuple[float, ...]]
     reads: Mapping[frozenset[str], Pair] | None
 
     def whole(self, counts: PartSize) -> float | None:
-        """Bytes that autograd keeps of the whole model; None where that is not known.
+        """Return the bytes that autograd saves for the whole model; None if unknown.
 
         Args:
-            counts: Of what the model is run on.
+            counts: The size of the part that the model runs on.
         """
         return sum(self._sizes(counts).values()) if self.pieces else None
 
     def share(self, steps: Collection[str], counts: PartSize) -> float:
-        """Of what autograd keeps of the whole model, what it keeps of some steps.
+        """Return the share of the bytes saved for the whole model that some steps save.
 
         Args:
-            steps: Those of all stages of a rank.
-            counts: Of what the model is run on.
+            steps: The names of the steps in all stages of a rank.
+            counts: The size of the part that the model runs on.
 
         Returns:
-            All of it where nothing is known.
+            A share of at most 1; 1 if nothing is known.
         """
         names, every = set(steps), self._sizes(counts)
         whole = sum(every.values())
@@ -87,13 +88,13 @@ class ActivationProfile:
         }
 
     def read(self, steps: Collection[str]) -> Pair | None:
-        """Bytes of a row at all reads of neighbours by some steps, and of its gradients.
+        """Return the bytes per row over all reads of neighbours by some steps, forward and backward.
 
         Args:
-            steps: Those of all stages of a rank.
+            steps: The names of the steps in all stages of a rank.
 
         Returns:
-            None where that is not known.
+            Bytes of a row and of its gradient; None if unknown.
         """
         if self.reads is None:
             return None
@@ -105,26 +106,26 @@ class ActivationProfile:
 def keeping(
     model: nn.Module, graph: LayerGraph, part: Partition, train: Train, *, fast: bool
 ) -> ActivationProfile:
-    """Run a copy of a model step by step on small made graphs, or where it fails there on samples of its own.
+    """Profile a copy of a model step by step on small synthetic graphs, or on samples if it fails on those.
 
     Args:
-        model: The user's module; it stays as it is, and so do all generators of random numbers.
-        graph: Its steps.
-        part: Where attributes are drawn from.
-        train: Seed and mixed precision.
-        fast: Whether messages are reduced by kernels.
+        model: The user's module; it stays unchanged, and so do all random number generators.
+        graph: The steps of the model.
+        part: The part that attributes are drawn from.
+        train: The seed and mixed precision.
+        fast: Whether kernels reduce messages.
 
     Returns:
-        Nothing of any step where a copy on the CPU fails on both.
+        The profile of all steps; an empty one if a copy on the CPU fails on both kinds of graphs.
 
     Raises:
         EscapeError: If a message reaches code that fast paths do not see.
 
     Cost:
-        Seven forwards and backwards on 261 rows altogether, in threads of this process (where they fail two
-        more, on samples); a copy of the model, and in each thread gradients of one step.
+        Seven forwards and backwards on 261 rows altogether, in threads of this process; two more on samples
+        if these fail. A copy of the model, and in each thread the gradients of one step.
     """
-    # Of samples, each by itself, no row crosses; there are two.
+    # The two samples are graphs by themselves and exchange no rows, so fewer units can be told apart.
     for groups, among in ((_made, UNITS), (_sampled, ("rows", "edges"))):
         try:
             with undisturbed():
@@ -135,7 +136,7 @@ def keeping(
             return _told([piece for group in pieces for piece in group], ran, among)
         except EscapeError:
             raise
-        except Exception:  # a forecast never ends a run
+        except Exception:  # an estimate must never end a run
             continue
     return ActivationProfile({}, None)
 
@@ -153,9 +154,9 @@ def _sampled(part: Partition, seed: int) -> list[list[Partition]]:
 class _Ran:
     pieces: Pieces
     there: Pieces
-    """Bytes of halos that were sent forward, by the steps that read the same rows."""
+    """Bytes of halo rows sent forward, by the steps that read the same rows."""
     back: Mapping[str, float]
-    """Step -> bytes of halos that it sent backward."""
+    """Step -> bytes of halo gradients that it sent backward."""
 
 
 def _told(pieces: Sequence[Partition], ran: Sequence[_Ran], among: Collection[str]) -> ActivationProfile:
@@ -174,7 +175,7 @@ def _told(pieces: Sequence[Partition], ran: Sequence[_Ran], among: Collection[st
 
 
 class _Noting(ThreadChannel):
-    """Notes of which rows a message was, and how many bytes of it went."""
+    """A channel that records the rows of each message and the bytes sent."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         super().__init__(group, rank)
@@ -182,11 +183,11 @@ class _Noting(ThreadChannel):
 
     @property
     def halo(self) -> int:
-        """Bytes of halos that were sent so far."""
+        """Bytes of halo rows sent so far."""
         return self.bytes["halo"]
 
     def start_exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Come:
-        """See :meth:`ThreadChannel.start_exchange`."""
+        """Start an exchange as :meth:`ThreadChannel.start_exchange` does, and record its rows and bytes."""
         before = self.halo
         come = super().start_exchange(rows, *counts, **rest)
         self.gone.append((rows.detach(), self.halo - before))
@@ -216,7 +217,7 @@ def _of_group(
 
 
 def _sharing(twin: nn.Module) -> nn.Module:
-    """A copy with the same weights, and gradients of its own."""
+    """Return a copy that shares the weights but has its own gradients."""
     weights = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in twin.parameters()}
     return copied(twin, weights)
 
@@ -228,7 +229,7 @@ def _run(model: nn.Module, graph: LayerGraph, scope: Interceptor, channel: _Noti
     back: dict[str, float] = {}
 
     def keep(tensor: Tensor) -> HeldTensor:
-        alive.append(tensor.detach())  # nothing else comes to lie there
+        alive.append(tensor.detach())  # keeps the memory from being used again for another tensor
         return HeldTensor(tensor)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, restored)
@@ -237,20 +238,21 @@ def _run(model: nn.Module, graph: LayerGraph, scope: Interceptor, channel: _Noti
             kept.append((step.name, alive))
             back[step.name] = backward
             for rows, size in channel.gone:
-                if size and forward > 0:  # what goes forward goes first
-                    # Rows that change cross for each layer; those that last are kept by who has read them.
+                if size and forward > 0:  # messages of the forward come first
+                    # Rows that change are exchanged by each layer. Constant rows are exchanged once and kept,
+                    # so layers that read them share one address.
                     place = rows.data_ptr() if scope.lasting(rows) else -len(read) - 1
                     read.append((step.name, place, size))
                     forward -= size
             alive, channel.gone = [], []
-            scope.forget_kept()  # a stage that begins later reads and computes it anew
+            scope.forget_kept()  # a stage that starts with the next step would read and compute it anew
         ledger = ledger_of(scope, model)
         held = [(name, *place) for name, some in kept for place in ledger.apart(some).items()]
     return _Ran(_shared(held), _shared(read), back)
 
 
 def _shared(found: Iterable[tuple[str, int, int]]) -> Pieces:
-    """Bytes by the steps that share them, of steps and the places in memory that each has."""
+    """Group bytes by the set of steps that share them, given each step's addresses and sizes."""
     names: dict[int, set[str]] = defaultdict(set)
     sizes: dict[int, int] = {}
     for name, place, size in found:

@@ -1,8 +1,8 @@
-"""Holdings, measured: the memory behind a rank's tensors, by kind, each piece of it counted once.
+"""Tensor bytes: the memory behind a rank's tensors, by kind, with each storage counted once.
 
-Where it sits: ``train.graph_engine`` puts a :class:`SavedMemory` around the first forward in training;
-``train.admission`` and ``estimate`` count with a :class:`TensorMemory`. The record that comes out is
-``records.memory``'.
+Where it sits: ``train.graph_engine`` puts a :class:`SavedMemory` around the first forward in training.
+``train.admission`` and ``estimate`` count with a :class:`TensorMemory`. The result is a record of
+``records.memory``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kagome.records.memory import MemoryByKind
 
 
 class TensorMemory:
-    """Bytes by kind; memory belongs to the first kind that names it.
+    """Counts bytes by kind; a storage counts for the first kind that it is added to.
 
     Args:
-        own: Own rows n.
-        halo: Halo rows H.
-        device: Only what lies there counts.
+        own: The number of own rows, n.
+        halo: The number of halo rows, H.
+        device: Tensors on other devices do not count.
     """
 
     def __init__(self, own: int, halo: int, device: torch.device) -> None:
@@ -38,11 +38,11 @@ class TensorMemory:
         self._seen: set[int] = set()
 
     def add(self, kind: str, tensors: Iterable[Tensor], *, rows: bool = False) -> None:
-        """Count tensors.
+        """Count the bytes of tensors under a kind.
 
         Args:
-            kind: Of what is counted.
-            tensors: Any; what has been counted before is left out.
+            kind: The kind that they count for.
+            tensors: Any tensors; memory that was counted before is left out.
             rows: Whether the share of halo rows in them counts as ``halo``.
         """
         for tensor in tensors:
@@ -55,27 +55,27 @@ class TensorMemory:
             self.bytes[kind] += size - away
 
     def apart(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        """What has not been counted; it is not from here on either.
+        """Return the memory of those tensors that have not been counted, without counting it.
 
         Args:
-            tensors: Any.
+            tensors: Any tensors.
 
         Returns:
-            Place in memory -> its bytes.
+            Address in memory -> bytes of the storage there.
         """
         return {place: size for place, size in map(self._lies, tensors) if size and place not in self._seen}
 
     def _lies(self, tensor: Tensor) -> tuple[int, int]:
-        """Where a tensor's memory begins, and its bytes; none where it is not of those that count."""
+        """Return the address of a tensor's storage and its bytes; zeros if the tensor does not count."""
         if tensor.device.type != self.device.type or tensor.layout != torch.strided:
             return 0, 0
-        if tensor._is_zerotensor() or not torch._C._has_storage(tensor):  # of a forward derivative
+        if tensor._is_zerotensor() or not torch._C._has_storage(tensor):  # from forward-mode derivatives
             return 0, 0
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
 
     def _away(self, tensor: Tensor, size: int) -> int:
-        """Bytes of the halo rows in a tensor of own and halo rows, or of halo rows alone."""
+        """Return the bytes of halo rows in a tensor of own and halo rows, or of halo rows alone."""
         if not self.halo or self.own in tensor.shape:
             return 0
         if self.halo in tensor.shape:
@@ -85,25 +85,25 @@ class TensorMemory:
 
 
 def ledger_of(scope: Interceptor, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
-    """All that a rank keeps from one forward to the next, but for gradients and the optimizer's state.
+    """Count what a rank keeps from one forward to the next, without gradients and the optimizer's state.
 
     Args:
-        scope: The interception.
+        scope: The rank's interceptor.
         model: The user's module.
-        copies: Further weights: the best epoch's.
+        copies: Further copies of weights, such as those of the best epoch.
     """
     plan = scope.views[0].rows
     ledger = TensorMemory(plan.own, plan.halo, scope.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     for kind, tensor in holding(scope):
         ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
-    # What layers keep beside their buffers: GCNConv(cached=True) and the like.
+    # Tensors that layers keep as plain attributes, such as those of GCNConv(cached=True).
     ledger.add("tables", (t for module in model.modules() for t in tensors_in(vars(module).values())))
     return ledger
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
-    """The tensors among values, and in the lists and tuples among them."""
+    """Yield the tensors among some values, and those in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -112,24 +112,24 @@ def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 class HeldTensor:
-    """What autograd holds on to: gone as soon as autograd lets go."""
+    """A tensor saved by autograd; it is freed as soon as autograd releases it."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        # It shares memory and version with what is saved, but no graph: a result that its own node keeps
-        # would keep that node for ever.
-        with torch._C.DisableTorchFunction():  # it is not the user's computation
+        # The detached tensor shares memory and version with the saved one, but has no graph: a result saved
+        # by its own node would keep that node alive for ever.
+        with torch._C.DisableTorchFunction():  # this is not part of the user's computation
             self.tensor, self.version = tensor.detach(), tensor._version
 
 
 def restored(kept: HeldTensor) -> Tensor:
-    """What was kept.
+    """Return the tensor that was saved, for autograd's unpack hook.
 
     Raises:
-        RuntimeError: If it was written to meanwhile.
+        RuntimeError: If the tensor has been written to since.
     """
-    if kept.tensor._version != kept.version:  # with hooks torch leaves this check to them
+    if kept.tensor._version != kept.version:  # with hooks set, torch leaves this check to them
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: {list(kept.tensor.shape)} is at version {kept.tensor._version}; "
@@ -139,17 +139,17 @@ def restored(kept: HeldTensor) -> Tensor:
 
 
 class SavedMemory:
-    """Around one forward in training: the memory that autograd keeps of it until backward.
+    """A context around one forward in training that measures what autograd saves until backward.
 
-    What a rank holds anyhow (weights, features, edges, tables) does not count again. With layers that run
-    again in backward, what came to them from the peers counts too.
+    Memory that a rank holds in any case (weights, features, edges, tables) does not count again. Where layers
+    are recomputed in backward, the recorded rows that they received from peers count too.
 
     Args:
-        scope: The interception.
+        scope: The rank's interceptor.
         model: The user's module.
 
     Cost:
-        Some microseconds a tensor that autograd saves.
+        Some microseconds for each tensor that autograd saves.
     """
 
     def __init__(self, scope: Interceptor, model: nn.Module) -> None:
@@ -192,15 +192,15 @@ def measure(
     best: Mapping[str, Tensor] | None = None,
     beside: Iterable[Tensor] = (),
 ) -> MemoryByKind:
-    """What a rank holds between backward and the next forward, and in ``saved`` what a forward keeps.
+    """Return the memory by kind of a rank between backward and the next forward, and its activations.
 
     Args:
-        scope: The interception.
+        scope: The rank's interceptor.
         model: The user's module.
-        optimizer: Over its parameters.
-        saved: Of :class:`SavedMemory`; None if no forward was watched.
-        best: The best epoch's weights.
-        beside: What else the engine keeps of the graph.
+        optimizer: The optimizer of the model's parameters.
+        saved: The bytes that :class:`SavedMemory` measured in a forward; None if none was measured.
+        best: The weights of the best epoch.
+        beside: Further tensors of the graph that the engine keeps.
     """
     ledger = ledger_of(scope, model, (best or {}).values())
     ledger.add("tables", beside)
@@ -220,6 +220,6 @@ def measure(
 
 
 def add_scope(ledger: TensorMemory, scope: Interceptor) -> None:
-    """Count what one chunk keeps from one forward to the next."""
+    """Count the tensors that one chunk keeps from one forward to the next."""
     for kind, tensor in holding(scope):
         ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])

@@ -1,1 +1,1 @@
-"""Layers over ranks, the graph in chunks."""
+"""Pipeline parallelism: the model's layers in stages over ranks, each part of the graph in chunks."""

@@ -1,6 +1,6 @@
-"""Moved: what a forward does to buffers where the graph passes in chunks.
+"""Buffer isolation: each chunk changes the model's buffers as if it were the only chunk.
 
-Where it sits: ``executor`` has one in each pass, made by ``ownership``.
+Where it sits: ``executor`` uses one :class:`BufferIsolation` in each pass; ``ownership`` makes it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from kagome.errors import ModelError
 from kagome.model.buffers import Buffers
 
 WATCHED: Final = 64 * 2**20
-"""Bytes of a buffer up to which it is copied in each pass, lest it move for the first time."""
+"""Largest buffer, in bytes, that each pass copies in case a forward changes it for the first time."""
 
 
 class BufferIsolation:
-    """Buffers in one pass: each chunk moves them as if it were alone, and one chunk's stay.
+    """The buffers in one pass: each chunk changes its own copies, and the changes of one chunk remain.
 
-    A chunk has tensors of its own, as autograd may have kept another's; only torch's and PyG's own modules,
-    which keep no such thing, have the same ones with other values.
+    Each chunk has its own tensors, because autograd may have saved another chunk's. The modules of torch and
+    PyG save none, so their tensors stay the same objects and only the values are exchanged.
 
     Args:
-        buffers: All that the stages use.
-        known: Names of those that a forward moves; what is found to move besides is added.
-        alone: Names of those that no other stage uses.
-        watches: Whether the pass may find that others move, as a forward may do first in a later epoch.
+        buffers: All buffers that the stages use.
+        known: Names of the buffers that a forward changes; newly found ones are added to this set.
+        alone: Names of the buffers that one stage alone uses.
+        watches: Whether to look for further buffers that change, as a forward may begin to do in a later
+            epoch.
 
     Cost:
-        A copy of what moves a chunk; of all others one, where they are watched.
+        One copy per chunk of each buffer that changes, and one copy of each watched buffer.
     """
 
     def __init__(self, buffers: Buffers, known: set[str], alone: Collection[str], *, watches: bool) -> None:
@@ -43,12 +44,12 @@ class BufferIsolation:
         self._before = {name: tensors[name].clone() for name in (*known, *few)}
         self._watched = {name: (tensors[name], tensors[name]._version) for name in others}
         self._own: dict[int, dict[str, Tensor]] = {}
-        # What is known of such modules' calls is known by their tensors (``neighbors.calls``).
+        # Layer replay recognises calls of such modules by their tensors (``replay.layer_calls``).
         self._still = {name for name in tensors if buffers.of_library(name)}
 
     @contextmanager
     def by(self, chunk: int, *, stays: bool) -> Iterator[None]:
-        """While a chunk runs, or a piece of it; ``stays``: what it moves is what there is afterwards."""
+        """Run a chunk, or a piece of it, inside this block; with ``stays`` its changes remain afterwards."""
         if stays:
             yield
             self._look()
@@ -63,7 +64,7 @@ class BufferIsolation:
         self._own[chunk] = self._swap(theirs)
 
     def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Let buffers be these; what they were."""
+        """Set buffers to these values; return the values that they had before."""
         now = self._buffers.now()
         still = {name: now[name] for name in values if name in self._still}
         before = {name: now[name].clone() if name in still else now[name] for name in values}
@@ -74,10 +75,10 @@ class BufferIsolation:
         return before
 
     def _look(self) -> None:
-        """Find what has moved for the first time.
+        """Find the buffers that have changed for the first time.
 
         Raises:
-            ModelError: If other chunks, or other stages, cannot be given what it was before.
+            ModelError: If the former value of one was not copied: it is too large, or another stage uses it.
         """
         now = self._buffers.now() if self._watched else {}
         for name, (tensor, version) in list(self._watched.items()):

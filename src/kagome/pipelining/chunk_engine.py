@@ -1,13 +1,13 @@
-"""Pipeline: one rank's stages of a model over its part's chunks, action by action of a program.
+"""Chunk engine: trains one rank's pipeline stages over its part's chunks, by a program of actions.
 
-Where it sits: ``train.trainer`` drives it like ``engine.Engine`` where the mesh has stages, or parts have
-chunks.
+Where it sits: ``train.trainer`` drives it in place of ``train.graph_engine.GraphEngine`` where the mesh has
+stages or parts have chunks.
 
 ::
 
-    history   0F2 0SEND_F2 0F0 0SEND_F0 ... 0RECV_B0 0B0 0RECV_B2 0B2     fill and drain, chunk after chunk
-    exact     0F0.0 0F1.0 0F0.1 0F1.1 ...                                 all chunks pass a read of neighbours
-    drop      0F0 0F1 0B0 0F2 0B1 ...                                     chunks know nothing of each other
+    history   0F2 0SEND_F2 0F0 0SEND_F0 ... 0RECV_B0 0B0 0RECV_B2 0B2     fill and drain, chunk by chunk
+    exact     0F0.0 0F1.0 0F0.1 0F1.1 ...                                 lockstep: all chunks pass each read
+    drop      0F0 0F1 0B0 0F2 0B1 ...                                     chunks are independent
 """
 
 from __future__ import annotations
@@ -66,20 +66,20 @@ from kagome.records.memory import MemoryByKind
 
 
 class ChunkEngine:
-    """One rank's stages over its part's chunks.
+    """Trains and evaluates one rank's stages over the chunks of its part.
 
     Args:
-        model: The user's module, already on the device, the same weights on all ranks.
+        model: The user's module, already on the device, with the same weights on all ranks.
         part: This rank's part.
         mesh: All ranks.
-        parallel: How to split, with nothing left open.
-        settings: Seed, clipping, mixed precision.
+        parallel: How to split, with every choice made.
+        settings: The seed, gradient clipping and mixed precision.
         aim: The loss and the metric.
-        phases: Where the time of each action goes.
-        fast: Whether messages are put off and reduced by kernels.
+        phases: Records the time of each action.
+        fast: Whether messages are deferred and reduced by kernels.
 
     Raises:
-        ModelError: If the model cannot be traced, or not be cut into so many stages.
+        ModelError: If the model cannot be traced, or cut into that many stages.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class ChunkEngine:
         self.installed = Attachment(self._put_on, mesh.world.tell)
 
     def _settle(self) -> None:
-        """Find the sum of weights; a user's loss that gives weights is asked with scores of 0."""
+        """Find the sum of the loss weights; a user's loss that returns weights is called with zero scores."""
         target = self.aim.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
         value = self.staging.survey.values[self.staging.graph.output]
         out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
         self._weighed.settle(target, out)
 
     def _read_by_loss(self, part: Partition) -> tuple[str, ...]:
-        """The weights that the loss reads, told from made-up rows of the output."""
+        """Find the weights that the loss reads, by calling it on made-up rows of the output."""
         value, objective = self.staging.survey.values[self.staging.graph.output], self.aim.objective
         if value.dtype is None:
             return ()
@@ -171,7 +171,7 @@ class ChunkEngine:
         alone = last.buffers if self.parallel.chunks == 1 else ()
         moved = self.staging.survey.changed.difference(alone)
         with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
-            # In an epoch the last stage alone could refuse it.
+            # Checked here on all ranks: within an epoch only the last stage could refuse the loss.
             objective.check(out, target, trains=True, apart=self._apart)
         self.aim.metric.check(out)
         if self.parallel.pipe == 1:
@@ -181,14 +181,14 @@ class ChunkEngine:
 
     @property
     def _apart(self) -> str:
-        """How the loss is called, where that is not once an epoch on every rank that reads what it keeps."""
+        """How the loss is called, for errors; empty if once an epoch on all ranks that need what it keeps."""
         if self.parallel.chunks != 1:
             return "once for each chunk"
         by_loss = self.aim.metric.name == "loss" or self.aim.metric.guessed
         return "on the last stage alone, while all score by it" if by_loss and self.parallel.pipe > 1 else ""
 
     def _said(self) -> str:
-        """What is said before the first epoch."""
+        """Return the message that is logged before the first epoch."""
         slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
         words = f"pipeline: {len(self.staging.stages)} stages x {self.chunks.count} chunks{slices}"
         words += self.chunks.text()
@@ -196,15 +196,15 @@ class ChunkEngine:
 
     @property
     def _found(self) -> Sequence[Found]:
-        """What probes found."""
+        """The results of the probes so far."""
         return self.ways.ladder.found if self.guard is None else self.guard.found
 
     def take_uncoded(self) -> Mapping[str, int]:
-        """Bytes that this rank would have sent without codecs since the last call; kinds that have none."""
+        """Return the bytes that this rank would have sent without codecs since the last call, by kind."""
         return self.ways.tally.take()
 
     def facts(self) -> dict[str, Any]:
-        """What the summary is told of what crossed. All ranks call it."""
+        """Return the facts of the exchanges for the summary. All ranks call it."""
         oldest, bound = 0 if self.guard is None else self.guard.oldest, self.chunks.scopes[0].bound
         facts = self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
         used = {} if bound is None else bound.used(self.mesh.world)
@@ -212,7 +212,7 @@ class ChunkEngine:
         return {**facts, **used, **self.offload.facts(self.mesh.world)}
 
     def sum_up(self) -> tuple[str, ...]:
-        """What there is to say at the end: what history, codecs and late rows were found to cost."""
+        """Return the closing messages: what history, codecs and late rows were found to cost."""
         ladder = self.ways.ladder
         said = () if self.guard is None else self.guard.sum_up(stages=self.parallel.pipe > 1)
         return (*said, *self.ways.tally.sentence(None if self.guard else ladder.found, ladder))
@@ -225,13 +225,13 @@ class ChunkEngine:
             yield
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Give this rank's model, or a copy of its weights, those of all stages. All ranks call it."""
+        """Fill this rank's model, or a copy of its weights, with those of all stages. All ranks call it."""
         state = state_of(self.model) if weights is None else weights
         self.owners.share(state, "weights of all stages")
 
     @contextmanager
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Weights, the optimizer's state and the best weights of all stages, for a block."""
+        """Hold the weights, optimizer state and best weights of all stages on every rank, within a block."""
         self.join_weights()
         if best is not None:
             self.join_weights(best)
@@ -240,7 +240,7 @@ class ChunkEngine:
         self.owners.forget_others(optimizer)
 
     def carried(self, epoch: int) -> EpochState:
-        """What the epoch after this one may read of it: other chunks' rows, and what guards know."""
+        """Return what the next epoch may read of this one: rows of other chunks, and controller states."""
         known, tables = self.ways.crossing.known, self.chunks.tables
         guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried(epoch)]
         if self.guard is not None and tables is not None:
@@ -249,10 +249,14 @@ class ChunkEngine:
         return EpochState.of(self.layout, guards, entries)
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
-        """Weights and the optimizer's state were read from a checkpoint. All ranks call it.
+        """Continue from a checkpoint whose weights and optimizer state have been read. All ranks call it.
+
+        Args:
+            optimizer: The optimizer of the model's parameters.
+            told: The state of exchanges and controllers from the checkpoint.
 
         Returns:
-            How it goes on with history and late rows.
+            A message on how training continues with history and late rows.
         """
         self.owners.forget_others(optimizer)
         self.ways.go_on(told.guards.get("ladder"))
@@ -260,7 +264,7 @@ class ChunkEngine:
         recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
         self._forget(recall or NOTHING)
         if recall is not None and self.guard is not None and tables is not None:
-            self.evaluate(told.epoch)  # all sites are come to; what all forwards share is read exactly
+            self.evaluate(told.epoch)  # it reaches all sites, and reads exactly what all forwards share
             if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
                 recall = None
                 self._forget(NOTHING)
@@ -271,18 +275,18 @@ class ChunkEngine:
         return said_of(recall, late=self.ways.crossing.late, history=self.guard is not None)
 
     def _forget(self, recall: ResumedRows) -> None:
-        """Let the next epoch read nothing of those before, but what is recalled."""
+        """Drop the rows of earlier epochs, except those resumed from a checkpoint."""
         self.ways.crossing.forget(recall)
         if self.chunks.tables is not None:
             self.chunks.tables.forget(recall)
 
     def take_notes(self) -> tuple[str, ...]:
-        """What there is to say since the last call."""
+        """Return the messages that have come up since the last call."""
         taken, self._notes = tuple(self._notes), []
         return taken
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
-        """What this rank holds between epochs, and what autograd keeps within one."""
+        """Return the memory by kind that this rank holds between epochs, and its activations within one."""
         copies = [*(best or {}).values(), *self.undo.tensors]
         return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, copies)
 
@@ -290,11 +294,11 @@ class ChunkEngine:
 
     @while_installed
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
-        """One weight update: all chunks forward and backward, the sum of gradients, clipping, step.
+        """Do one weight update: forward and backward of all chunks, gradient sum, clipping, optimizer step.
 
         Args:
-            epoch: Counted from 1.
-            optimizer: Over the model's parameters; those of other stages have no gradient here.
+            epoch: The epoch, counted from 1.
+            optimizer: The optimizer of the model's parameters; those of other stages have no gradient here.
             stop: Whether this rank was asked to stop.
 
         Returns:
@@ -338,7 +342,7 @@ class ChunkEngine:
                 self.owners.clip(self.gradients.parameters, self.settings.clip)
             if self._stepped:
                 self._step(optimizer)
-            else:  # what one rank refuses here, others may not meet
+            else:  # one rank may refuse the optimizer where others do not
                 by_all(self.mesh.world, lambda: self._step(optimizer), "the first update")
                 self._stepped = True
         return value, stops > 0
@@ -351,13 +355,13 @@ class ChunkEngine:
             optimizer.step()
 
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
-        """The gradient of an epoch as it would have been; buffers stay."""
+        """Return the gradient that an epoch of this kind would have; buffers stay unchanged."""
         with self.owners.buffers.unmoved(), self.aim.objective.tried():
             self._gradient(epoch, kind, self.ways.ladder.rung, asks=True)
         return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
 
     def _gradient(self, epoch: int, kind: Epoch, rung: PrecisionLevel, *, asks: bool = False) -> float:
-        """All chunks forward and backward, and the sum of gradients; what this rank lost."""
+        """Run all chunks forward and backward and sum gradients; return this rank's share of the loss."""
         for parameter in self.model.parameters():
             parameter.grad = None
         with (
@@ -374,7 +378,7 @@ class ChunkEngine:
         return sum(job.lost for job in jobs.values())
 
     def _trained(self, epoch: int, kind: Epoch) -> Jobs:
-        """All chunks forward and backward."""
+        """Run all chunks forward and backward, by the pass for this kind of epoch."""
         tables = self.chunks.tables
         if tables is None or self.parallel.cross_chunk == "drop":
             return self.passes.one_by_one(epoch, None, checked=not self._checked)
@@ -394,7 +398,7 @@ class ChunkEngine:
         return jobs
 
     def _compared(self, guess: Sequence[Tensor | None]) -> tuple[float, float]:
-        """The cosine of a gradient and the exact one, and its length over that one's."""
+        """Return the cosine between a gradient and the exact one, and the ratio of their norms."""
         return agreement(*self.owners.products(self.gradients.parameters, guess))
 
     def _say(self, said: str) -> None:
@@ -402,14 +406,14 @@ class ChunkEngine:
             self._notes.append(said)
 
     def _measure(self, epoch: int, guess: Sequence[Tensor | None]) -> None:
-        """Compare the gradient with history with the exact one, and rows with those last known."""
+        """Compare the gradient under history with the exact one, and current rows with those last known."""
         assert self.chunks.tables is not None
         assert self.guard is not None
         drift = self.chunks.tables.drift(self.mesh.world)
         self._say(self.guard.see(HistoryProbe(epoch, *self._compared(guess), drift, self.guard.age)))
 
     def _lose(self, job: StageRun) -> None:
-        """At the end of a job's forward: its loss, where its stage gives the output."""
+        """Compute the loss of a stage run after its forward, if its stage computes the output."""
         self.saving.look()
         self.ways.look()
         out = self._out(job)
@@ -429,7 +433,7 @@ class ChunkEngine:
         job.roots.append((lost, None))
 
     def _out(self, job: StageRun) -> Tensor | None:
-        """The model's output for a chunk, where the job's stage gives it."""
+        """Return the model's output for a chunk; None if the run's stage does not compute it."""
         name = job.code.stage.output
         if name is None:
             return None
@@ -444,19 +448,19 @@ class ChunkEngine:
     # Evaluation ----------------------------------------------------------------------------------
 
     def look_ahead(self, epoch: int) -> Tensor | None:
-        """Nothing: chunks of the coming epoch read what this one kept."""
+        """Return None: the next epoch's chunks read rows that this one kept, so no forward can be reused."""
         return None
 
     @while_installed
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
-        """Scores of the part's own rows with dropout off: exact, through the same stages.
+        """Return exact scores of the part's own rows with dropout off, computed by the same stages.
 
         Shapes:
-            ``[n, ...]`` as the model gives it.
+            ``[n, ...]``, as the model returns them.
 
         Cost:
-            The scores, from the last stage to the others.
+            A transfer of the scores from the last stage to the others.
         """
         self.model.train(False)
         self.crossing.settle()  # any number of evaluations may follow

@@ -1,7 +1,7 @@
-"""Saving: the memory that autograd keeps of a rank's chunks in flight, watched in a run's first epochs.
+"""Chunk memory: the bytes that autograd saves for a rank's chunks in flight, measured in the first epochs.
 
-Where it sits: ``chunk_engine`` runs the stages' forwards inside; ``train.admission`` sets what was found
-beside what was foreseen. For a part in one piece it is ``holdings.Saved``.
+Where it sits: ``chunk_engine`` runs the stages' forwards inside it. ``train.admission`` compares the
+measurement with the estimate. For a part in one piece, ``memory.tensor_bytes.SavedMemory`` measures.
 """
 
 from __future__ import annotations
@@ -21,47 +21,48 @@ from kagome.pipelining.chunking import Chunking
 from kagome.records.memory import MemoryByKind
 
 WATCHED: Final = 2
-"""Epochs that are watched: with history the first is exact, the second is as most are."""
+"""Epochs that are measured: with history the first is exact, and the second is like most others."""
 
 
 class ChunkActivations:
-    """One rank's.
+    """The activations that autograd saves for one rank's chunks.
 
     Args:
-        offload: Where activations go. Those that it moves are not watched here.
-        chunks: Of this rank's part.
+        offload: Where activations go. Nothing is measured here if it moves them.
+        chunks: The chunks of this rank's part.
         model: The user's module.
 
     Cost:
-        In the first epochs some microseconds a tensor that autograd saves, and after each chunk's forward a
-        look at all of them and at what all chunks hold.
+        In the first epochs some microseconds for each tensor that autograd saves. After each chunk's forward
+        a pass over all saved tensors and all tensors that the chunks hold.
     """
 
     def __init__(self, offload: Offload, chunks: Chunking, model: nn.Module) -> None:
         self.offload, self.chunks, self.model = offload, chunks, model
         self.most: int | None = None
-        """Bytes kept at once, at most; None where nothing was watched."""
+        """Most bytes that were saved at one time; None if nothing was measured."""
         self._left = 0 if offload.moves else WATCHED
         self._found: list[weakref.ref[HeldTensor]] = []
 
     def saving(self) -> AbstractContextManager[None]:
-        """Around a forward of training."""
+        """Return the context in which a forward of training runs."""
         if not self._left:
             return self.offload.saving()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
 
     def look(self) -> None:
-        """A chunk's forward has ended: count what is kept of it and of all others, and not anyhow."""
+        """Count the saved bytes of all chunks after a chunk's forward, without tensors held in any case."""
         if not self._left:
             return
         alive = [(reference, kept.tensor) for reference in self._found if (kept := reference()) is not None]
         self._found = [reference for reference, _ in alive]
-        # In lockstep others are on their way too. What lies anyhow is asked anew: memory changes hands.
+        # In lockstep other chunks are in flight too. What is held in any case is counted anew each time,
+        # because freed memory is used again for other tensors.
         anyhow = ledger_of_chunks(self.chunks, self.model)
         self.most = max(self.most or 0, sum(anyhow.apart(tensor for _, tensor in alive).values()))
 
     def done(self) -> None:
-        """An epoch has ended."""
+        """Note that an epoch has ended."""
         self._left = max(self._left - 1, 0)
         self._found = []
 
@@ -72,12 +73,12 @@ class ChunkActivations:
 
 
 def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
-    """The same for a rank with chunks: all of them together, and the tables between them.
+    """Count the tensors that a rank with chunks holds: its weights, all its chunks and their tables.
 
     Args:
-        chunks: Of its part.
+        chunks: The chunks of its part.
         model: The user's module.
-        copies: Further weights: the best epoch's.
+        copies: Further copies of weights, such as those of the best epoch.
     """
     ledger = TensorMemory(0, 0, chunks.scopes[0].device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
@@ -88,7 +89,7 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
 
 
 def _add_tables(ledger: TensorMemory, chunks: Chunking) -> None:
-    """Count the rows that chunks read of each other."""
+    """Count the tables of rows that chunks read from each other."""
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
@@ -101,14 +102,14 @@ def held_by_chunks(
     saved: int | None,
     copies: Iterable[Tensor] = (),
 ) -> MemoryByKind:
-    """What a rank with chunks holds between epochs, and in ``saved`` what is kept of them within one.
+    """Return the memory by kind of a rank with chunks between epochs, and its activations within one.
 
     Args:
-        chunks: Of its part.
+        chunks: The chunks of its part.
         model: The user's module.
-        optimizer: Over its parameters.
-        saved: Bytes that autograd keeps; None if nobody looked.
-        copies: Further weights: the best epoch's, and those that may be put back.
+        optimizer: The optimizer of the rank's parameters.
+        saved: Bytes that autograd saves within an epoch; None if that was not measured.
+        copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
     """
     ledger = ledger_of_chunks(chunks, model, copies)
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))

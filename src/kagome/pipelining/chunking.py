@@ -1,6 +1,6 @@
-"""Chunking: a rank's part in chunks, each with its interception, and how an epoch's reads are answered.
+"""Chunking: a rank's part cut into chunks, each with its interceptor, and what supplies their halo rows.
 
-Where it sits: ``chunk_engine`` makes one; it holds all that depends on ``cross_chunk``.
+Where it sits: ``chunk_engine`` makes one :class:`Chunking`, which holds all that depends on ``cross_chunk``.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
 
 FEW = 64
-"""Chunks that a graph of any size may have."""
+"""Number of chunks that is allowed for a graph of any size."""
 LARGE = 20_000_000
-"""Edges of a part above which ``auto`` streams its vertices into chunks."""
+"""Number of edges of a part above which ``auto`` uses the streaming partitioner to cut it into chunks."""
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """A rank's part in chunks.
+    """A rank's part cut into chunks.
 
     Args:
-        scopes: One interception a chunk, exact ones; the part's own where it is one chunk, and one for all
-            chunks where they go together.
-        apart: For ``cross_chunk="drop"``, one a chunk without the edges from elsewhere; else the same.
-        tables: What lasts between chunks; None where the part is one chunk.
-        rows: The part's row at each place of the chunks laid end to end.
-        crossing: The way to the other parts.
+        scopes: The interceptors, one for each chunk with all its edges; one for the part where it is a single
+            chunk, and one for all chunks where they run together.
+        apart: For ``cross_chunk="drop"``, an interceptor for each chunk without the edges from outside it;
+            else the same as ``scopes``.
+        tables: The rows and gradients that outlive a chunk; None where the part is one chunk.
+        rows: The part's row at each position of the chunks laid end to end.
+        crossing: The exchange with the other parts.
         settings: How to split.
-        seed: Of the run.
+        seed: The seed of the run.
     """
 
     scopes: tuple[Interceptor, ...]
@@ -58,16 +59,16 @@ class Chunking:
 
     @property
     def count(self) -> int:
-        """Chunks."""
+        """Number of chunks of the part."""
         return self.settings.chunks or 1
 
     @property
     def together(self) -> bool:
-        """Whether all chunks are taken at once, as the one piece that the program knows."""
+        """Whether all chunks run at once, as one piece of the program."""
         return len(self.scopes) < self.count
 
     def text(self) -> str:
-        """What becomes of the edges between chunks; nothing where there are none. All ranks call it."""
+        """Describe what happens to edges between chunks; empty if there is one chunk. All ranks call it."""
         if self.count == 1:
             return ""
         old = f"up to {self.settings.history_epochs} epochs old"
@@ -80,7 +81,7 @@ class Chunking:
         return f"; {self.cut_share():.0%} of the edges lie between chunks: {words[self.settings.cross_chunk]}"
 
     def cut_share(self) -> float:
-        """The share of edges that begin in another chunk or part. All ranks of a graph group call it."""
+        """Return the share of edges that start in another chunk or part. A whole graph group calls it."""
         sources = [(scope.views[0].edge_index[0], scope.own) for scope in self.scopes]
         cut = sum(int((source >= own).sum()) for source, own in sources)
         device = self.scopes[0].device
@@ -89,34 +90,34 @@ class Chunking:
         return float(among / max(edges, 1))
 
     def program_order(self, epoch: int, part: int) -> tuple[int, ...]:
-        """What the program of an epoch takes after one another."""
+        """Return the chunk numbers in the order in which an epoch's program runs them."""
         return (0,) if self.together else self.order(epoch, part)
 
     def order(self, epoch: int, part: int) -> tuple[int, ...]:
-        """The chunks of a part in the order of an epoch."""
+        """Return the chunks of a part in the order of an epoch."""
         shuffle = self.settings.shuffle_chunks
         return order_of(self.count, seed=self.seed, epoch=epoch, part=part, shuffle=shuffle)
 
     def history(self, epoch: int, *, refresh: bool, stale: bool) -> HistoricalRows:
-        """What answers reads in an epoch with history.
+        """Return the supplier of halo rows for an epoch with history.
 
         Args:
-            epoch: Which.
-            refresh: Whether its rows are kept.
-            stale: Whether historical rows pass on the gradients of the epoch before.
+            epoch: The epoch, counted from 1.
+            refresh: Whether its rows are kept for later epochs.
+            stale: Whether historical rows receive the gradients of the epoch before.
         """
         assert self.tables is not None
-        # Stale gradients of a halo row go to its owner also where all its readers came before.
+        # The owner receives stale gradients of a halo row even if all its readers ran earlier.
         steps = self._steps(epoch, refresh=refresh or stale, scaled=not stale)
         return HistoricalRows(self.tables, steps, self._left(epoch) if stale else None)
 
     def exact(self, epoch: int, *, training: bool, stale: bool) -> ExactRows:
-        """What answers reads where all chunks go in lockstep.
+        """Return the supplier of halo rows for an epoch in which all chunks run in lockstep.
 
         Args:
-            epoch: Which.
-            training: Whether it is no evaluation.
-            stale: Whether the next epoch may take gradients of this one.
+            epoch: The epoch, counted from 1.
+            training: Whether a backward follows; False in evaluation.
+            stale: Whether the next epoch may use gradients of this one.
         """
         assert self.tables is not None
         return ExactRows(self.tables, self._left(epoch) if stale else None, trains=training)
@@ -126,7 +127,7 @@ class Chunking:
         return Left(self.tables, self._steps(epoch + 1, refresh=True, scaled=False))
 
     def _steps(self, epoch: int, *, refresh: bool, scaled: bool) -> tuple[ChunkStep, ...]:
-        """What each step of an epoch takes from where; an epoch's are asked for by the one before too."""
+        """Plan which rows each step of an epoch exchanges; the epoch before asks for the same plan."""
         tables, key = self.tables, (epoch, refresh, scaled)
         assert tables is not None
         if key not in self._planned:
@@ -146,7 +147,7 @@ class Chunking:
         return self._planned[key]
 
     def joined(self, rows: Sequence[Tensor]) -> Tensor:
-        """Rows of all chunks, by number, as the part has them."""
+        """Join the rows of all chunks, given by chunk number, in the part's order."""
         laid = torch.cat(list(rows))
         out = torch.empty_like(laid)
         out[self.rows.to(laid.device)] = laid
@@ -166,14 +167,14 @@ def chunked(
 
     Args:
         part: This rank's part.
-        channel: The other parts.
-        settings: How to split, with nothing left open.
-        device: Where the model runs.
-        seed: Of the run.
-        fast: Whether messages are reduced by kernels.
+        channel: The channel to the ranks of the other parts.
+        settings: How to split, with every choice made.
+        device: The device that the model runs on.
+        seed: The seed of the run.
+        fast: Whether kernels reduce messages.
 
     Raises:
-        ConfigError: On all ranks, if there are more chunks than vertices in any part.
+        ConfigError: On all ranks, if there are more chunks than the graph has vertices.
 
     Cost:
         A copy of the part, or two with ``cross_chunk="drop"``.
@@ -181,7 +182,7 @@ def chunked(
     count, drops = settings.chunks or 1, settings.cross_chunk == "drop"
     if count > 1:
         _refuse_empty(part, count)
-    # Chunks that know nothing of each other read nothing of other parts either.
+    # Independent chunks read no rows of other parts either.
     cut = Parallel() if drops and count > 1 else settings
     crossing = CompressedExchange(channel, cut, seed, late=channel.patient)
 
@@ -208,7 +209,7 @@ def chunked(
     if method == "auto":
         method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
     chunks: Chunks = cut_part(part, count, method=method, seed=seed)
-    # Where no stage follows none waits for a chunk, so all go at once: the same numbers for less time.
+    # With one stage nothing waits for a single chunk, so all run at once: the same numbers in less time.
     single = settings.pipe == 1 and settings.cross_chunk == "history"
     pieces: tuple[Chunk, ...] = chunks.pieces
     if single:
@@ -228,7 +229,7 @@ def chunked(
 
 
 def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interceptor]) -> Interceptor:
-    """A chunk without the edges that come from elsewhere."""
+    """Return the interceptor of a chunk without the edges that come from outside it."""
     whole, count = alone(piece), len(tables.chunks.pieces)
     rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count
     end = IsolatedChannel(rank, size, piece.own, whole.num_nodes)
@@ -238,7 +239,7 @@ def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interceptor]) -> I
 
 
 def _refuse_empty(part: Partition, count: int) -> None:
-    """Refuse more chunks than the graph has vertices; a few empty ones cost nothing."""
+    """Refuse more chunks than the graph has vertices; up to ``FEW`` chunks are always allowed."""
     if count > max(part.num_nodes, FEW):
         raise ConfigError(
             f"parallel.chunks={count:,} cuts each part into so many pieces",

@@ -1,6 +1,6 @@
-"""Passes: a rank's program of actions, run over its jobs - chunk after chunk, or all in lockstep.
+"""Executor: runs a rank's program of actions over its stage runs, chunk by chunk or all in lockstep.
 
-Where it sits: ``chunk_engine`` asks for the pass that an epoch or an evaluation needs.
+Where it sits: ``chunk_engine`` calls the pass that an epoch or an evaluation needs.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from kagome.schedule.actions import Action, ActionKind, Program, Programs, point
 from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward
 
 Jobs = dict[tuple[int, int], StageRun]
-"""By stage and chunk."""
+"""The stage runs of a pass, by stage and chunk."""
 
 
 @dataclass(frozen=True)
 class Executor:
-    """One rank's passes over its chunks.
+    """Runs the passes of one rank over its chunks.
 
     Args:
-        codes: Of its stages, by number, in order.
+        codes: The code of each of its stages, by number, in order.
         mesh: All ranks.
-        chunks: Of its part.
-        stages: All.
-        phases: Where the time of each action goes.
-        moved: Makes what lets buffers move once an epoch, not by every chunk.
-        lose: Called with each job whose forward has ended in training.
-        codec: How values go from stage to stage in training.
+        chunks: The chunks of its part.
+        stages: The stages of all ranks.
+        phases: Records the time of each action.
+        moved: Makes the buffer isolation of a pass; its argument says whether further buffers are watched.
+        lose: Called with each stage run whose forward has ended in training.
+        codec: Encodes the values that go from stage to stage in training.
     """
 
     codes: Mapping[int, StageCode]
@@ -58,13 +58,19 @@ class Executor:
     codec: StageCodec
 
     def one_by_one(self, epoch: int, history: HistoricalRows | None, *, checked: bool) -> Jobs:
-        """One chunk after the other, by a program that is known beforehand."""
+        """Train on one chunk after the other, by a program that is fixed before the pass.
+
+        Args:
+            epoch: The epoch.
+            history: The supplier of historical rows; None where chunks are independent.
+            checked: Whether ranks compare the headers of their messages.
+        """
         jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
         programs = self.programs(epoch)
         program = programs[self.mesh.stage]
         messages = self._messages(jobs, epoch, self.codec)
         messages.post(arrivals(programs, self.mesh.stage))
-        # Chunks that know nothing of each other note their own statistics, as micro-batches do.
+        # Independent chunks each update running statistics, as micro-batches do.
         alike = history is not None
         moved = self.moved(alike)
 
@@ -84,9 +90,13 @@ class Executor:
         return jobs
 
     def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> Jobs:
-        """All chunks piece by piece: a program that ends where the model has no more reads.
+        """Run all chunks piece by piece; a stage ends when its steps have no more reads of neighbours.
 
-        ``stale``: the next epoch may take gradients of this one.
+        Args:
+            epoch: The epoch.
+            training: Whether a backward follows.
+            checked: Whether ranks compare the headers of their messages.
+            stale: Whether the next epoch may use gradients of this one.
         """
         tables = self.chunks.tables
         assert tables is not None
@@ -123,7 +133,7 @@ class Executor:
         return jobs
 
     def programs(self, epoch: int) -> Programs:
-        """What the ranks of this part do in an epoch, chunk after chunk."""
+        """Return the programs of this part's stages for an epoch that runs chunk by chunk."""
         settings = self.chunks.settings
         order = self.chunks.program_order(epoch, self.mesh.part)
         shape = Shape(len(self.stages), order, links(self.stages), settings.pipe)
@@ -134,7 +144,7 @@ class Executor:
         return tuple(map(self._needed, found))
 
     def forward(self, epoch: int) -> Jobs:
-        """One evaluation of a part that is one chunk."""
+        """Evaluate a part that is a single chunk."""
         jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
         messages = self._messages(jobs, epoch, None)
         messages.post(self._arrivals(1, True))
@@ -148,7 +158,7 @@ class Executor:
 
     @cached_property
     def _carried(self) -> Mapping[tuple[int, int], bool]:
-        """Which stages give to which, and whether gradients come back."""
+        """The pairs of stages that a value goes between, and whether gradients come back."""
         values = next(iter(self.codes.values())).survey.values
         return {
             (stage.number, taker): any(values[name].grad for name in names)
@@ -161,7 +171,7 @@ class Executor:
         return StageTransfers(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
 
     def _needed(self, program: Iterable[Action]) -> Program:
-        """Without messages that have nothing to carry: gradients of values that have none."""
+        """Drop the messages of a program that would carry no gradient."""
 
         def carries(action: Action) -> bool:
             one, other = sorted((action.stage, action.other))
@@ -170,14 +180,14 @@ class Executor:
         return tuple(action for action in program if action.kind.computes or carries(action))
 
     def _arrivals(self, chunks: int, forward: bool) -> list[Action]:
-        """The receives of a pass in lockstep, each sender's in the order in which it sends."""
+        """Return the receives of a lockstep pass, those of each sender in the order in which it sends."""
         order = range(chunks) if forward else range(chunks)[::-1]
         stages = range(len(self.stages)) if forward else range(len(self.stages))[::-1]
         sends = (send for stage in stages for chunk in order for send in self._ends(stage, chunk, forward)[1])
         return [send.answer for send in sends if send.other in self.codes]
 
     def _rounds(self, stage: int, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
-        """Each round a piece of every chunk; receives before the first, sends after the last."""
+        """Yield rounds of one piece a chunk; receives come before its first piece, sends after its last."""
         kind = ActionKind.F if forward else ActionKind.B
         for piece in count():
             for chunk in order if forward else order[::-1]:
@@ -191,7 +201,7 @@ class Executor:
                 return
 
     def _ends(self, stage: int, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
-        """The receives before a chunk's first piece in a stage and the sends after its last."""
+        """Return the receives before a chunk's first piece in a stage, and the sends after its last."""
         before = [one for one, other in self._carried if other == stage]
         after = [other for one, other in self._carried if one == stage]
         come, go = (before, after) if forward else (after[::-1], before[::-1])
@@ -248,6 +258,6 @@ class Executor:
 
 @contextmanager
 def _calling_thread() -> Iterator[None]:
-    """Backward runs in the thread that calls it, on a device too: chunks in lockstep wait inside."""
+    """Run backward in the calling thread, on a GPU too, because chunks in lockstep wait inside it."""
     with torch.autograd.set_multithreading_enabled(False):
         yield

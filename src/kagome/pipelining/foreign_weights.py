@@ -1,8 +1,9 @@
-"""Foreign weights: those that another rank of a pipeline trains, and that are old here.
+"""Foreign weights: weights that another rank of a pipeline trains, so that their values here are out of date.
 
-Where it sits: ``chunk_engine`` and ``pipelining.dag.pipeline`` look which weights a loss reads, and watch
-what optimizers, their hooks and schedulers read. A weight that the loss reads belongs to the loss's stage as
-well, as one that two stages use: its gradients are summed, and both ranks update it alike.
+Where it sits: ``chunk_engine`` and ``pipelining.dag.pipeline`` find out which weights a loss reads, and
+refuse optimizers, hooks and schedulers that read foreign weights. A weight that the loss reads also belongs
+to the stage of the loss, like a weight that two stages use: its gradients are summed, and both ranks apply
+the same update.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _FACTS = frozenset(
         *("is_floating_point", "is_complex", "is_shared", "__len__"),
     )
 )
-"""What is the same of a weight however old it is."""
+"""Attributes and methods of a weight whose result does not depend on its values."""
 _GRAD = "grad"
 
 
 class Reads(TorchFunctionMode):
-    """Notes which of some weights are read.
+    """Records which of some weights are read.
 
     Args:
-        weights: By full name.
-        grads: Whether a gradient counts: it is None here, and not on the rank that trains the weight.
+        weights: The weights to watch, by full name.
+        grads: Whether reading ``grad`` counts: it is None here, unlike on the rank that trains the weight.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], *, grads: bool) -> None:
@@ -57,7 +58,7 @@ class Reads(TorchFunctionMode):
         self.found: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch call, and note the weights that it was given."""
+        """Run a torch call, and record the weights among its arguments."""
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -77,19 +78,21 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 def read_by_loss(lose: Callable[[], Any], model: nn.Module) -> tuple[str, ...]:
-    """The weights that a loss reads besides the output; those until it failed, of one that does.
+    """Return the weights that a loss reads besides the output.
+
+    If the loss raises, the result has the weights that it read before.
 
     Args:
         lose: Computes the loss of made-up rows of an output.
         model: The user's module.
     """
     with Reads(dict(model.named_parameters()), grads=False) as reads, suppress(Exception):
-        lose()  # what it reads of real rows is watched, and what it fails with is said then
+        lose()  # real rows are watched in the first epoch, which also reports a failure
     return tuple(reads.found)
 
 
 def with_read(stages: Sequence[Stage], names: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages, of which the one with the output has these weights too."""
+    """Return the stages with these weights added to the stage that computes the output."""
     return tuple(
         replace(stage, parameters=(*stage.parameters, *(n for n in names if n not in stage.parameters)))
         if stage.output is not None
@@ -100,15 +103,15 @@ def with_read(stages: Sequence[Stage], names: Sequence[str]) -> tuple[Stage, ...
 
 @contextmanager
 def watched(foreign: Mapping[str, Tensor], who: str, *, grads: bool = False) -> Iterator[None]:
-    """Refuse what reads weights that another rank trains.
+    """Refuse code in this block that reads weights that another rank trains.
 
     Args:
-        foreign: By full name.
-        who: What runs.
-        grads: Whether their gradients, which are None here, may not be read either.
+        foreign: The weights that other ranks train, by full name.
+        who: What runs in the block, for the error message.
+        grads: Whether reading their gradients, which are None here, is refused too.
 
     Raises:
-        ModelError: Naming one of them.
+        ModelError: If one is read; the error names it.
     """
     if not foreign:
         yield
@@ -120,7 +123,7 @@ def watched(foreign: Mapping[str, Tensor], who: str, *, grads: bool = False) -> 
 
 
 def refused(names: Sequence[str], who: str) -> ModelError:
-    """The error for reading weights that another rank trains."""
+    """Return the error for reading weights that another rank trains."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return ModelError(
         "what a rank of a pipeline reads between forward and update are the weights of its own stage",
@@ -132,13 +135,13 @@ def refused(names: Sequence[str], who: str) -> ModelError:
 
 @contextmanager
 def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
-    """Refuse a loss that reads buffers which a forward moves on another rank, or once a chunk.
+    """Refuse a loss that reads buffers which a forward changes on another rank, or once in each chunk.
 
     Args:
-        buffers: By full name.
+        buffers: The buffers that may not be read, by full name.
 
     Raises:
-        ModelError: Naming one of them.
+        ModelError: If one is read; the error names it.
     """
     with Reads(buffers, grads=False) as reads:
         yield
@@ -151,18 +154,19 @@ def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
-    """Try a step on copies, with another gradient of one weight: the other weights must move as before.
+    """Refuse an optimizer that updates a weight by the gradients of others.
 
-    A norm over all gradients would be one over those of a rank's stages.
+    Two steps on copies differ in the gradient of one weight; all other weights must come out the same. An
+    optimizer that takes a norm over all gradients would here see the gradients of one rank's stages only.
 
     Raises:
-        ModelError: If it does.
+        ModelError: If another weight comes out different.
     """
     if type(optimizer).__module__.startswith("torch."):
-        return  # each weight by itself
+        return  # torch's optimizers update each weight by itself
     steps = []
     for factor in (1.0, 3.0):
-        twin = object.__new__(type(optimizer))  # a copy by itself leaves out what its class has added
+        twin = object.__new__(type(optimizer))  # a copied optimizer lacks the attributes of its subclass
         vars(twin).update(copy.deepcopy(vars(optimizer)))
         twin._optimizer_step_pre_hooks.clear()
         twin._optimizer_step_post_hooks.clear()
@@ -188,7 +192,7 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
 
 
 def watch_hooks(optimizer: torch.optim.Optimizer, foreign: Mapping[str, Tensor]) -> None:
-    """Let an optimizer's step hooks, those added since as well, refuse to read other ranks' weights."""
+    """Wrap an optimizer's step hooks, also those added since, so that they cannot read foreign weights."""
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         for key, hook in hooks.items():
             if not isinstance(hook, _Watched):
@@ -202,6 +206,6 @@ class _Watched:
         self._hook, self._foreign = hook, foreign
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the hook, and refuse it if it reads foreign weights."""
         with watched(self._foreign, "a hook of the optimizer", grads=True):
             return self._hook(*args, **kwargs)

@@ -1,14 +1,14 @@
-"""Stage forecast: what a rank of a pipeline will hold, its stages' share of what the whole model would.
+"""Memory estimate of a pipeline rank: its stages' share of what the whole model would hold.
 
-Where it sits: ``train.admission`` asks for it before the first epoch; ``memory.estimate`` has told what a
-model keeps of a row, ``staging`` which share of it a rank's stages keep.
+Where it sits: ``train.admission`` asks for it before the first epoch. ``memory.estimate`` gives the bytes
+that a model keeps for each row, and ``staging`` the share of them that a rank's stages keep.
 
 ::
 
-    there already       weights, features, edges
+    held already        weights, features, edges
     of its stages       gradients, the optimizer's state
-    whole x share       what autograd keeps: of all chunks in flight
-    tables              of each read of its stages: rows of this epoch and of one before, and gradients
+    whole x share       what autograd saves for all chunks in flight
+    tables              for each read of its stages: rows of this epoch and the one before, and gradients
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from kagome.schedule.simulator import simulate
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What a rank has of its part's model.
+    """The memory that a rank needs for its stages of the model.
 
     Args:
-        now: What it holds before the first epoch.
-        whole: Bytes that autograd keeps of a forward of all its chunks, in whatever stage; None if that is
-            not known.
-        kept: Of what autograd keeps of a forward, the share of its stages.
-        read: Bytes of a row at all reads of neighbours by its stages, and of its gradients; None if that is
-            not known.
-        flight: Of its chunks, the most that are on their way at once.
-        gradients: Bytes of its stages' weights.
-        optimizer: Bytes of the optimizer's state for them; None where that is not known.
-        edges: Edges of its chunks in training: fewer than its part's where some are dropped.
+        now: What the rank holds before the first epoch.
+        whole: Bytes that autograd saves in a forward of all its chunks through all stages; None if unknown.
+        kept: The share of those bytes that this rank's stages save.
+        read: Bytes per row, summed over all reads of neighbours by its stages, forward and backward; None if
+            unknown.
+        flight: The largest share of its chunks that is in flight at one time.
+        gradients: Bytes of the gradients of its stages' weights.
+        optimizer: Bytes of the optimizer's state for these weights; None if unknown.
+        edges: Edges of its chunks in training; fewer than the part has where some are dropped.
     """
 
     now: MemoryByKind
@@ -55,12 +54,12 @@ class StageMemory:
 
 
 def share_of(pipeline: ChunkEngine, counts: PartSize, optimizer: Optimizer) -> StageMemory:
-    """A rank's, before its first epoch.
+    """Return the stage memory of a rank, before its first epoch.
 
     Args:
-        pipeline: Of this rank.
-        counts: Of its part.
-        optimizer: Over the model's parameters.
+        pipeline: The engine of this rank.
+        counts: The size of its part.
+        optimizer: The optimizer of the model's parameters.
     """
     rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.owners.parameters
     flight = 1.0
@@ -93,15 +92,15 @@ def held_by_stages(
     keeps_best: bool = True,
     team: GroupSize | None = None,
 ) -> MemoryByKind:
-    """What a rank will hold.
+    """Estimate the memory by kind that a rank of a pipeline will hold.
 
     Args:
-        rates: Of the whole model.
-        counts: Of the part.
-        share: Of the model.
-        parallel: How it is split.
+        rates: The memory rates of the whole model.
+        counts: The size of the rank's part.
+        share: What the rank's stages need of the model's memory.
+        parallel: How the model and the graph are split.
         keeps_best: Whether a copy of the best epoch's weights is kept.
-        team: The ranks that slice features with it; None where none do.
+        team: The size of the group that slices features with this rank; None without feature slices.
     """
     whole = rates.at(counts, team=team)
     kept: float | None = whole.activations
@@ -112,7 +111,7 @@ def held_by_stages(
         halo = None
         if share.read is not None:
             forward, backward = share.read
-            # Gradients of one epoch; with a guard, those that the next one may take too.
+            # Gradients of one epoch. The history controller also keeps those that the next epoch may use.
             own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
             each = 2 * forward + (0 if drops else backward * (2 if own else 1))
             halo = each * (counts.rows + counts.halo)

@@ -1,7 +1,7 @@
-"""Owners: which rank of a pipeline holds which weight, and how the others come by it.
+"""Parameter ownership: which rank of a pipeline trains which weight, and how other ranks receive it.
 
-Where it sits: ``chunk_engine`` trains the weights of a rank's stages there alone; before weights are saved,
-kept as the best or given back to the user, every rank is given every stage's.
+Where it sits: ``chunk_engine`` trains the weights of a stage on that stage's rank alone. Before weights are
+saved, kept as the best or returned to the user, every rank receives the weights of all stages.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from kagome.pipelining.buffer_isolation import BufferIsolation
 
 
 class ParameterOwnership:
-    """Who holds what.
+    """The owner rank of each parameter and buffer, and the transfers that follow from it.
 
     Args:
         model: The user's module.
         stages: All stages.
-        pipe: The ranks that hold this part.
+        pipe: The channel between the ranks that hold this part.
         changed: Names of the buffers that a forward changes.
 
     Attributes:
-        parameters: Those that this rank trains.
-        buffers: Those that its stages use.
+        parameters: The parameters that this rank trains.
+        buffers: The buffers that this rank's stages use.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage], pipe: Channel, changed: Set[str]) -> None:
         self.model, self.pipe, self.mine = model, pipe, pipe.rank
         self.shared = shared_parameters(stages)
-        """Weights that several ranks have, with these."""
+        """The weights that several ranks train, each with these ranks."""
         self.of: dict[str, int] = {}
-        """The rank of each parameter and buffer; of shared ones that of the first stage that uses it."""
+        """The owner of each parameter and buffer; shared ones belong to the first stage that uses them."""
         for stage in reversed(stages):
             self.of.update(dict.fromkeys((*stage.parameters, *stage.buffers), stage.rank))
-        for stage in stages:  # what a forward changes has one stage
+        for stage in stages:  # a buffer that a forward changes belongs to one stage
             self.of.update(dict.fromkeys(changed & set(stage.buffers), stage.rank))
         held = {name for stage in stages if stage.rank == self.mine for name in stage.parameters}
         self.parameters = [p for name, p in model.named_parameters() if name in held and p.requires_grad]
@@ -56,21 +56,24 @@ class ParameterOwnership:
         self._moved, self._alone = set(changed & here), {name for name, count in used.items() if count == 1}
 
     def foreign(self) -> dict[str, Tensor]:
-        """The weights that other ranks train, by name: old here until they are shared."""
+        """Return the weights that other ranks train, by name; out of date here until they are shared."""
         mine = {id(parameter) for parameter in self.parameters}
         named = self.model.named_parameters()
         return {name: p for name, p in named if p.requires_grad and id(p) not in mine}
 
     def moving(self) -> list[Tensor]:
-        """Those of this rank's buffers that a forward is known to change, as they are now."""
+        """Return the current tensors of this rank's buffers that a forward is known to change."""
         return [tensor for name, tensor in self.buffers.now().items() if name in self._moved]
 
     def moved(self, watches: bool) -> BufferIsolation:
-        """What lets chunks move this rank's buffers in one pass; ``watches``: and finds others that move."""
+        """Isolate this rank's buffers by chunk in one pass; ``watches`` looks for further changing ones."""
         return BufferIsolation(self.buffers, self._moved, self._alone, watches=watches)
 
     def sum_shared(self) -> None:
-        """Sum gradients of weights that several ranks use; the others keep none. All of them call it."""
+        """Sum the gradients of shared weights, and drop them on ranks that do not train the weight.
+
+        All ranks of the pipeline call it.
+        """
         parameters = dict(self.model.named_parameters())
         for name in sorted(self.shared):
             parameter = parameters[name]
@@ -79,7 +82,7 @@ class ParameterOwnership:
             parameter.grad = found if self.mine in self.shared[name] else None
 
     def clip(self, parameters: Sequence[nn.Parameter], most: float) -> None:
-        """Make the gradient of all stages no longer than this. All ranks call it."""
+        """Clip the norm of all stages' gradients together to ``most``. All ranks call it."""
         factor = most / (self.products(parameters)[0] ** 0.5 + 1e-6)
         if factor < 1.0:
             for parameter in parameters:
@@ -89,11 +92,13 @@ class ParameterOwnership:
     def products(
         self, parameters: Sequence[nn.Parameter], others: Sequence[Tensor | None] | None = None
     ) -> tuple[float, float, float]:
-        """Over all stages' gradients: squares of theirs, of others, and products; shared weights count once.
+        """Return the sums of squares of two gradients over all stages, and their dot product.
+
+        Shared weights count once. All ranks call it.
 
         Args:
-            parameters: This stage's.
-            others: Other gradients of them, one each; none count as zeros.
+            parameters: The parameters that this rank trains, with the first gradient.
+            others: The second gradient, an entry for each parameter; None counts as zeros.
         """
         names = {id(p): name for name, p in self.model.named_parameters()}
         pairs = zip(parameters, others or [None] * len(parameters), strict=True)
@@ -103,10 +108,10 @@ class ParameterOwnership:
         return one, other_, both
 
     def share(self, state: Mapping[str, Tensor], action: str) -> None:
-        """Give every rank what each owns of a state dict, in place. All of them call it.
+        """Give every rank the entries of a state dict that the others own, in place. All ranks call it.
 
         Cost:
-            The weights' bytes, from each rank to the others.
+            The bytes of the weights, from each owner to all other ranks.
         """
         if self.pipe.size == 1:
             return
@@ -130,7 +135,7 @@ class ParameterOwnership:
         ]
 
     def share_optimizer(self, optimizer: Optimizer) -> None:
-        """Give every rank the optimizer's state of each: to save it. All of them call it."""
+        """Give every rank the optimizer's state of all ranks, so that it can be saved. All ranks call it."""
         if self.pipe.size == 1:
             return
         named = dict(self.model.named_parameters())
@@ -173,7 +178,7 @@ class ParameterOwnership:
 
 
 def _plain(facts: list[tuple[str, dict[str, Any]]]) -> object:
-    """Facts that the other ranks can be told; the error where they cannot."""
+    """Return the facts if they can be sent to other ranks, else the error that says why not."""
     try:
         pack(facts)
     except ObjectError as error:
@@ -186,7 +191,12 @@ def _plain(facts: list[tuple[str, dict[str, Any]]]) -> object:
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps of one weight: shape, type and whether it lies on the device; else itself."""
+    """Describe each entry of a weight's optimizer state.
+
+    Returns:
+        For a tensor its shape, its dtype and whether it lies on the device; any other value is its own
+        description.
+    """
     return {
         key: (tuple(value.shape), value.dtype, value.device.type != "cpu")
         if isinstance(value, Tensor)

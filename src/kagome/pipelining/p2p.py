@@ -1,8 +1,8 @@
-"""Messages: what crosses between the stages of one part, chunk by chunk, begun early and waited for late.
+"""Stage transfers: point-to-point messages between the stages of one part, a chunk at a time.
 
 Where it sits: ``executor`` posts all receives of a pass before its first action, so that transfers run while
-stages compute; a SEND begins and is not waited for before the pass ends. What a stage gives to another one of
-its rank waits here.
+stages compute. A SEND starts a transfer; only the end of the pass waits for it. A value for another stage of
+the same rank is kept here until that stage takes it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from kagome.schedule.actions import Action, ActionKind
 
 
 class StageTransfers:
-    """One rank's, in one pass.
+    """The transfers of one rank in one pass.
 
     Args:
-        codes: Of this rank's stages, by number.
-        pipe: The ranks that hold this part.
-        ranks: Of all stages.
-        jobs: Stages and their chunks, by number.
-        epoch: For errors and draws.
-        codec: How values look on the way; None where no backward follows: they go as they are.
+        codes: The code of each of this rank's stages, by stage number.
+        pipe: The channel between the ranks that hold this part.
+        ranks: The rank of every stage.
+        jobs: The stage runs of this pass, by stage and chunk.
+        epoch: The epoch, for error messages and random draws.
+        codec: How values are encoded for a transfer; None where no backward follows, so that they are sent
+            as they are.
     """
 
     def __init__(
@@ -47,13 +48,13 @@ class StageTransfers:
         self._leaving: list[SendWork] = []
 
     def post(self, actions: Iterable[Action]) -> None:
-        """Begin these receives, each rank's in the order in which it sends."""
+        """Start these receives; those from one rank must be in the order in which it sends."""
         for action in actions:
             if self.ranks[action.other] != self.pipe.rank:
                 self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
 
     def _begun(self, name: str, action: Action) -> Work | EncodedValues:
-        """One receive; its wait gives the value."""
+        """Start one receive; ``wait`` of the result returns the value."""
         code, job = self.codes[action.stage], self.jobs[action.stage, action.chunk]
         value = code.survey.values[name]
         shape, dtype = code.shape(name, job.scope), value.dtype or torch.float32
@@ -70,7 +71,7 @@ class StageTransfers:
         return EncodedValues(coming, self.codec.codec, shape, dtype)
 
     def names(self, action: Action) -> list[str]:
-        """The values that a SEND or RECV is about."""
+        """Return the names of the values that a SEND or RECV transfers."""
         code = self.codes[action.stage]
         given = (
             code.stage.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else code.stage.takes
@@ -79,13 +80,14 @@ class StageTransfers:
         return [n for n in names if action.kind.forward or code.survey.values[n].grad]
 
     def send(self, action: Action) -> None:
-        """Begin to send a chunk's values, or their gradients."""
+        """Start to send a chunk's values, or their gradients."""
         job = self.jobs[action.stage, action.chunk]
         peer = self.ranks[action.other]
         for name in self.names(action):
             value = (job.outs[name] if action.kind.forward else job.gradient(name)).detach()
             if peer == self.pipe.rank:
-                # In evaluation the stage that takes it may change it in place, under way to others.
+                # In evaluation the receiving stage may change it in place while it is still being sent to
+                # other stages.
                 kept = value if job.training else value.clone()
                 self._here.setdefault(action.answer, []).append((name, kept))
                 continue
@@ -99,7 +101,7 @@ class StageTransfers:
             )
 
     def _written(self, name: str, value: Tensor, action: Action) -> Tensor:
-        """What travels of a value."""
+        """Return the tensor that is sent for a value: encoded, or the value itself."""
         if self.codec is None:
             return value
         self.codec.crossed.plain += value.nbytes
@@ -112,13 +114,13 @@ class StageTransfers:
         return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
 
     def receive(self, action: Action) -> list[tuple[str, Tensor]]:
-        """Wait for what a RECV is about."""
+        """Wait for the values of a RECV, and return them with their names."""
         if action in self._here:
             return self._here.pop(action)
         return [(name, coming.wait()) for name, coming in self._coming.pop(action)]
 
     def end(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have completed."""
         leaving, self._leaving = self._leaving, []
         for each in leaving:
             each.wait()

@@ -1,7 +1,7 @@
-"""Job: one chunk on its way through one stage of a rank - what it was given, what it gave, its backward.
+"""Stage run: one chunk in one stage of a rank, with its inputs, its outputs and its backward pass.
 
-Where it sits: ``executor`` makes one a stage, chunk and epoch; the stage's steps run here, inside the chunk's
-interception.
+Where it sits: ``executor`` makes one for each stage, chunk and epoch. The stage's steps run here, with the
+chunk's interceptor active.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class StageCode:
 
     Args:
         model: The user's module.
-        graph: Its steps.
-        survey: What each step's value looks like.
-        stage: Which of them it runs.
-        current: Told which interception is running.
+        graph: The steps of the whole model.
+        survey: Shape, dtype and kind of each step's value.
+        stage: The stage, which names the steps that it runs.
+        current: Holds the interceptor that is active.
         cast: Makes the context of mixed precision.
-        saving: Makes the context in which activations are moved elsewhere.
-        foreign: The weights that other ranks train, by name: old here.
+        saving: Makes the context that measures or offloads activations.
+        foreign: The weights that other ranks train, by name; their values here are out of date.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class StageCode:
     foreign: Mapping[str, Tensor] = field(default_factory=dict)
 
     def shape(self, name: str, scope: Interceptor) -> tuple[int, ...]:
-        """The shape of a value on a chunk."""
+        """Return the shape that a value has on a chunk."""
         value = self.survey.values[name]
         if value.kind == "fixed":
             return tuple(value.shape)
@@ -61,15 +61,22 @@ class StageCode:
 
 @dataclass
 class StageRun:
-    """One chunk in one pass.
+    """One chunk's run through one stage in one pass.
 
     Args:
         code: The stage.
-        scope: The chunk's interception.
+        scope: The chunk's interceptor.
         epoch: The epoch.
         training: Whether a backward follows.
-        checked: Whether ranks compare headers.
-        named: How often the chunk has come to each site of this rank: its jobs in other stages share it.
+        checked: Whether ranks compare the headers of their messages.
+        named: How often the chunk has reached each site on this rank; its runs in other stages share this
+            counter.
+        values: The values that earlier stages have sent, by name.
+        outs: The values that the stage has computed for later stages or as the output, by name.
+        token: The scalar that makes backward reach every exchange; see [Note: token] in ``halo.exchange``.
+        roots: Further tensors that backward starts from, such as the loss, each with its gradient or None.
+        gradients: The gradients that later stages have sent back, by name.
+        lost: The chunk's share of the loss.
     """
 
     code: StageCode
@@ -86,7 +93,7 @@ class StageRun:
     lost: float = 0.0
 
     def take(self, name: str, value: Tensor) -> None:
-        """Take a value that an earlier stage has sent."""
+        """Store a value that an earlier stage has sent, as a leaf with its placement."""
         known = self.code.survey.values[name]
         leaf = value.detach()
         if known.kind == "rows":
@@ -98,7 +105,7 @@ class StageRun:
         self.values[name] = leaf.requires_grad_(known.grad and self.training)
 
     def returned(self, name: str, gradient: Tensor) -> None:
-        """Take the gradient of a value that a later stage has sent back; several may read one value."""
+        """Add a gradient that a later stage has sent back; several stages may read one value."""
         before = self.gradients.get(name)
         self.gradients[name] = gradient if before is None else before + gradient
 
@@ -115,7 +122,7 @@ class StageRun:
             scope.draws = draws[step.name]
             scope.path[:] = [step.within or root]
 
-        # The running pass is left at once: what it holds must not outlive the chunk.
+        # The forward pass is left at once, because what it holds must not outlive the chunk.
         with (
             self._running(),
             scope.running(self.epoch, training=self.training, checked=self.checked, named=self.named) as turn,
@@ -139,18 +146,18 @@ class StageRun:
         return self.code.current.using(self.scope)
 
     def backward(self) -> None:
-        """Run backward from what later stages sent, the loss, and the token."""
+        """Run backward from the gradients of later stages, the loss and the token."""
         pairs = [(self.outs[name], gradient) for name, gradient in self.gradients.items()]
         roots: list[tuple[Tensor, Tensor | None]] = [pair for pair in pairs if pair[0].requires_grad]
         roots += self.roots
         if self.token is not None and self.token.requires_grad:
-            roots.append((self.token, None))  # [Note: token] in neighbors.rows
+            roots.append((self.token, None))  # [Note: token] in halo.exchange
         if roots:
             with self._running():
                 torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         self.outs, self.gradients, self.roots, self.token = {}, {}, [], None
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient of a value that was taken."""
+        """Return the gradient of a value that an earlier stage sent; zeros if it has none."""
         leaf = self.values[name]
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

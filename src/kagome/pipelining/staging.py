@@ -1,6 +1,6 @@
-"""Staging: a user's model traced, looked at on a small sample, timed, and cut into the stages of a mesh.
+"""Staging: traces a user's model, surveys and times its steps on a small sample, and cuts it into stages.
 
-Where it sits: ``chunk_engine`` asks for it once; rank 0 looks and times, all ranks cut alike.
+Where it sits: ``chunk_engine`` asks for it once. Rank 0 surveys and times; all ranks cut in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kagome.profile.step_shapes import looked_at
 from kagome.profile.step_times import Seconds, timed
 
 Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], ActivationProfile, str]
-"""What ``Steps`` holds beside the graph."""
+"""The fields of :class:`Steps` after the graph."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Staging:
     """A model cut into stages.
 
     Args:
-        graph: Its steps.
-        survey: What each step's value looks like.
+        graph: The steps of the model.
+        survey: Shape, dtype and kind of each step's value.
         stages: The stages, in order.
-        seconds: What each step takes for all chunks of a part, forward and backward, told from samples.
-        keeping: What autograd keeps of each step, and how wide each reads neighbours' rows.
+        seconds: Seconds of each step over all chunks of a part, forward and backward, estimated from samples.
+        keeping: The bytes that autograd saves at each step, and the width of the halo rows that it reads.
         escape: Why the model cannot run with fast paths; empty where it can.
     """
 
@@ -52,24 +52,24 @@ class Staging:
     escape: str
 
     def kept_by(self, rank: int, counts: PartSize) -> float:
-        """Of what autograd keeps of a forward, the share that the stages of a pipeline's rank keep.
+        """Return the share of the bytes saved by autograd in a forward that falls to a rank's stages.
 
-        Together ranks keep more than the whole: what crosses between two lies with both.
+        The shares of all ranks sum to more than 1: a value sent between two ranks is held by both.
 
         Args:
-            rank: Of the pipeline.
-            counts: Of the part.
+            rank: The rank within the pipeline.
+            counts: The size of the part.
         """
         return self.keeping.share(self._names(rank), counts)
 
     def read_by(self, rank: int) -> Pair | None:
-        """Bytes of a row at all reads of neighbours by a rank's stages, and of its gradients.
+        """Return the bytes per row over all reads of neighbours by a rank's stages, forward and backward.
 
         Args:
-            rank: Of the pipeline.
+            rank: The rank within the pipeline.
 
         Returns:
-            None where that is not known.
+            Bytes of a row and of its gradient; None if unknown.
         """
         return self.keeping.read(self._names(rank))
 
@@ -78,7 +78,7 @@ class Staging:
 
 
 def needed(stages: Sequence[Stage], part: Partition, uses: Collection[str]) -> Partition:
-    """What some stages and the loss read of a part: features lie with the stages that use them."""
+    """Reduce a part to the attributes that some stages and the loss read, so that others are not held."""
     names = {name for stage in stages for name in stage.inputs} | set(uses)
     names |= {name for name in part.nodes if name.endswith("_mask")}
     matrix = adjacency_of(part.edges)
@@ -90,15 +90,15 @@ def needed(stages: Sequence[Stage], part: Partition, uses: Collection[str]) -> P
 
 @dataclass(frozen=True)
 class Steps:
-    """A model's steps, looked at and timed.
+    """The steps of a model, surveyed and timed.
 
     Args:
-        graph: The steps.
-        survey: What each one's value looks like.
-        calls: Seconds of a call of each, forward and backward.
-        rows: Seconds of each row in it, besides.
-        keeping: What autograd keeps of each, and how wide each reads neighbours' rows.
-        escape: Why they cannot run with fast paths; empty where they can.
+        graph: The steps of the model.
+        survey: Shape, dtype and kind of each step's value.
+        calls: The fixed seconds of a call of each step, forward and backward.
+        rows: The additional seconds for each row of a step.
+        keeping: The bytes that autograd saves at each step, and the width of the halo rows that it reads.
+        escape: Why the steps cannot run with fast paths; empty where they can.
     """
 
     graph: LayerGraph
@@ -109,24 +109,24 @@ class Steps:
     escape: str
 
     def staging(self, parallel: Parallel, part: Partition) -> Staging:
-        """Cut them, in the same way whichever part asks.
+        """Cut the steps into stages; the result is the same for every part of the graph.
 
         Args:
-            parallel: How many stages, ranks and chunks.
-            part: One of the graph's; its share of rows and edges counts, not its own number.
+            parallel: The numbers of stages, ranks and chunks.
+            part: Any part of the graph; the mean numbers of rows and edges of a part count, not its own.
 
         Raises:
-            ModelError: If there cannot be so many stages.
+            ModelError: If the model cannot be cut into that many stages.
         """
         chunks = parallel.chunks or 1
-        # Parts differ by some rows, and a hybrid's must be cut between the same steps.
+        # Parts differ by some rows, yet all pipelines of a mesh must be cut between the same steps.
         rows, edges = (max(1, round(each / part.num_parts)) for each in (part.num_nodes, part.num_edges))
         forward, backward = (
             {name: chunks * call[way] + rows * self.rows[name][way] for name, call in self.calls.items()}
             for way in (0, 1)
         )
         seconds = {name: forward[name] + backward[name] for name in forward}
-        # By 1F1B a chunk's forward waits for another one's backward, else all chunks go forward first.
+        # In 1F1B a chunk's forward waits for another's backward; fill-drain runs all forwards first.
         apart = parallel.pattern == "fill-drain"
         stages = cut(
             self.graph,
@@ -142,7 +142,7 @@ class Steps:
 
 
 _INEXACT = ("codec", "codec_backward", "max_age", "halo_sample", "skip_drift", "adaptive_bits")
-"""Settings by which rows of other parts do not cross as they are, but where they have their defaults."""
+"""Settings that change the rows exchanged between parts unless they have their defaults."""
 
 
 def stage_model(
@@ -155,23 +155,23 @@ def stage_model(
     *,
     fast: bool = True,
 ) -> Staging:
-    """Trace, look, time, cut. All ranks call it.
+    """Trace, survey and time a model, and cut it into stages. All ranks call it.
 
     Args:
         model: The user's module, as it was given.
         part: This rank's part.
-        world: All ranks.
-        parallel: How many stages and chunks; the names of layers, if the user gave them.
-        train: Seed and mixed precision.
-        device: Where the model runs.
-        fast: Whether messages are reduced by kernels, where they can be.
+        world: The channel between all ranks.
+        parallel: The numbers of stages and chunks, and the names of layers if the user gave them.
+        train: The seed and mixed precision.
+        device: The device that the model runs on.
+        fast: Whether kernels reduce messages where they can.
 
     Raises:
-        ModelError: If the model cannot be traced, or not be cut into so many stages, or if a layer cannot run
-            in chunks.
+        ModelError: If the model cannot be traced or cut into that many stages, or if a layer cannot run in
+            chunks.
 
     Cost:
-        As :func:`steps_of`.
+        The cost of :func:`steps_of`.
     """
     parted = (parallel.chunks or 1) > 1 or part.num_parts > 1
     exact = (parallel.chunks or 1) == 1 and all(
@@ -180,7 +180,7 @@ def stage_model(
     steps = steps_of(
         *(model, part, world, parallel.layers, train, device), fast=fast, parted=parted, exact=exact
     )
-    if steps.survey.beyond and (parallel.chunks or 1) > 1:  # evaluation drops no edge
+    if steps.survey.beyond and (parallel.chunks or 1) > 1:  # with drop too: evaluation drops no edge
         raise ModelError(
             f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
             "a layer reads along edges the other way, or all vertices",
@@ -209,25 +209,26 @@ def steps_of(
     parted: bool = False,
     exact: bool = True,
 ) -> Steps:
-    """Trace, look, time. All ranks call it.
+    """Trace, survey and time the steps of a model. All ranks call it.
 
     Args:
         model: The user's module, as it was given.
         part: This rank's part.
-        world: All ranks.
-        layers: Names of layers that follow each other, if the user gave them.
-        train: Seed and mixed precision.
-        device: Where the model runs.
-        fast: Whether messages are reduced by kernels, where they can be.
-        parted: Whether stages run on parts of the graph; else on all of it, or on parts if it fails there.
-        exact: Whether rows of other parts cross as they are, in the same epoch.
+        world: The channel between all ranks.
+        layers: The names of layers that follow each other, if the user gave them.
+        train: The seed and mixed precision.
+        device: The device that the model runs on.
+        fast: Whether kernels reduce messages where they can.
+        parted: Whether stages run on parts of the graph; else the survey tries the whole graph, and parts if
+            the model fails on it.
+        exact: Whether rows of other parts are exchanged unchanged and in the same epoch.
 
     Raises:
-        ModelError: If the model cannot be traced, or fails on a sample; on every rank.
+        ModelError: On every rank, if the model cannot be traced or fails on a sample.
 
     Cost:
-        On rank 0 some forwards and backwards of a sample of at most ``timing.TIMED`` vertices, and those of
-        :func:`keeping`.
+        On rank 0 some forwards and backwards of a sample of at most ``step_times.TIMED`` vertices, and those
+        of :func:`keeping`.
     """
     names = part.names
     plain = {name: value for name, value in part.shared.items() if not isinstance(value, Tensor)}
@@ -248,7 +249,7 @@ def steps_of(
         except ModelError as error:
             if parted:
                 raise
-            # What knows the sizes of the whole graph runs on a sample that is known to be a part of it.
+            # A model with the sizes of the whole graph built in can run on a sample treated as a part.
             with suppress(KagomeError):
                 return look(True)
             raise error
@@ -269,7 +270,7 @@ def _measured(
     parted: bool,
     escape: str = "",
 ) -> Looked:
-    """Time the steps of a model, and what they keep."""
+    """Time the steps of a model, and measure what autograd saves at each."""
     graph = seen.told(graph)
     calls, rows = timed(model, graph, seen, part, train, device, fast=fast, parted=parted)
     return seen, calls, rows, keeping(model, graph, part, train, fast=fast), escape

@@ -1,1 +1,1 @@
-"""How to split: what layers, devices and links cost, and the plans that follow. Loads no torch."""
+"""Planner: predicts what each way to split a training costs, and searches for the best; loads no torch."""

@@ -1,12 +1,12 @@
-"""Meshes: what each cut of a graph's training would cost, ranked, with a reason.
+"""Candidates: predicts what each way to split a training costs, and ranks them, each with a reason.
 
-Where it sits: pure arithmetic on what ``autoplan.workload`` measured or was told; loads no torch.
+Where it sits: pure arithmetic on what ``autoplan.workload`` has measured; it loads no torch.
 
 ::
 
-    seconds an epoch = slowest rank's computing + its messages: none of them is taken to hide behind it
-    bytes            = rows that cross, times what a row costs
-    memory           = what the fullest rank holds
+    seconds per epoch = computing of the slowest rank + waits for its messages
+    bytes             = rows exchanged, times the bytes of a row
+    memory            = what the fullest rank holds
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from kagome.schedule.simulator import Simulation
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train, and what it is predicted to cost.
+    """One way to split a training, and its predicted costs.
 
     Args:
-        settings: Of ``Parallel`` that differ from one rank's.
-        exact: Whether it gives what one rank gives.
-        epoch_seconds: Predicted.
-        compute_seconds: Of the slowest rank.
-        exposed_seconds: Of waiting for messages and other stages.
-        bytes_per_epoch: Of all ranks, by kind.
-        memory_bytes: Of the fullest rank.
-        uncertain: By which share bytes may be off, where a cut was estimated.
-        seconds_off: By which share seconds may be off.
-        reason: In one sentence.
-        busy: Seconds that each rank computes; one stands for all where they are alike. Empty for a pipeline.
-        run: What a pipeline's stages do over time; waiting for neighbours and sums comes on top. Of the best
-            plans alone.
+        settings: The settings of ``Parallel`` that differ from those of one rank.
+        exact: Whether the results equal those of one rank.
+        epoch_seconds: Predicted seconds of an epoch.
+        compute_seconds: The seconds of these that the slowest rank computes.
+        exposed_seconds: The seconds of these that are spent waiting for messages and other stages.
+        bytes_per_epoch: Bytes sent by all ranks in an epoch, by kind.
+        memory_bytes: Bytes held by the fullest rank.
+        uncertain: The relative uncertainty of the bytes, if the cut was estimated.
+        seconds_off: The relative uncertainty of the seconds.
+        reason: A sentence that compares it with another candidate.
+        busy: The seconds that each rank computes; one value stands for all ranks if they are alike. Empty for
+            a pipeline.
+        run: The simulation of a pipeline's stages, without waits for neighbours and sums. Kept for the best
+            plans only.
     """
 
     settings: Mapping[str, int | bool | str]
@@ -57,21 +58,21 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As a user would write it."""
+        """The settings as a user would write them."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "one rank"
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
+        """The number of ranks that it takes."""
         return prod(int(self.settings.get(axis, 1)) for axis in ("pipe", "graph", "tensor"))
 
     @property
     def total_bytes(self) -> int:
-        """Of all kinds."""
+        """The bytes of all kinds in an epoch."""
         return sum(self.bytes_per_epoch.values())
 
     def record(self) -> dict[str, object]:
-        """All but what its stages do over time, as JSON has it."""
+        """Return all fields except the simulation, as JSON values."""
         told = asdict(replace(self, run=None))
         del told["run"]
         return {**told, "name": self.name}
@@ -79,12 +80,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plans:
-    """Ranked candidates.
+    """Candidates ranked by predicted time.
 
     Args:
-        fitting: Those that fit, the fastest first; one that is not exact only where it is ``WORTH`` it.
-        refused: The others, with why.
-        facts: What they were predicted from.
+        fitting: The candidates that fit the memory, the fastest first. An inexact one comes before an exact
+            one only if it is at least ``WORTH`` times as fast.
+        refused: The other candidates, each with the reason.
+        facts: What the predictions are based on.
     """
 
     fitting: tuple[Candidate, ...]
@@ -92,24 +94,24 @@ class Plans:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """As text: a list of plans, the best first."""
+        """Return the plans as JSON text, the best first."""
         plans = [one.record() for one in self.fitting]
         refused = [{**one.record(), "refused": why} for one, why in self.refused]
         return json.dumps({"plans": plans, "refused": refused, "facts": dict(self.facts)}, indent=1)
 
 
 WORTH = 1.1
-"""How many times as fast a plan that is not exact has to be to stand before one that is: about the error of
-what is predicted (benchmarks/planner)."""
+"""How many times as fast an inexact plan must be to rank before an exact one: about the error of predictions
+(benchmarks/planner)."""
 OFF = 0.09
-"""By this share predicted seconds are off in the middle, if two measurements agree (benchmarks/planner)."""
+"""Median relative error of predicted seconds if two measurements agree (benchmarks/planner)."""
 DRAWN = 3
-"""Of so many plans what happens over time is kept."""
+"""Number of best plans whose simulation is kept."""
 HIDES = 0.9
-"""Of what could travel while a rank computes, so much does: late rows between emulated hosts hid 0.88 or more
-in 11 of 12 settings (benchmarks/wire)."""
+"""Share of the transfers that overlap with computing, of those that could: with late rows between emulated
+hosts it was 0.88 or more in 11 of 12 settings (benchmarks/wire)."""
 ROUNDS = 2
-"""Of messages to each other rank that a sum of gradients takes."""
+"""Rounds of messages to each other rank in an all-reduce of gradients."""
 
 
 def parts(
@@ -124,18 +126,18 @@ def parts(
     halved: bool = False,
     late: bool = False,
 ) -> Candidate:
-    """Graph parallelism on so many ranks.
+    """Predict graph parallelism, with one rank per part.
 
     Args:
-        parts: How many.
-        loads: Of each part; one stands for all where they are alike.
-        rates: Of the model.
-        cluster: Where it runs.
-        uncertain: By which share the halo may be off.
-        decoupled: Whether maps come first.
-        onebit: Whether rows of other parts have one bit a number.
+        parts: The number of parts.
+        loads: The load of each part; a single load stands for all parts if they are alike.
+        rates: The measured costs of the model.
+        cluster: The cluster that it runs on.
+        uncertain: The relative uncertainty of the halo.
+        decoupled: Whether the model is decoupled.
+        onebit: Whether rows of other parts are encoded at one bit per number.
         halved: Whether gradients of weights are summed in bf16.
-        late: Whether they are those of the epoch before, and travel meanwhile.
+        late: Whether rows of other parts are those of the epoch before, so that transfers overlap with it.
     """
     coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
     pace = cluster.pace(parts) * (rates.alone if parts == 1 else 1.0)
@@ -179,16 +181,17 @@ def slices(
     groups: int = 1,
     decoupled: bool,
 ) -> Candidate:
-    """Feature slices on so many ranks of each part.
+    """Predict feature slices, on several ranks of each part.
 
     Args:
-        sliced: How many, and what they do.
-        loads: Of each part, as if one rank had it; a rank's memory. One stands for all where they are alike.
-        rates: Of the model.
-        cluster: Where it runs; the ranks of a part follow each other.
-        uncertain: By which share the halo may be off.
-        groups: Parts.
-        decoupled: Whether maps come first.
+        sliced: The number of slices, and their costs.
+        loads: The load of each part as if one rank had it, with the memory of a real rank. A single load
+            stands for all parts if they are alike.
+        rates: The measured costs of the model.
+        cluster: The cluster that it runs on; the ranks of a part are consecutive.
+        uncertain: The relative uncertainty of the halo.
+        groups: The number of parts.
+        decoupled: Whether the model is decoupled.
     """
     count = sliced.count
     size = count * groups
@@ -196,7 +199,7 @@ def slices(
     pace = cluster.pace(size)
     most, halo = halos(rates, loads, groups) if groups > 1 else (0.0, 0.0)
     sums = summed(size, rates.weights)
-    # What is crossed between parts is cut too.
+    # Rows exchanged between parts are sliced too.
     busy = tuple(
         (sliced.computing(load) + rates.crossed * (load.sent + load.halo) / count) / pace for load in loads
     )
@@ -219,7 +222,7 @@ def slices(
 
 
 def settings_of(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
-    """What a user would write."""
+    """Return the settings that a user would write for a mesh."""
     mesh: dict[str, int | bool | str] = {axis: size for axis, size in axes.items() if size > 1}
     return {**mesh, "decouple": True} if decoupled else mesh
 
@@ -227,12 +230,12 @@ def settings_of(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
 def ranked(
     candidates: Sequence[Candidate], cluster: Cluster, facts: Mapping[str, object] | None = None
 ) -> Plans:
-    """Candidates that fit by predicted time, each with its reason beside the next best; and the others.
+    """Rank the candidates that fit by predicted time, give each a reason, and refuse the others.
 
-    One that is not exact counts as ``WORTH`` times as slow as it is.
+    The time of an inexact candidate counts ``WORTH`` times.
 
     Raises:
-        PlanError: If none fits.
+        PlanError: If no candidate fits.
     """
     fitting = sorted(
         (one for one in candidates if one.memory_bytes <= cluster.memory),
@@ -261,7 +264,7 @@ def ranked(
 
 
 def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
-    """A sentence that sets a candidate beside its runner-up, or beside the best."""
+    """Add the sentence that compares a candidate with the best, or the best with its runner-up."""
     best = fitting[0]
     other = (fitting[1] if len(fitting) > 1 else None) if one is best else best
     share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0

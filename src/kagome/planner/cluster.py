@@ -1,6 +1,6 @@
 """Cluster: devices, their memory, and the links between them, declared in a file or measured.
 
-Where it sits: the planner's knowledge of machines; ``run`` measures the one at hand.
+Where it sits: it is what the planner knows of machines; ``autoplan.plan`` measures the machine at hand.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from kagome.errors import PlanError, shortened
 from kagome.storage import text_files
 
 EXTRA: Final = ("latency", "crowded", "cores")
-"""What a cluster's file may leave out."""
+"""Fields that a cluster's file may leave out."""
 NEEDED: Final = "name, hosts, devices, memory, speed, inside, between"
 DEVICES: Final = 65_536
-"""Plans are made for each number of ranks up to so many."""
+"""Most devices of a cluster: plans are made for each number of ranks up to it."""
 LIMITS: Final[Mapping[str, tuple[float, float]]] = {
     "hosts": (1, DEVICES), "devices": (1, DEVICES), "memory": (1, 1e24), "speed": (1e-9, 1e12),
     "inside": (1, 1e24), "between": (1, 1e24), "latency": (0, 1e6), "crowded": (1e-6, 1),
     "cores": (1e-3, 1e9),
 }  # fmt: skip
-"""The least and the most of each number."""
+"""The smallest and the largest allowed value of each number."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts of equal devices.
+    """A cluster of equal hosts with equal devices.
 
     Args:
-        name: For people.
-        hosts: How many.
-        devices: On each host.
-        memory: Bytes of a device.
-        speed: How many times as fast a device computes as the machine that layers are measured on: both are
-            bound by memory, so a ratio of memory bandwidths.
-        inside: Bytes a second of one device to those of its host.
-        between: Bytes a second of one device to those of other hosts.
-        latency: Seconds of a message, however small; a rank sends one after another.
-        crowded: How fast a device computes while the others do too, as a share of how fast it does alone.
-        cores: That the devices share by turns, where they are ranks of one machine.
+        name: The name shown to users.
+        hosts: The number of hosts.
+        devices: The number of devices on each host.
+        memory: Bytes of memory of a device.
+        speed: The speed of a device relative to the machine that layers are measured on. Both are bound by
+            memory, so it is a ratio of memory bandwidths.
+        inside: Bytes per second from a device to the others of its host.
+        between: Bytes per second from a device to those of other hosts.
+        latency: Seconds of a message of any size; a rank sends its messages one after another.
+        crowded: The speed of a device while the others compute too, relative to its speed alone.
+        cores: The number of cores that the devices share, if they are ranks of one machine.
     """
 
     name: str
@@ -73,23 +73,23 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """All devices."""
+        """The number of devices of all hosts."""
         return self.hosts * self.devices
 
     def pace(self, ranks: int) -> float:
-        """How many times as fast a device computes as the machine that was measured, with so many at work."""
+        """Return the speed of a device relative to the measured machine while this many ranks compute."""
         return self.speed if ranks == 1 else self.speed * self.crowded * min(1.0, self.cores / ranks)
 
     def bandwidth(self, ranks: int) -> float:
-        """Bytes a second of one of so many ranks that follow each other: within a host, or across hosts."""
+        """Return the bytes per second of one of several consecutive ranks: within a host, or across hosts."""
         return self.inside if ranks <= self.devices else self.between
 
     @staticmethod
     def load(file: Path | str) -> Cluster:
-        """A ready cluster by its name, or one from a TOML file.
+        """Return a built-in cluster by its name, or read one from a TOML file.
 
         Raises:
-            PlanError: If there is none, or a value is missing or of another kind.
+            PlanError: If the file does not exist, or a value is missing or has the wrong type.
         """
         if str(file) in READY:
             return READY[str(file)]
@@ -122,10 +122,11 @@ class Cluster:
 GIB: Final = 2.0**30
 GB: Final = 1e9
 CORE: Final = 15 * GB
-"""Bytes a second of memory that one core of a server reads: what ``speed`` is told against."""
+"""Memory bandwidth of one core of a server in bytes per second, which ``speed`` is relative to."""
 READY: Final[Mapping[str, Cluster]] = {
     "h100x8": Cluster("8 H100 in one node", 1, 8, 80 * GIB, 3_350 * GB / CORE, 450 * GB, 50 * GB),
     "h100x64": Cluster("8 nodes of 8 H100", 8, 8, 80 * GIB, 3_350 * GB / CORE, 450 * GB, 50 * GB),
     "a5000x16": Cluster("4 nodes of 4 A5000", 4, 4, 24 * GIB, 768 * GB / CORE, 25 * GB, 1.25 * GB),
 }
-"""Data sheets' figures: memory bandwidth, NVLink or PCIe in a node, InfiniBand or 10 Gbit/s between nodes."""
+"""Built-in clusters with figures from data sheets: memory bandwidth, NVLink or PCIe in a node, InfiniBand or
+10 Gbit/s Ethernet between nodes."""

@@ -1,7 +1,7 @@
-"""Costs: what a model was measured to take by row and edge, and what a part of a graph asks of its rank.
+"""Cost model: a model's measured costs per row and edge, and the load that a part puts on its rank.
 
-Where it sits: ``candidates`` and ``pipe_candidates`` make predictions of it; ``autoplan.workload`` measures;
-loads no torch.
+Where it sits: ``candidates`` and ``pipe_candidates`` predict with it; ``autoplan.workload`` measures its
+rates. It loads no torch.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ONE_ROUND = 2**18
-"""A sum goes in one round up to so many bytes of all ranks together: see ``comm.summing``."""
+"""Bytes over all ranks up to which an all-reduce takes one round; see ``comm.all_reduce``."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one part asks of its rank.
+    """The load that one part puts on its rank.
 
     Args:
-        rows: Own rows.
-        edges: In-edges.
-        sent: Rows sent to peers, forward.
-        halo: Rows read of peers, of which gradients go back.
-        memory: Bytes held.
-        whole: Of them, what each stage of a pipeline holds whole: data, tables, weights.
+        rows: The number of own rows.
+        edges: The number of in-edges.
+        sent: The number of rows sent to peers in forward.
+        halo: The number of rows read from peers, whose gradients are sent back.
+        memory: Bytes held by the rank.
+        whole: The bytes of these that each stage of a pipeline holds in full: data, tables, weights.
     """
 
     rows: float
@@ -36,17 +36,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a rank's epoch takes here, beside the bytes of its messages; nothing is below 0.
+    """The measured seconds of a rank's epoch, without the transfer of its messages; no value is below 0.
 
     Args:
-        seconds: Of one that computes nothing.
-        row: Seconds of a row.
-        edge: Seconds of an edge.
-        crossed: Seconds of a row that is sent to a peer or read of one.
-        meanwhile: Share of its seconds in which rows travel that nobody waits for yet.
-        uneven: Seconds of whoever takes longest from one exchange to the next, over the slowest rank's.
-        meetings: Exchanges and sums of all ranks.
-        spread: By which share two measurements of the same differed.
+        seconds: Seconds of an epoch without rows and edges.
+        row: Seconds per row.
+        edge: Seconds per edge.
+        crossed: Seconds per row that is sent to a peer or read from one.
+        meanwhile: The share of its seconds in which rows are in flight that the rank does not wait for yet.
+        uneven: The sum over the intervals between exchanges of the slowest rank's seconds, relative to the
+            seconds of the rank that is slowest overall.
+        meetings: The number of exchanges and sums of all ranks.
+        spread: The relative difference of two measurements.
     """
 
     seconds: float
@@ -61,16 +62,15 @@ class Timed:
 
 @dataclass(frozen=True)
 class CostRates(Timed):
-    """What a model costs here, by row and edge: beside its seconds what crosses.
+    """The measured costs of a model per row and edge: its seconds, and the bytes it exchanges.
 
     Args:
-        forward: Bytes that cross for a row that is sent, forward.
-        backward: Bytes that cross for a halo row, backward.
-        weights: Bytes of gradients, of each message that carries some.
-        coded: ``forward`` and ``backward`` with one bit a number.
-        coding: Seconds to code a byte of them, and to restore it.
-        alone: How many times as fast as that one rank computes that has no peers, and all of this machine's
-            cores.
+        forward: Bytes per row sent, in forward.
+        backward: Bytes per halo row, in backward.
+        weights: Bytes of each message of gradients.
+        coded: ``forward`` and ``backward`` at one bit per number.
+        coding: Seconds to encode and decode a byte of them.
+        alone: The speed of a single rank that has all cores of this machine, relative to these rates.
     """
 
     forward: float
@@ -83,14 +83,14 @@ class CostRates(Timed):
 
 @dataclass(frozen=True)
 class Sliced:
-    """Feature slices within each part.
+    """The costs of feature slices within each part.
 
     Args:
-        count: How many.
-        two: Seconds of the epoch of a rank in two: of nothing, of a row and of an edge of the whole part.
-        four: The same in four.
-        meetings: Exchanges and sums of all ranks, but for those of gradients.
-        sent: Bytes of all transposes of an epoch, of all ranks.
+        count: The number of slices.
+        two: With two slices, the seconds of a rank's epoch: fixed, per row and per edge of the whole part.
+        four: The same seconds with four slices.
+        meetings: The number of exchanges and sums of all ranks, without those of gradients.
+        sent: Bytes of all transposes of an epoch, over all ranks.
     """
 
     count: int
@@ -100,7 +100,7 @@ class Sliced:
     sent: float
 
     def computing(self, load: Load) -> float:
-        """Seconds of an epoch of one of them: ``a + b / T``, where ``a`` is what has no columns to cut."""
+        """Return the seconds of an epoch of one slice: ``a + b / T``, where ``a`` has no columns to cut."""
         units = (1.0, load.rows, load.edges)
         two, four = (
             sum(rate * unit for rate, unit in zip(rates, units, strict=True))
@@ -111,12 +111,12 @@ class Sliced:
 
 
 def summed(ranks: int, messages: Sequence[float], stages: int = 1) -> float:
-    """Bytes that each rank sends for sums of messages: in one round if one is small, else in two.
+    """Return the bytes that each rank sends to sum messages; small ones take one round, others two.
 
     Args:
-        ranks: That sum.
-        messages: Bytes of each.
-        stages: That share them.
+        ranks: The number of ranks that sum.
+        messages: The bytes of each message.
+        stages: The number of stages that share the messages.
     """
     total = 0.0
     for message in messages:
@@ -127,9 +127,10 @@ def summed(ranks: int, messages: Sequence[float], stages: int = 1) -> float:
 
 
 def halos(rates: CostRates, loads: Sequence[Load], parts: int) -> tuple[float, float]:
-    """Bytes that all wait for, and all of them; one load stands for all parts if they are alike.
+    """Return the halo bytes of the busiest link, which all ranks wait for, and those of all ranks together.
 
-    All wait at each exchange for the busiest link, in or out, forward as backward.
+    At each exchange all ranks wait for the busiest link, in or out, in forward and in backward. A single load
+    stands for all parts if they are alike.
     """
     most = (rates.forward + rates.backward) * max(max(load.sent, load.halo) for load in loads)
     each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
@@ -137,5 +138,5 @@ def halos(rates: CostRates, loads: Sequence[Load], parts: int) -> tuple[float, f
 
 
 def computing(rates: CostRates, rows: float, edges: float, crossed: float = 0.0) -> float:
-    """Seconds of an epoch on so many rows and edges, with so many rows that cross, where it was measured."""
+    """Return the seconds of an epoch on the measured machine for numbers of rows, edges, exchanged rows."""
     return rates.seconds + rates.row * rows + rates.edge * edges + rates.crossed * crossed

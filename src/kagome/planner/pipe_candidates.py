@@ -1,6 +1,6 @@
-"""Pipes: what layers over stages would cost, with parts in each stage.
+"""Pipeline candidates: predicts what a split of layers into stages costs, with parts in each stage.
 
-Where it sits: beside ``candidates``; the schedule simulator tells how stages wait.
+Where it sits: beside ``candidates``; ``schedule.simulator`` finds how long stages wait for each other.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from kagome.schedule.schedules import Shape, exact as exact_program, fill_drain
 from kagome.schedule.simulator import simulate
 
 HALVES = 2
-"""Rows that a stage with chunks keeps for each of a part and each read: of this epoch and of one before. With
-history as many of gradients, else one."""
+"""Table rows that a stage with chunks keeps for each row and each read: this epoch's and the one before. It
+keeps as many rows of gradients with history, else one."""
 
 
 @dataclass(frozen=True)
 class PipeCut:
-    """A model's layers over stages.
+    """A model's layers cut into stages.
 
     Args:
-        shares: Of the computing, by stage.
-        crossing: Bytes of all messages between stages of an epoch, of the whole graph.
-        reads: Of neighbours, by stage.
-        kept: Of what autograd keeps of a forward, by rank; what crosses between two lies with both.
-        widths: Bytes of a row at all reads of neighbours, and of its gradients, by rank; None if not known.
-        dealt: Stages of each rank, dealt round.
-        chunks: Whether chunks can pass it: every layer reads by the edges into a vertex alone.
+        shares: The share of the computing in each stage.
+        crossing: Bytes of all messages between stages in an epoch, for the whole graph.
+        reads: The number of reads of neighbours in each stage.
+        kept: For each rank, the share of the bytes that autograd saves in a forward; values sent between two
+            ranks count on both.
+        widths: For each rank, bytes per row over all its reads of neighbours, forward and backward; None if
+            unknown.
+        dealt: The number of stages of each rank; stages are assigned to ranks in turn.
+        chunks: Whether the graph can be in chunks: every layer reads along the in-edges of a vertex alone.
     """
 
     shares: tuple[float, ...]
@@ -45,29 +47,29 @@ class PipeCut:
 
     @property
     def ranks(self) -> int:
-        """Those that the stages are dealt to."""
+        """The number of ranks that the stages are assigned to."""
         return len(self.shares) // self.dealt
 
     def tables(self, rank: int, rates: CostRates, *, old: bool) -> float:
-        """Bytes that a rank with chunks keeps of a row, for its reads.
+        """Return the bytes per row of the tables that a rank with chunks keeps for its reads.
 
         Args:
-            rank: Which.
-            rates: Of the whole model: so much it may be where widths are not known.
-            old: Whether gradients of an epoch before are kept too.
+            rank: The rank within the pipeline.
+            rates: The measured costs of the whole model, an upper bound that is used if widths are unknown.
+            old: Whether gradients of an earlier epoch are kept too.
         """
         forward, backward = (rates.forward, rates.backward) if self.widths is None else self.widths[rank]
         return HALVES * forward + (HALVES if old else 1) * backward
 
 
 CHUNK = 6e-4
-"""Seconds that a core takes for a chunk and a read of neighbours, both ways, beyond its rows: 0.55 to 0.65 ms
-of three models (benchmarks/pipeline/chunk.py)."""
+"""Fixed seconds of a core for each chunk and read of neighbours, forward and backward: 0.55 to 0.65 ms on
+three models (benchmarks/pipeline/chunk.py)."""
 LOSS = 16.0
-"""Bytes of the sum of the loss, and of who was asked to stop; elsewhere they go along with gradients."""
+"""Bytes of the sum of the loss and of the request to stop; without stages, gradients carry them."""
 FRESH = 2 / 3
-"""Of the rows that cross between parts in chunks with history, those whose gradients go back: a row is fresh
-for a chunk that comes after its own, so ``1 - 1 / (r + 1)`` of those that r chunks read; two on average."""
+"""Share of the halo rows of chunks with history whose gradients are sent back. A row is fresh for a chunk
+that comes after its own, which makes ``1 - 1 / (r + 1)`` of the rows read by r chunks; r is 2 on average."""
 
 
 def pipes(
@@ -82,18 +84,19 @@ def pipes(
     exact: bool = False,
     sliced: Sliced | None = None,
 ) -> Candidate:
-    """Layers over stages, the graph in chunks; in each stage so many parts, or parts in feature slices.
+    """Predict a pipeline over chunks of the graph, with several parts, or parts in slices, in each stage.
 
     Args:
-        cut: The layers.
-        number: Parts.
-        loads: Of each part, a rank's memory; one stands for all where they are alike.
-        rates: Of the model.
-        cluster: Where it runs.
-        uncertain: By which share the halo may be off.
-        chunks: Of each part; one chunk knows all its neighbours.
-        exact: Layer by layer over all chunks, with nothing old.
-        sliced: How features are sliced within a part.
+        cut: The layers cut into stages.
+        number: The number of parts.
+        loads: The load of each part, with the memory of a rank. A single load stands for all parts if they
+            are alike.
+        rates: The measured costs of the model.
+        cluster: The cluster that it runs on.
+        uncertain: The relative uncertainty of the halo.
+        chunks: The number of chunks of each part; a single chunk reads all its neighbours.
+        exact: Whether all chunks pass each layer in lockstep, without historical rows.
+        sliced: The feature slices within a part; None without.
     """
     stages, ranks, tensor = len(cut.shares), cut.ranks, 1 if sliced is None else sliced.count
     size = ranks * number * tensor
@@ -109,7 +112,7 @@ def pipes(
         for load in loads
     )
     compute /= pace
-    python = CHUNK / min(pace, 1.0)  # a GPU does not hasten it
+    python = CHUNK / min(pace, 1.0)  # a GPU does not make it faster
     link = cluster.bandwidth(size)
     message = cut.crossing / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
 
@@ -123,7 +126,7 @@ def pipes(
     programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
     run = simulate(programs, seconds, transfer=lambda action: message)
     sums = summed(number * tensor, rates.weights, ranks)
-    # Stages wait for each other's messages too where there is one chunk.
+    # With one chunk, stages wait for each other's halo messages too.
     waits = most / tensor / (1 if chunks == 1 else ranks) / link + sums / link
     sent |= {"weights": round(sums * size), "other": round(summed(size, (LOSS,)) * size)}
     if sliced is not None:

@@ -1,1 +1,1 @@
-"""What a model costs by row and edge, measured here."""
+"""Profiling on this machine: what a model costs per row and edge, in seconds and in bytes."""

@@ -1,7 +1,7 @@
-"""Kept: what was measured here, in the user's cache folder while nothing that decides it changes.
+"""Measurement cache: values measured on this machine, kept in the user's cache folder while they are valid.
 
 Where it sits: ``autoplan.plan`` opens one; ``autoplan.workload`` asks it before it measures. A value is a
-file that appears by one rename, so any number of runs may keep the same.
+file that appears by one rename, so any number of runs may store the same value at once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from kagome.graph.partition.cache import cache_folder, makers
 from kagome.launch.threads import cores
 from kagome.profile.steady_times import AGREE
 
-#: A machine has fast hours and slow ones, and other users: measured again after so long.
+#: Values are measured again after this time, because a machine's load changes over a day.
 FRESH_SECONDS: Final = 86_400
 
 
 @dataclass(frozen=True, eq=False)
 class MeasurementCache:
-    """Measured values by what decides them.
+    """Measured values, keyed by all that they depend on.
 
     Args:
-        folder: Where they lie; None to keep them for as long as this object lives.
-        reused: What was found there.
-        doubtful: By which share two measurements of a kind differed that was not kept for that.
+        folder: The folder that holds them; None to keep them in this object alone.
+        reused: The kinds of values that were found in the folder.
+        doubtful: For each kind that was not stored because two measurements disagreed, their relative
+            difference.
     """
 
     folder: Path | None = None
@@ -50,16 +51,18 @@ class MeasurementCache:
         measure: Callable[[], Any],
         spread: Callable[[Any], float] = lambda found: 0.0,
     ) -> Any:
-        """What was measured under these facts; else it is measured now, and kept if it agrees with itself.
+        """Return the value stored under these facts; measure it if there is none.
+
+        A new value is stored only if its measurements agree.
 
         Args:
-            what: Its kind.
-            facts: All that decides it but the machine, its threads and the code that runs, as JSON has it.
-            measure: Finds it, as JSON has it: lists, not tuples.
-            spread: By which share two measurements of what was found differed.
+            what: The kind of value.
+            facts: All that it depends on except the machine, its threads and the code, as JSON values.
+            measure: Measures the value, as JSON values: lists, not tuples.
+            spread: Returns the relative difference of two measurements of the value.
 
         Raises:
-            KagomeError: What ``measure`` raises.
+            KagomeError: Any error that ``measure`` raises.
         """
         text = json.dumps([what, facts, _machine() if self.folder else torch.get_num_threads()])
         key = f"{what}-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
@@ -77,7 +80,7 @@ class MeasurementCache:
         return self._here[key]
 
     def _read(self, key: str) -> Any:
-        """A value in the folder; None where there is none, or an old or damaged one."""
+        """Return a value from the folder; None if it is missing, old or damaged."""
         if self.folder is None:
             return None
         try:
@@ -89,7 +92,7 @@ class MeasurementCache:
             return None
 
     def _write(self, key: str, value: Any) -> None:
-        """Keep a value, and throw away what is old; nothing where the folder cannot be written."""
+        """Store a value and delete old ones; do nothing if the folder cannot be written."""
         if self.folder is None:
             return
         with suppress(OSError):
@@ -104,18 +107,18 @@ class MeasurementCache:
 
 
 def opened(reuse: bool) -> MeasurementCache:
-    """The user's measurements, if they are to be used."""
+    """Open the user's measurement cache; with ``reuse`` false, an empty one in memory."""
     return MeasurementCache(cache_folder() / "measured" if reuse else None)
 
 
 def _machine() -> list[object]:
-    """The machine, and the code that runs on it."""
+    """Describe the machine, its threads and the code that runs on it."""
     return [*_fixed(), len(cores()), torch.get_num_threads()]
 
 
 @cache
 def _fixed() -> tuple[object, ...]:
-    """What stays while this process runs; all of Kagome's files are read for it."""
+    """Describe what stays fixed while this process runs; this reads all of Kagome's files."""
     return (platform.machine(), _processor(), *makers(Path(__file__).parents[1]))
 
 

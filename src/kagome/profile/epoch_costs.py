@@ -1,6 +1,6 @@
-"""Rates: what a model costs by row and edge, in seconds and in bytes that cross, from epochs on small graphs.
+"""Epoch costs: a model's seconds and exchanged bytes per row and edge, from epochs on small graphs.
 
-Where it sits: ``autoplan.workload`` scales them to parts; ``memory.estimate`` does the same for memory.
+Where it sits: ``autoplan.workload`` scales them to parts. ``memory.estimate`` does the same for memory.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from kagome.profile.synthetic_parts import drawn, made_pieces
 from kagome.recompute.checkpoint import recompute
 
 SETTLED = 2
-"""Epochs until all that is kept for a run is there."""
+"""Epochs until all that a run keeps between epochs exists."""
 WHOLE = Parallel()
-"""Rows cross whole, as they are."""
+"""Settings under which rows are exchanged whole and unencoded."""
 UNEVEN = (128, 384, 1024)
-"""Where a graph is cut on which coded rows are counted: messages long enough that rounding does not tell."""
+"""Vertices at which the graph for encoded rows is cut; long messages make rounding negligible."""
 SAMPLE = 4096, 128
-"""Rows and columns that are coded to see how long that takes."""
+"""Rows and columns that are encoded to time the codec."""
 PATIENCE = 3600.0
-"""Seconds that a rank waits for its turn."""
+"""Seconds that a rank waits until it may run by itself."""
 EVEN = 64
-"""Vertices of the graph on which transposes are counted: any small number of slices divides it."""
+"""Vertices of the graph on which transposes are counted; any small power of two of slices divides it."""
 
 
 @dataclass(frozen=True)
 class EpochCost:
-    """One epoch of one rank.
+    """The cost of one epoch on one rank.
 
     Args:
-        seconds: Forward and backward.
-        meanwhile: Of them, while rows were on their way that nobody had waited for yet.
-        spans: The same from one exchange or sum of all ranks to the next, where it went on by itself.
-        bytes: Sent to peers, by kind.
+        seconds: Seconds of forward and backward.
+        meanwhile: The seconds of these in which rows were in flight that nothing waited for yet.
+        spans: The seconds between successive collectives of all ranks.
+        bytes: Bytes sent to peers, by kind.
     """
 
     seconds: float
@@ -77,20 +77,20 @@ def epochs(
     *,
     turns: int = 0,
 ) -> list[list[EpochCost]]:
-    """Train copies of a model for some epochs, weights as they are; a rank a piece, as threads.
+    """Run epochs of copies of a model without weight updates, one rank per piece, as threads.
 
     Args:
-        model: Left as it is.
-        pieces: What each rank has.
-        count: Epochs of all ranks together.
+        model: The model; it stays unchanged.
+        pieces: The part of each rank.
+        count: The number of epochs that all ranks run together.
         way: How the model will be run.
-        cut: Its codec, and whether ranks take columns where they can.
-        turns: Then so many of each rank by itself, or more until two agree, on what it heard in the last of
-            those: only there are seconds what a rank computes, as threads of one process wait for each other
-            and crowd the machine.
+        cut: How it is split: the codec, and the number of feature slices.
+        turns: The number of further epochs of each rank by itself, on the messages that it received in the
+            last epoch before; more are run until two agree. Only these show what a rank computes, because
+            threads of one process wait for each other and crowd the machine.
 
     Returns:
-        Of each rank its ``count + turns`` epochs, or more.
+        For each rank the costs of its ``count + turns`` epochs, or of more.
     """
 
     def run(way: RunMode) -> list[list[EpochCost]]:
@@ -106,7 +106,7 @@ def epochs(
     try:
         return run(way)
     except EscapeError:
-        return run(replace(way, fast=False))  # as the engine does
+        return run(replace(way, fast=False))  # like the engine
 
 
 def _epochs(
@@ -155,11 +155,11 @@ def _epochs(
 
 
 def crossing(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float]:
-    """Bytes of halos of an epoch: forward for a row that is sent, backward for one that is read.
+    """Measure the halo bytes of an epoch: forward per row sent, and backward per row read.
 
     Args:
-        model: Any.
-        part: Where attributes are drawn from.
+        model: The model.
+        part: The part that attributes are drawn from.
         way: How the model will be run.
     """
     pieces = made_pieces(part, several=True, loops=False, seed=way.seed)
@@ -178,7 +178,7 @@ def _by_row(
 
 
 def coded(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float]:
-    """As :func:`crossing`, with one bit a number."""
+    """Measure halo bytes as :func:`crossing` does, with rows encoded at one bit per number."""
     data = drawn(part, UNEVEN[-1], 4 * UNEVEN[-1], way.seed)
     owner = torch.bucketize(torch.arange(UNEVEN[-1]), torch.tensor(UNEVEN[:-1]), right=True)
     pieces = [extract(data, owner, rank, len(UNEVEN)) for rank in range(len(UNEVEN))]
@@ -186,10 +186,10 @@ def coded(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float
 
 
 def coding(turns: int = 3) -> tuple[float, float]:
-    """Seconds to code a byte of floats with one bit a number and to restore it, on this machine.
+    """Measure the seconds to encode a byte of floats at one bit per number and to decode it again.
 
     Returns:
-        The seconds, and by which share two measurements differed.
+        The seconds, and the relative difference of two measurements.
     """
     rows, codec = torch.rand(SAMPLE, generator=torch.Generator().manual_seed(0)), Codec("onebit")
     message = torch.empty(codec.size(*SAMPLE, rows.dtype), dtype=torch.uint8)
@@ -205,19 +205,20 @@ def coding(turns: int = 3) -> tuple[float, float]:
 
 
 def transposes(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float] | None:
-    """Bytes a vertex of a settled epoch's transposes; None if none is made.
+    """Measure the bytes per vertex of the transposes in a settled epoch.
 
     Args:
-        model: Any.
-        part: Where attributes are drawn from.
+        model: The model.
+        part: The part that attributes are drawn from.
         way: How the model will be run.
 
     Returns:
-        ``a, b`` of the ``a (T - 1) / T + b (T - 1)`` that T ranks send, from two and four: columns that are
-        shared out, and those that every rank takes (attention on fewer heads than ranks).
+        ``a, b`` of the ``a (T - 1) / T + b (T - 1)`` bytes that T ranks send, fitted on two and four ranks:
+        ``a`` for columns that are split between ranks, ``b`` for columns that every rank has (attention with
+        fewer heads than ranks). None if the model makes no transpose.
     """
     if not way.fast or way.amp:
-        return None  # refused by the engine
+        return None  # the engine refuses feature slices here
     data = drawn(part, EVEN, 4 * EVEN, way.seed)
 
     def sent(count: int) -> float:
@@ -237,15 +238,15 @@ def transposes(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, 
 def timed(
     model: nn.Module, cuts: Sequence[Sequence[Partition]], way: RunMode, *, slices: int = 1, turns: int = 3
 ) -> Timed:
-    """Time ranks, each by itself, in parts of graphs or in feature slices.
+    """Time ranks one by one, on parts of graphs or in feature slices.
 
     Args:
-        model: Any; for slices one that makes transposes.
-        cuts: Of graphs of different sizes. In slices rows and edges are those of all ranks, and seconds are
-            of whoever takes longest from one exchange to the next.
+        model: The model; for slices one that makes transposes.
+        cuts: Graphs of different sizes, each cut into parts. With slices, rows and edges are those of all
+            ranks together, and seconds are those of the slowest rank between any two exchanges.
         way: How the model will be run.
-        slices: Of features.
-        turns: Settled epochs of each rank, or more until two agree; those two count.
+        slices: The number of feature slices.
+        turns: The number of settled epochs of each rank; more are run until two agree, and those two count.
     """
     units, seconds, free, uneven, spreads = [], [], [], [], []
     for pieces in cuts:
@@ -271,7 +272,7 @@ def timed(
 
 
 def shares_of(sample: Partition, count: int) -> list[Partition]:
-    """Equal shares of a graph's vertices, in their order."""
+    """Cut a graph into equal shares of its vertices, in their order."""
     n = sample.own.numel()
     data = Sorted(sample.edge_index, n, kinds_of(sample))
     owner = torch.arange(n) * count // n
@@ -279,8 +280,8 @@ def shares_of(sample: Partition, count: int) -> list[Partition]:
 
 
 def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """What a unit of each kind takes, none below 0."""
-    # Each sample counts by its share, not by its seconds: small parts are predicted too.
+    """Fit the seconds of each unit, none below 0."""
+    # Relative errors count, not seconds, so that small parts are predicted as well as large ones.
     table = np.array(units) / np.array(seconds)[:, None]
     scale = np.where(table.any(axis=0), table.max(axis=0), 1.0)
     solved, _ = nnls(table / scale, np.ones(len(seconds)))
@@ -290,17 +291,17 @@ def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[
 def alone(
     model: nn.Module, sample: Partition, rates: CostRates, way: RunMode, most: int
 ) -> tuple[float, float]:
-    """How many times as fast as rates say one rank is that has the graph, and all threads, to itself.
+    """Measure the speed of a single rank with all threads, relative to what the rates predict.
 
     Args:
-        model: Any.
+        model: The model.
         sample: A graph for one rank.
-        rates: Of one rank among others, with the threads that are set.
+        rates: The rates of one rank among others, with the current number of threads.
         way: How the model will be run.
-        most: Threads that one rank would have.
+        most: The number of threads that a single rank would have.
 
     Returns:
-        That, and by which share two measurements differed.
+        The speed, at least 1, and the relative difference of two measurements.
     """
     share = torch.get_num_threads()
     torch.set_num_threads(max(most, share))

@@ -1,6 +1,7 @@
-"""Profile: measure a module's operators here: seconds by samples, bytes of outputs, weights, what is kept.
+"""Operator profile: measures the seconds and bytes of a module's operators on this machine.
 
-Where it sits: the one file of the planner that loads torch; planners are given the graph that it returns.
+Where it sits: the stage planners of ``planner.stages``, which do not load torch, plan over the graph that it
+returns.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ def measure(
     """Measure each operator of a module alone, forward and backward.
 
     Args:
-        model: The module, on the device that counts; its weights, gradients, buffers and modes are left as
-            they are.
-        sample_batch: Two samples or more; they are repeated where a size needs more.
-        sizes: Samples of a micro-batch to measure with, ascending.
-        repeats: Runs of each, of which the fastest counts; one more comes before.
-        batch_norm: ``refuse``, or ``micro-batch``.
+        model: The module, on the device to measure; its weights, gradients, buffers and modes stay unchanged.
+        sample_batch: At least two samples; they are repeated for sizes that need more.
+        sizes: The micro-batch sizes to measure, in ascending order.
+        repeats: The number of timed runs of each operator, of which the fastest counts; an untimed run comes
+            first.
+        batch_norm: ``refuse`` or ``micro-batch``.
 
     Returns:
-        The operators, in an order in which those that are read come first.
+        The graph of operators in topological order.
 
     Raises:
         DataError: If the sample does not fit the model.
-        ModelError: If the model cannot be traced, or its samples read each other.
+        ModelError: If the model cannot be traced, or if its samples depend on each other.
 
     Cost:
-        ``repeats + 2`` forwards and ``repeats + 1`` backwards a size.
+        ``repeats + 2`` forwards and ``repeats + 1`` backwards for each size.
     """
     branches = branches_of(model, sample_batch, batch_norm=batch_norm)
     return measured(model, branches, inputs_of(model, sample_batch), sizes, repeats=repeats)
@@ -69,7 +70,7 @@ def measured(
     *,
     repeats: int = 3,
 ) -> OperatorGraph:
-    """The same of a module whose operators are known."""
+    """Measure a module whose graph of operators is already known; see :func:`measure`."""
     found: dict[str, list[tuple[int, float, float, int]]] = {name: [] for name in branches.operators}
     pieces = {name: branches.alone(name) for name in branches.operators}
     gradients = [(weight, weight.grad) for weight in model.parameters()]
@@ -116,10 +117,10 @@ def measured(
 
 @contextmanager
 def _telling(where: str) -> Iterator[None]:
-    """Say what of a model fails while it is measured.
+    """Turn an error of the model in this block into one that says where it happened.
 
     Raises:
-        ModelError: For any other error.
+        ModelError: For any error that is not Kagome's own.
     """
     try:
         yield
@@ -135,9 +136,9 @@ def _telling(where: str) -> Iterator[None]:
 
 
 def joint_norms(model: nn.Module, branches: Branches) -> dict[str, str]:
-    """The operators with a batch norm that needs two samples, with the norm's path.
+    """Return the operators with a batch norm that needs two samples, each with the path of the norm.
 
-    One sample of several positions, an image say, is enough for a batch norm.
+    A single sample with several positions, such as an image, is enough for a batch norm.
     """
     found: dict[str, str] = {}
     for operator, steps in branches.operators.items():
@@ -152,7 +153,7 @@ def joint_norms(model: nn.Module, branches: Branches) -> dict[str, str]:
 
 
 class _Bench:
-    """A forward of so many samples, of which every operator's values are known."""
+    """A forward of one micro-batch size whose values are stored, so that each operator can run alone."""
 
     def __init__(self, model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], size: int) -> None:
         self.model, self.branches = model, branches
@@ -175,7 +176,7 @@ class _Bench:
             graph.run(model, copies, training=True, before=self.masks.at, after=after)
 
     def run(self, piece: Piece) -> tuple[float, float, int]:
-        """Seconds forward, seconds backward, bytes kept."""
+        """Run an operator once; return its seconds forward and backward, and the bytes it saves."""
         kept: dict[int, int] = {}
 
         def pack(saved: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Counts: how large one part is, by all that memory grows with.
+"""Part size: the numbers of rows, halo rows, edges and more that memory and time grow with.
 
-Where it sits: ``memory.estimate`` scales with them; they come from a part, or from a cut for ranks that are
-not there.
+Where it sits: ``memory.estimate`` scales with it. It is counted from a part, or from a cut of the whole graph
+for ranks that do not exist yet.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ Kind = TypeVar("Kind", bound=Hashable)
 
 @dataclass(frozen=True)
 class PartSize:
-    """How large one part is: what a forecast scales with."""
+    """The size of one part, which estimates scale with."""
 
     rows: int
-    """Own rows n."""
+    """Number of own rows, n."""
     halo: int
-    """Halo rows H."""
+    """Number of halo rows, H."""
     edges: int
-    """In-edges E."""
+    """Number of in-edges, E."""
     loops: int
-    """Edges from a vertex to itself."""
+    """Number of edges from a vertex to itself."""
     cut: int
-    """Edges that read a halo row."""
+    """Number of edges that read a halo row."""
     sent: int
-    """Rows sent, to all peers together."""
+    """Number of rows sent to all peers together."""
     train: int
-    """Training vertices."""
+    """Number of training vertices."""
 
     @property
     def units(self) -> tuple[int, ...]:
-        """As many as there are of each of :data:`UNITS`."""
+        """The counts of this part for each of :data:`UNITS`."""
         return (1, *astuple(self)[: len(UNITS) - 1])
 
 
 @dataclass(frozen=True)
 class GroupSize:
-    """Ranks that slice features together, as if one had all their vertices.
+    """The size of a group of ranks that slice features together, as if one rank had all their vertices.
 
     Args:
-        rows: Vertices.
-        edges: In-edges.
-        halo: Rows that are read of others.
-        ranks: How many.
+        rows: The number of vertices of the group.
+        edges: The number of in-edges of the group.
+        halo: The number of rows that the group reads from other groups.
+        ranks: The number of ranks in the group.
     """
 
     rows: int
@@ -63,11 +63,11 @@ class GroupSize:
 
 
 UNITS: Final = ("one", "rows", "halo", "edges", "loops", "cut")
-"""What bytes are told apart by: one for all, and the counts that a model can see."""
+"""The units that bytes are fitted to: a constant, and the counts that a model can see."""
 
 
 def counts_of(part: Partition) -> PartSize:
-    """The counts of one part.
+    """Count the size of one part.
 
     Cost: one pass over its edges.
     """
@@ -87,13 +87,13 @@ def counts_of(part: Partition) -> PartSize:
 def split_counts(
     edge_index: Tensor, owner: Tensor, parts: int, train: Tensor | None = None
 ) -> tuple[PartSize, ...]:
-    """The counts of all parts of a whole graph, for ranks that need not be there.
+    """Count the sizes of all parts of a whole graph; no rank needs to exist.
 
     Args:
-        edge_index: All edges.
-        owner: Part of each vertex.
-        parts: Parts.
-        train: Mask of the training vertices.
+        edge_index: All edges of the graph.
+        owner: The part of each vertex.
+        parts: The number of parts.
+        train: The mask of the training vertices; None if there is none.
 
     Shapes:
         edge_index ``[2, E]``, owner and train ``[N]``.
@@ -103,7 +103,7 @@ def split_counts(
     source, target = edge_index
     of_source, of_target = owner[source], owner[target]
     away = of_source != of_target
-    # A halo row is read by a part once, however many of its edges read it.
+    # A part receives a halo row once, however many of its edges read it.
     pairs = torch.unique(of_target[away] * owner.numel() + source[away])
     learns = owner if train is None else owner[train]
 
@@ -126,12 +126,15 @@ def split_counts(
 def fitted(
     counts: Sequence[PartSize], found: Sequence[Mapping[Kind, int]], among: Collection[str] = UNITS
 ) -> dict[Kind, tuple[float, ...]]:
-    """Bytes for each of :data:`UNITS`, by kind: whole numbers where all is linear.
+    """Fit bytes for each of :data:`UNITS`, by kind; whole numbers where the bytes grow linearly.
 
     Args:
-        counts: Of some parts.
-        found: Bytes of each of them.
-        among: Which units count: no more than there are parts.
+        counts: The sizes of some parts.
+        found: The bytes by kind of each of them.
+        among: The units to fit; no more than there are parts.
+
+    Returns:
+        Kind -> bytes for each of :data:`UNITS`; 0 for a unit that is not fitted.
     """
     units = np.array([one.units for one in counts], dtype=np.float64)
     there = units.any(axis=0) & np.isin(UNITS, list(among))

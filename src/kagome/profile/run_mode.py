@@ -1,7 +1,7 @@
-"""Way: how a model will be run, for those who foresee what that costs.
+"""Run mode: how a model will be run, as far as its memory and time depend on it.
 
-Where it sits: ``memory.estimate`` and ``epoch_costs`` measure by it; ``train.admission`` and
-``autoplan.plan`` say which.
+Where it sits: ``train.admission`` and ``autoplan.plan`` choose it; ``memory.estimate`` and ``epoch_costs``
+measure under it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunMode:
-    """How a model will be run.
+    """The settings of a run that decide what a step costs.
 
     Args:
-        several: Whether on more than one rank.
-        fast: Whether messages are reduced by kernels.
+        several: Whether the run has more than one rank.
+        fast: Whether kernels reduce messages.
         recompute: Whether layers run again in backward.
-        amp: Whether in bf16 autocast.
-        seed: Of the run.
+        amp: Whether the run uses bf16 autocast.
+        seed: The seed of the run.
     """
 
     several: bool

@@ -1,6 +1,6 @@
-"""Steady: times that are taken again until two agree, on a machine where others may compute too.
+"""Steady times: repeats a timing until two times agree, on a machine that others may use too.
 
-Where it sits: ``epoch_costs`` and ``contention`` measure with it; ``cache`` is told what did not agree.
+Where it sits: ``epoch_costs`` and ``contention`` measure with it. ``cache`` stores no times that disagree.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Final
 import torch
 
 AGREE: Final = 0.1
-"""By so much of the less two times may differ that agree: about the error of what is predicted from them."""
+"""Largest relative difference of two times that agree; it is about the error of predictions from them."""
 MOST: Final = 12
-"""So often a thing is timed at most,"""
+"""Most times that are taken, unless they sum to less than ``AT_LEAST``."""
 AT_LEAST: Final = 0.5
-"""or for so many seconds in all: what is short is disturbed more."""
+"""Seconds that a timing may take in all before ``MOST`` ends it: short times are disturbed more."""
 
 
 def clock() -> Callable[[], float]:
-    """What tells seconds: those that this process computes, so that waits for a core do not count.
+    """Return the clock for timings: process time, so that waits for a core do not count.
 
-    With several threads they would be the sum of all threads': then it is the wall's.
+    With several threads process time would be the sum over all threads, so wall time is used.
     """
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def steady(found: Sequence[float]) -> tuple[float, float]:
-    """What two times agree on, and by which share of the less they differ: the two least ones.
+    """Return the mean of the two smallest times, and their difference as a share of the smaller one.
 
-    Whatever else a machine does makes a time longer, and never shorter.
+    The smallest times count because other work on the machine can only make a time longer.
     """
     least = sorted(found)[:2]
     if len(least) < 2 or least[0] <= 0.0:
@@ -39,7 +39,7 @@ def steady(found: Sequence[float]) -> tuple[float, float]:
 
 
 def again(found: Sequence[float], turns: int) -> bool:
-    """Whether to take another time: before there are so many, and while no two agree, within limits."""
+    """Return whether to take another time: up to ``turns`` times always, then until two agree or a limit."""
     if len(found) < turns:
         return True
     return (len(found) < MOST or sum(found) < AT_LEAST) and steady(found)[1] > AGREE

@@ -1,7 +1,7 @@
-"""Looks: what each step of a model gives, seen on small samples of a graph.
+"""Step shapes: a survey of the values of each step of a model, made on small samples of a graph.
 
-Where it sits: ``pipeline.staging`` asks before it cuts; ``step_times`` runs its samples in the same
-surroundings.
+Where it sits: ``pipelining.staging`` asks before it cuts a model. ``step_times`` runs its samples under the
+same context.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from kagome.profile.subgraph import sample_part, take_sample
 from kagome.user_frame import user_line
 
 SAMPLE: Final = 48
-"""Vertices of the sample on which values are looked at; half as many tell what follows their number."""
+"""Vertices of the larger sample; a second one of half the size shows which axes grow with the vertices."""
 
 
 class Asked(Channel):
-    """A rank by itself, which notes the layers that read more than the edges into a vertex bring.
+    """A channel of a rank without peers, which notes the layers that read beyond a vertex's in-edges.
 
     Args:
-        device: Where the model runs.
-        parted: Whether it is one rank of two, of which the other has no row and sends nothing.
-        exact: Whether rows will cross as they are, in the same epoch: else they are not differentiated.
+        device: The device that the model runs on.
+        parted: Whether it is one rank of two, of which the other has no rows and sends nothing.
+        exact: Whether a run exchanges rows unchanged and in the same epoch.
 
     Attributes:
-        layers: Those that read along edges the other way, or all vertices.
-        named: Those that read rows of vertices that forward names.
+        layers: The layers that read along reversed edges, or read all vertices.
+        named: The layers that read rows of vertices that forward names by number.
     """
 
     def __init__(self, device: torch.device, *, parted: bool = False, exact: bool = True) -> None:
@@ -60,11 +60,11 @@ class Asked(Channel):
         self.size = 2 if parted else 1
 
     def note(self, layer: str, notes: list[str] | None = None) -> None:
-        """Note a layer, and the user's line that calls it."""
+        """Note a layer together with the user's line that calls it."""
         (self.layers if notes is None else notes).append("; ".join(filter(None, (layer, user_line()))))
 
     def exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Tensor:
-        """As :meth:`Channel.exchange`: a list of readers is made, by which rows are to be read later."""
+        """Exchange as :meth:`Channel.exchange` does, and note the layer, which reads beyond its in-edges."""
         self.note(self.where())
         return super().exchange(rows, *counts, **rest)
 
@@ -80,23 +80,23 @@ class Asked(Channel):
         pick: Tensor | None = None,
         trip: Trip | None = None,
     ) -> Work:
-        """What the rank keeps for itself; of the other one nothing comes."""
+        """Return the rows that the rank sends to itself, and zeros in place of those from the other rank."""
         rows = rows if pick is None else rows.index_select(0, pick)
         kept, come = rows[: send_counts[0]], rows.new_zeros(sum(recv_counts[1:]), *rows.shape[1:])
         return Work(torch.cat([kept, come]), self, action, kind)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, key: Hashable = None, **rest: Any) -> Tensor:
-        """Its own share."""
+        """Return this rank's own share, and note the layer if it reads vertices named by number."""
         if is_named(key):
             self.note(self.where(), self.named)
         return tensor.detach().clone()
 
 
 class ShapeSample(Interceptor):
-    """A sample of a graph by itself, on an :class:`Asked`."""
+    """An interceptor of a sample of a graph, on a channel of type :class:`Asked`."""
 
     def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
-        """As :meth:`Interceptor.write`: sums on neighbours' rows go along edges the other way."""
+        """Write as :meth:`Interceptor.write` does, and note the layer: it reads along reversed edges."""
         if isinstance(self.channel.channel, Asked):
             self.channel.channel.note(self.where())
         return super().write(sums, axis, mark)
@@ -110,15 +110,15 @@ def sample_scope(
     *,
     fast: bool = False,
 ) -> Interceptor:
-    """An interception of a sample of a rank's part, alone.
+    """Make an interceptor of a sample of a rank's part, without peers.
 
     Args:
-        part: Of the graph.
-        vertices: Of the sample.
-        train: Its seed.
-        channel: Where the model runs; of one rank for a sample that is a graph by itself, of two for one that
-            is a part of the graph, as chunks are.
-        fast: Whether messages are reduced by kernels.
+        part: The part to take the sample from.
+        vertices: The number of vertices of the sample.
+        train: The training settings, for the seed.
+        channel: The channel. Its size is 1 for a sample that is a graph by itself, and 2 for one that stands
+            for a part of the graph, as chunks do.
+        fast: Whether kernels reduce messages.
     """
     if channel.size > 1:
         piece = sample_part(part, vertices, train.seed)
@@ -138,26 +138,26 @@ def looked_at(
     parted: bool = False,
     exact: bool = True,
 ) -> Survey:
-    """What each step gives.
+    """Survey the shape, dtype and kind of each step's value.
 
-    A value has a row a vertex or an edge where its mark says so, or where its first axis has as many places
-    in each of two samples: torch calls that Kagome has no rule for give no mark.
+    A value has a row for each vertex or edge if its placement says so. Torch calls that Kagome has no rule
+    for set no placement; then the size of the first axis in two samples decides.
 
     Args:
         model: The user's module.
-        graph: Its steps.
-        part: Of the graph.
-        train: Seed and mixed precision.
-        device: Where the model runs.
+        graph: The steps of the model.
+        part: The part to take samples from.
+        train: The seed and mixed precision.
+        device: The device that the model runs on.
         named: Whether the user named the layers.
-        parted: Whether each stage runs it on parts of the graph.
-        exact: Whether rows of other parts cross as they are, in the same epoch.
+        parted: Whether stages run on parts of the graph.
+        exact: Whether rows of other parts are exchanged unchanged and in the same epoch.
 
     Raises:
-        ModelError: If a step fails, with its line; or if the steps do not give what forward gives.
+        ModelError: If a step fails, with its line, or if the steps give another output than forward.
 
     Cost:
-        Two forwards of a sample, and two more in each mode.
+        Two forwards of a sample, and two more in training and in evaluation mode each.
     """
     asked = Asked(device, parted=parted, exact=exact)
     first = min(SAMPLE, max(1, part.num_nodes - 1)) if parted else SAMPLE
@@ -172,7 +172,7 @@ def looked_at(
 
 
 def _survey(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Train) -> Survey:
-    # A layer may have added loops: rows of other edges than the graph's have no place in a chunk's.
+    # A layer may have added self-loops: rows of edges that are not the graph's cannot be cut into chunks.
     kinds = {
         PlacementKind.ROWS: ("rows", scope.own),
         PlacementKind.PAIRS: ("edges", scope.part.edge_index.size(1)),
@@ -192,14 +192,14 @@ def _survey(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Trai
 
 
 def _compare(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Train, *, named: bool) -> None:
-    """Refuse steps that do not give what forward gives: notes taken of it can miss what it does."""
+    """Refuse a model whose traced steps give another output than its forward: a trace can miss things."""
     root = type(model).__name__
 
     @contextmanager
     def on(training: bool) -> Iterator[None]:
         with (
             unmoved(tensors_of(scope.inputs).values()),
-            draws_of(train.seed, 0),  # before the forward begins: from then on a new seed is the user's
+            draws_of(train.seed, 0),  # before the forward, in which the user may set another seed
             On(model, scope, train, training=training),
         ):
             yield
@@ -219,19 +219,19 @@ def _compare(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Tra
 
 
 class On(ExitStack):
-    """A model with an interception's hooks, in one mode, for a block; afterwards it is as it was.
+    """A context in which a model has an interceptor's hooks and one mode; the model is restored afterwards.
 
     Args:
         model: The user's module.
-        scope: The interception.
-        train: Mixed precision.
-        training: The mode.
+        scope: The interceptor.
+        train: The training settings, for mixed precision.
+        training: Whether the model is in training mode.
     """
 
     def __init__(self, model: nn.Module, scope: Interceptor, train: Train, *, training: bool = True) -> None:
         super().__init__()
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        # What a forward sets on a module, a buffer's name included, goes with it.
+        # Attributes and buffer names that a forward sets on a module are removed afterwards.
         modes = [(module, module.training) for module in model.modules()]
         held = [
             (module, dict(vars(module)), dict(module._buffers))

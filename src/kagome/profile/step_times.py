@@ -1,7 +1,7 @@
-"""Timing: seconds of each step of a model, on samples of a graph.
+"""Step times: seconds of each step of a model, measured on samples of a graph.
 
-Where it sits: ``pipeline.staging`` asks before it cuts; ``memory.saved_tensors`` meters other things in the
-same way.
+Where it sits: ``pipelining.staging`` asks before it cuts a model. ``memory.saved_tensors`` measures bytes in
+the same way.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kagome.profile.step_shapes import SAMPLE, Asked, On, sample_scope
 TIMED: Final = 20_000
 """Most vertices of the sample on which steps are timed."""
 RUNS: Final = 3
-"""How often, after a first run that builds what the others use."""
+"""Number of timed runs, after a first run that fills the caches."""
 
 Seconds = tuple[float, float]
-"""Seconds forward, and backward."""
+"""Seconds forward and backward."""
 
 
 def timed(
@@ -44,12 +44,23 @@ def timed(
     fast: bool,
     parted: bool = False,
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
-    """Seconds of a call of each step, and of each row in it.
+    """Measure the seconds of a call of each step, and of each row in it.
 
-    ``fast``: with messages reduced by kernels; ``parted``: on parts of the graph.
+    A large and a small sample tell the two apart. Steps that do the same work are given their median, so that
+    a delay of the machine does not count against one layer.
 
-    A sample of most rows and one of few tell them apart. Steps that are alike take alike: one that the
-    machine held up says nothing of its layer.
+    Args:
+        model: The user's module.
+        graph: The steps of the model.
+        seen: The survey of the steps' values.
+        part: The part to take samples from.
+        train: The seed and mixed precision.
+        device: The device that the model runs on.
+        fast: Whether kernels reduce messages.
+        parted: Whether the samples stand for parts of the graph.
+
+    Returns:
+        Step -> seconds of a call, and step -> seconds of each row.
 
     Raises:
         EscapeError: If a message reaches code that fast paths do not see.
@@ -63,7 +74,7 @@ def timed(
         kinds.setdefault(_alike(step, model, seen), []).append(step.name)
 
     def by_row(name: str, way: int) -> float:
-        # A graph of no more than the few is in both samples, which differ by noise alone.
+        # Of a graph no larger than the small sample, both samples are the same and differ by noise alone.
         more = max(most[name][way] - least[name][way], 0.0)
         return more / (many - few) if many > few else 0.0
 
@@ -78,7 +89,7 @@ def timed(
 
 
 def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
-    """What is the same for steps that do the same work."""
+    """Return a key that is equal for steps that do the same work."""
     reads = tuple(
         (value.kind, value.shape, value.dtype, value.grad)
         for value in map(seen.values.get, step.reads)
@@ -103,10 +114,14 @@ def _fastest(
     fast: bool,
     parted: bool,
 ) -> tuple[dict[str, Seconds], int]:
-    """Seconds of each step on a sample, each way the least of :data:`RUNS` after a first; its vertices."""
+    """Time each step on a sample: the fastest of :data:`RUNS` runs, forward and backward apart.
+
+    Returns:
+        Step -> seconds, and the number of vertices in the sample.
+    """
     scope = sample_scope(part, vertices, train, Asked(device, parted=parted), fast=fast)
     seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
-    # A thread's own time does not count what the machine gives to others meanwhile.
+    # Process time leaves out the time that other processes take meanwhile.
     alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     for _ in range(1 + RUNS):
@@ -123,19 +138,19 @@ def _fastest(
 def step_by_step(
     model: nn.Module, graph: LayerGraph, scope: Interceptor, clock: Callable[[], float]
 ) -> Iterator[tuple[Step, tuple[float, float]]]:
-    """Run all steps, each forward and at once backward.
+    """Run all steps in order, each forward and then at once backward.
 
     Args:
-        model: With the interception's hooks.
-        graph: Its steps.
-        scope: The interception.
-        clock: Seconds, or whatever else goes up meanwhile.
+        model: The module, with the interceptor's hooks.
+        graph: The steps of the model.
+        scope: The interceptor.
+        clock: Returns seconds, or any other quantity that grows and is to be measured.
 
     Yields:
-        Each step, and by how much the clock went up in its forward and in its backward.
+        Each step, with the increase of the clock in its forward and in its backward.
 
     Raises:
-        ModelError: If a step fails, with its line.
+        ModelError: If a step fails; the error has its line.
     """
     values: dict[str, Any] = dict(scope.inputs)
     changed = {name for step in graph.steps for name in step.changes}
@@ -143,13 +158,13 @@ def step_by_step(
         with _named(step):
             spent = _one(step, model, values, scope, clock=clock, copies=step.name in changed)
         yield step, spent
-        for name in over:  # the model may be too large for one rank
+        for name in over:  # free values early: the whole model may be too large for one rank
             del values[name]
 
 
 @contextmanager
 def _named(step: Step) -> Iterator[None]:
-    """Where a step fails, say which."""
+    """Turn an error in this block into one that names the step."""
     try:
         yield
     except KagomeError:
@@ -167,10 +182,10 @@ def _one(
     clock: Callable[[], float],
     copies: bool,
 ) -> tuple[float, float]:
-    """Run a step forward and backward; by how much the clock went up in each.
+    """Run a step forward and backward; return the increase of the clock in each.
 
-    What it gives are leaves for the steps that read it, each of which comes backward alone; or copies of
-    leaves, where a later step writes to them.
+    Later steps read its results as leaves, so that each step runs backward alone. Results that a later step
+    writes to are copies of leaves.
     """
     _wait(scope.device)
     begun = clock()
@@ -188,10 +203,10 @@ def _one(
         given = leaves[-1].clone() if copies else leaves[-1]
         return _marked(given, value, scope)
 
-    # Those who read a weight know it by itself: it may have a row for each edge of the graph.
+    # A weight stays itself: it may be a table with a row for each edge, which is known by identity.
     values[step.name] = out if step.kind == "attribute" else mapped(out, leaf_of)
     token = scope.turn.token
-    if token.grad_fn is not None:  # peers come by all exchanges in backward, also where no rows are read
+    if token.grad_fn is not None:  # backward must reach all exchanges on all ranks, also without rows read
         roots.append(token)
         leaves.append(token.detach().requires_grad_())
         scope.turn.token = leaves[-1]
@@ -199,15 +214,15 @@ def _one(
     if roots:
         views = [leaf.view_as(leaf) for leaf in leaves]
         ones = [torch.ones_like(root) for root in roots]
-        # The call of autograd's engine is one a chunk, not one a step: it is timed apart.
+        # A real run calls autograd's engine once per chunk, not once per step, so its cost is subtracted.
         with scope.turn.paused():
             empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
         back = max(back - empty, 0.0)
     for tensor in (*leaves, *model.parameters()):
         tensor.grad = None
-    if scope.edge_tables is not None:  # rows of tables are cut anew: theirs have come backward
+    if scope.edge_tables is not None:  # the graph of cut table rows is freed now, so they must be cut anew
         scope.edge_tables.forget()
-    # What has come backward by now is gone: those who read what the step wrote to do not come by it again.
+    # The graph of this step is freed: later readers of a value that it wrote to need a copy without it.
     for name in step.changes:
         if name in values:
             values[name] = mapped(values[name], lambda value: _copied(value, scope))
@@ -219,7 +234,7 @@ def _learns(value: Any) -> bool:
 
 
 def _copied(value: Any, scope: Interceptor) -> Any:
-    """A copy of a new leaf, where the value needs a gradient."""
+    """Return a copy of a new leaf if the value needs a gradient, else the value."""
     return _marked(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
 
 
@@ -236,7 +251,7 @@ def _backward(
     roots: Sequence[Tensor], gradients: Sequence[Tensor], clock: Callable[[], float], device: torch.device
 ) -> float:
     begun = clock()
-    with torch._C.DisableTorchFunction():  # it is not the user's computation
+    with torch._C.DisableTorchFunction():  # this is not part of the user's computation
         torch.autograd.backward(roots, gradients)
     _wait(device)
     return clock() - begun

@@ -1,6 +1,6 @@
-"""Sample: a small connected piece of a graph, or of a rank's part, to check a model on.
+"""Subgraph: a small connected sample of a graph, or of a rank's part, to check or measure a model on.
 
-Where it sits: ``verify.check`` takes one.
+Where it sits: ``verify.check`` checks a model on one; ``step_shapes`` surveys a model's steps on one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,15 @@ from kagome.positions.edge_tables import fit
 
 
 def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
-    """A connected piece of a graph where it has one: breadth first from random vertices.
+    """Sample a connected piece of a graph, as far as it has one, breadth first from random vertices.
+
+    Args:
+        data: The graph, or a rank's part of it.
+        vertices: The most vertices that the sample may have.
+        seed: The seed of the random vertices.
 
     Shapes:
-        At most ``vertices`` rows; all edges among them.
+        At most ``vertices`` rows, and all edges among them.
     """
     if isinstance(data, Partition):
         inside = data.edge_index[0] < data.own.numel()
@@ -39,7 +44,7 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
     if count <= vertices:
         chosen[:] = True
     while (missing := vertices - int(chosen.sum())) > 0 and count > vertices:
-        # Random vertices that are not among them and the sources of their in-edges; then those of theirs.
+        # Start from random vertices that are not chosen yet, then follow their in-edges back three steps.
         rest = (~chosen).nonzero().view(-1)
         front = rest[torch.randperm(rest.numel(), generator=generator)[: max(missing // 16, 1)]]
         for _ in range(3):
@@ -67,12 +72,17 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
 
 
 def sample_part(part: Partition, vertices: int, seed: int) -> Partition:
-    """A sample of a part as one part of two of the graph: its vertices and edges keep their numbers.
+    """Sample a part as one of two parts of the graph; vertices and edges keep their numbers in the graph.
 
-    No edge leads to what is not among it, so that nothing is sent.
+    No edge leaves the sample, so that nothing is sent.
+
+    Args:
+        part: The part to sample from.
+        vertices: The most vertices that the sample may have.
+        seed: The seed of the random vertices.
 
     Shapes:
-        At most ``vertices`` rows, and one less than the graph has; all edges among them.
+        At most ``vertices`` rows, at most one less than the graph has, and all edges among them.
     """
     sample = take_sample(part, max(1, min(vertices, part.num_nodes - 1)), seed)
     kept, taken, none = sample.__dict__["vertices"], attributes_of(sample), part.send[:0]
@@ -93,27 +103,27 @@ def sample_part(part: Partition, vertices: int, seed: int) -> Partition:
 
 
 NUMBERED: Final = 2**25
-"""Entries that the attributes of all vertices may have for a sample in which these keep their numbers."""
+"""Most entries of all vertices' attributes for which :func:`numbered_sample` makes a sample."""
 
 
 def numbered_sample(data: Data | Partition, sample: Data) -> Data | None:
-    """The sample's edges among all vertices of the graph, each with its own number.
+    """Return the sample's edges among all vertices of the graph, which keep their numbers.
 
-    Vertices that a part does not own have the attributes of some that it does: split and whole are given the
-    same, whatever it is.
+    Vertices that a part does not own get the attributes of vertices that it owns. That is enough for a check,
+    because the split and the whole model are given the same rows.
 
     Args:
-        data: What the sample was taken from.
-        sample: By :func:`take_sample`.
+        data: The graph or part that the sample was taken from.
+        sample: A sample made by :func:`take_sample`.
 
     Returns:
-        None where the graph has too many vertices, or where the sample has them all already.
+        The graph; None if it has too many vertices, or if the sample already has them all.
 
     Shapes:
-        N rows; the sample's edges.
+        N rows, and the sample's edges.
 
     Cost:
-        The attributes of all vertices once more.
+        A copy of the attributes of all vertices.
     """
     part = isinstance(data, Partition)
     own = data.own if part else torch.arange(int(data.num_nodes or 0))
@@ -134,14 +144,14 @@ def numbered_sample(data: Data | Partition, sample: Data) -> Data | None:
 
 
 def fitted(twin: nn.Module, data: Data | Partition, sample: Data) -> bool:
-    """Cut what a copy of a model keeps for each edge of a graph to the edges of a sample; whether it does."""
+    """Cut the per-edge tables in a copy of a model to a sample's edges; return whether it has any."""
     part = isinstance(data, Partition)
     edges = data.num_edges if part else data.edge_index.size(1)
     return fit(twin, int(edges), int(data.num_nodes or 0), sample.__dict__["edge_places"])
 
 
 def cast(sample: Data, dtype: torch.dtype) -> Data:
-    """The sample with its floating point attributes in another type."""
+    """Return the sample with its floating-point attributes in another dtype."""
 
     def turned(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,6 +1,6 @@
-"""Graphs: what is known of a graph that is to be cut, and the smaller ones on which a model is timed.
+"""Synthetic graphs: the size of a graph to be planned for, and the smaller graphs on which a model is timed.
 
-Where it sits: ``autoplan.workload`` scales what was timed there to the parts that are counted here.
+Where it sits: ``autoplan.workload`` scales the times measured on them to the part sizes counted here.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from kagome.profile.part_size import PartSize, split_counts
 from kagome.profile.synthetic_parts import drawn
 
 LARGEST = 4_000_000
-"""Edges of the largest graph that is timed as it is."""
+"""Edges of the largest graph that is timed itself."""
 MADE = 1_000_000
-"""Edges of the largest that is made in proportion to one that is larger, or not there."""
+"""Most edges of a synthetic graph; it stands for a graph that is larger or not at hand, in proportion."""
 GUESSED = 0.5
-"""By which share a halo may be off where no graph was cut: degrees do not tell of communities."""
+"""Relative uncertainty of a halo size if no graph was cut: degrees do not show communities."""
 COMMUNITIES = 0.6
-"""Of the halo of a random cut, what METIS leaves on graphs of people, pages and papers: about the middle of
-those in shared data sets."""
+"""Halo of a METIS cut relative to that of a random cut: about the middle of what shared data sets of people,
+pages and papers have."""
 CUTS = 2, 4
-"""Parts of the cuts on which a model is timed."""
+"""Numbers of parts of the cuts on which a model is timed."""
 
 
 @dataclass(frozen=True)
 class GraphSize:
-    """What is known of a graph.
+    """The size of a graph, and the graph itself if it is at hand.
 
     Args:
-        vertices: How many.
-        edges: Entries of ``edge_index``.
-        data: The graph itself, if it is there.
+        vertices: The number of vertices.
+        edges: The number of edges, as entries of ``edge_index``.
+        data: The graph itself; None if it is not at hand.
     """
 
     vertices: int
@@ -48,7 +48,7 @@ class GraphSize:
     _owners: dict[tuple[str, int, int], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def owner(self, method: str, parts: int, seed: int) -> Tensor:
-        """The part of each vertex of a graph that is there, cut once."""
+        """Return the part of each vertex of the graph at hand; each cut is computed once."""
         assert self.data is not None
         key = method, parts, seed
         if key not in self._owners:
@@ -57,14 +57,17 @@ class GraphSize:
         return self._owners[key]
 
     def counts(self, number: int, seed: int) -> tuple[tuple[PartSize, ...], float]:
-        """Of each part of a cut, or one that stands for all; and by which share its halo may be off."""
+        """Return the size of each part of a cut, and the relative uncertainty of the halo.
+
+        If the graph is not at hand, one estimated size stands for all parts.
+        """
         n, e = self.vertices, self.edges
         if self.data is not None:
             edge_index: Tensor = self.data.edge_index
             owner = self.owner("metis" if number > 1 else "contiguous", number, seed)
             return split_counts(edge_index, owner, number, getattr(self.data, "train_mask", None)), 0.0
         degree = e / max(n, 1)
-        # Of d neighbours of a vertex none lies in a part with probability (1 - 1/P)^d, in a random cut.
+        # In a random cut, none of a vertex's d neighbours lies in a part with probability (1 - 1/P)^d.
         outside = (number - 1) * (1 - (1 - 1 / number) ** degree) * COMMUNITIES
         halo = round(n * outside / number)
         cut = round(e / number * (1 - 1 / number) * COMMUNITIES)
@@ -72,7 +75,10 @@ class GraphSize:
         return (one,), 0.0 if number == 1 else GUESSED
 
     def shares(self, groups: int, number: int, seed: int) -> tuple[PartSize, ...]:
-        """Of each of so many equal shares of each part's vertices, or one that stands for all."""
+        """Return the size of each of ``number`` equal shares of every part's vertices.
+
+        If the graph is not at hand, one estimated size stands for all shares.
+        """
         size = groups * number
         if self.data is None:
             (one,), _ = self.counts(size, seed)
@@ -84,7 +90,10 @@ class GraphSize:
 
 
 def samples_of(graph: GraphSize, like: Partition, seed: int) -> list[Partition]:
-    """Graphs to time a model on: the graph itself if it is small, a smaller one, one with fewer edges."""
+    """Return graphs to time a model on: one like the graph, a smaller one, and one with fewer edges.
+
+    The first is the graph itself if it is at hand and small enough.
+    """
     there = graph.data is not None and graph.edges <= LARGEST
     share = 1.0 if there else min(1.0, MADE / max(graph.edges, 1))
 
@@ -97,12 +106,14 @@ def samples_of(graph: GraphSize, like: Partition, seed: int) -> list[Partition]:
 
 
 def cuts_of(graph: GraphSize, like: Partition, seed: int) -> list[Sequence[Partition]]:
-    """Graphs cut into parts of different sizes, to time ranks on: as a run would cut this one, if there.
+    """Return graphs cut into parts of different sizes, to time ranks on.
+
+    The graph itself is cut as a run would cut it, if it is at hand and small enough.
 
     Args:
-        graph: What is known of it.
-        like: The graph, or a small one whose attributes are taken.
-        seed: Of cuts and of edges that are drawn.
+        graph: The size of the graph.
+        like: The graph, or a small one whose attributes are used.
+        seed: The seed of cuts and of random edges.
     """
     samples = samples_of(graph, like, seed)
     if samples[0] is not like:
@@ -112,5 +123,5 @@ def cuts_of(graph: GraphSize, like: Partition, seed: int) -> list[Sequence[Parti
     for parts in CUTS:
         owner = graph.owner("metis", parts, seed)
         found.append([extract(data, owner, part, parts) for part in range(parts)])
-    # One that no row crosses, and one with few edges: else nobody could tell what takes time.
+    # An uncut graph has no exchange and another has few edges, so that the costs can be told apart.
     return [[like], *found, shares_of(samples[-1], CUTS[0])]

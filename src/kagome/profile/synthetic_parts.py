@@ -1,8 +1,8 @@
-"""Made: small graphs of many sizes, their rows drawn from a rank's part, on which a model is measured.
+"""Synthetic parts: small graphs of many sizes, with rows drawn from a real part, to measure a model on.
 
-Where it sits: beside ``subgraph``, whose pieces are the graph's own. What a model keeps depends on how many
-rows, halo rows and edges there are, not on which; here these vary one against the other, so that each can be
-told from the rest.
+Where it sits: beside ``subgraph``, which takes pieces of the real graph. The memory of a model depends on the
+numbers of rows, halo rows and edges, not on which ones they are. Here these numbers vary independently, so
+that the cost of each can be told from the rest.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from kagome.graph.structure.attributes import Attributes, Sorted
 from kagome.positions.edge_tables import tensors_of
 
 ROWS: Final = (29, 41, 23, 53, 37, 31, 47)
-"""Own rows of each piece: no size that a layer is likely to have."""
+"""Own rows of each piece; no layer is likely to have one of these sizes."""
 LINKS: Final = (60, 41, 90, 75, 130, 50, 66)
-"""Pairs of own vertices with an edge each way."""
+"""Pairs of own vertices with an edge each way, by piece."""
 AWAY: Final = (40, 12, 25, 70, 15, 90, 30)
-"""Edges each way to vertices of other pieces."""
+"""Edges each way to vertices of other pieces, by piece."""
 POOL: Final = (6, 50, 200, 14, 30, 25, 90)
-"""Of how many vertices these are drawn: few make many edges to few halo rows."""
+"""Number of vertices that these edges choose from; a small pool gives many edges to few halo rows."""
 ALONE: Final = 5
-"""How many pieces are enough where there is no halo."""
+"""Number of pieces that is enough without a halo."""
 LOOPS: Final = (3, 0, 5, 1, 2, 4, 0)
-"""Edges from a vertex to itself."""
+"""Edges from a vertex to itself, by piece."""
 
 
 def made_pieces(part: Partition, *, several: bool, loops: bool, seed: int) -> list[Partition]:
-    """Pieces with attributes as the part's: of one graph for several ranks, else each a graph by itself.
+    """Make pieces with the attributes of a part: parts of one graph for several ranks, else separate graphs.
 
     Args:
-        part: Rows and edges are drawn from it, with repetition; zeros where it has none.
+        part: The part whose attribute rows are drawn, with repetition; zeros if it has no rows.
         several: Whether pieces read each other's rows.
         loops: Whether there are edges from a vertex to itself.
-        seed: Of all that is drawn.
+        seed: The seed of all random choices.
 
     Returns:
-        Seven pieces, or five where none reads another's rows. Every edge has its reverse.
+        Seven pieces, or five if they do not read each other's rows. Every edge has its reverse.
     """
     generator = torch.Generator().manual_seed(seed)
     starts = [sum(ROWS[:k]) for k in range(len(ROWS) + 1)]
@@ -71,13 +71,13 @@ def made_pieces(part: Partition, *, several: bool, loops: bool, seed: int) -> li
 
 
 def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
-    """A graph of random edges, its rows a part's own, again and again.
+    """Make a graph of random edges whose attribute rows repeat those of a part.
 
     Args:
-        like: Where attributes of vertices and edges are taken from.
-        vertices: How many.
-        edges: How many.
-        seed: Of the edges.
+        like: The part that attributes of vertices and edges are taken from.
+        vertices: The number of vertices.
+        edges: The number of edges.
+        seed: The seed of the random edges.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = [(like.nodes, vertices), (like.edges, edges)]
@@ -94,19 +94,19 @@ def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
 
 
 def tables_of(model: nn.Module, part: Partition) -> list[Tensor]:
-    """What a model keeps with a row for each vertex or each edge of the whole graph."""
+    """Return the tensors of a model with a row for each vertex or each edge of the whole graph."""
     sizes = {part.num_nodes, part.num_edges}
     found = {id(tensor): tensor for _, tensor in tensors_of(model) if sizes.intersection(tensor.shape)}
     return [tensor for tensor in found.values() if tensor.layout is torch.strided]
 
 
 def fit(model: nn.Module, part: Partition, piece: Partition) -> None:
-    """Give the tables of a model as many rows as a made graph has vertices or edges, in place.
+    """Resize the tables of a model to the vertices or edges of a synthetic graph, in place.
 
     Args:
-        model: A copy of the user's, with tables of its own.
-        part: Of the whole graph.
-        piece: Of the made one.
+        model: A copy of the user's module, with its own tables.
+        part: A part of the real graph.
+        piece: A part of the synthetic graph.
     """
     for table in tables_of(model, part):
         for axis, size in enumerate(table.shape):

@@ -1,1 +1,1 @@
-"""Pipelines whose stages form a DAG, for any module."""
+"""Pipeline parallelism for any module: the stages form a DAG, a batch is split into micro-batches."""

@@ -1,6 +1,6 @@
-"""Auto: operators and links measured here, and the plan that the search finds for them.
+"""Automatic plan: measures operators and links on this machine, and searches for a plan of stages.
 
-Where it sits: ``pipeline`` asks for it with ``plan="auto"``; rank 0 searches, all ranks get what it found.
+Where it sits: ``pipeline`` calls it for ``plan="auto"``. Rank 0 searches, and all ranks receive its plan.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kagome.planner.stages.plan import StagePlan
 from kagome.profile.operators import joint_norms, measured
 
 LARGEST: Final = 64
-"""Samples of the largest micro-batch that is tried."""
+"""Number of samples of the largest micro-batch that is tried."""
 MOST: Final = 60
-"""Operators that are searched over; chains of more are taken together."""
+"""Most operators that the search handles; where a model has more, chains are merged."""
 PROBE: Final = 1 << 20
-"""Numbers that are summed to learn how fast links are."""
+"""Number of floats in the all-reduce that measures the links."""
 
 
 def sizes_of(batch: int, least: int = 1) -> tuple[int, ...]:
-    """Micro-batches to try: powers of two that divide a batch, of so many samples at least."""
+    """Return the micro-batch sizes to try: powers of two, at least ``least``, that divide the batch."""
     found = tuple(size for size in (2**power for power in range(LARGEST.bit_length())) if not batch % size)
     return tuple(size for size in found if least <= size <= max(1, batch // 2)) or (
         1 if least == 1 else batch,
@@ -42,7 +42,14 @@ def sizes_of(batch: int, least: int = 1) -> tuple[int, ...]:
 def searched(
     model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel, batch: int
 ) -> tuple[OperatorGraph, StagePlan]:
-    """Measure operators and links, and search.
+    """Measure operators and links, and search for a plan. All ranks call it.
+
+    Args:
+        model: The user's module.
+        branches: The model's graph of operators.
+        inputs: Sample inputs by name.
+        channel: The channel between all ranks.
+        batch: The number of samples in a batch.
 
     Returns:
         The operators with their costs, and the plan; the same on all ranks.
@@ -51,7 +58,7 @@ def searched(
         PlanError: If no plan fits the memory, or a batch has fewer samples than there are ranks.
 
     Cost:
-        Each operator a few times at a few sizes on rank 0; two sums of 4 MiB over all ranks.
+        Each operator a few times at a few sizes on rank 0, and two all-reduces of 4 MiB over all ranks.
     """
     joint = joint_norms(model, branches)
     if joint and batch < 2:
@@ -71,7 +78,7 @@ def searched(
 
 
 def bandwidth(channel: Channel) -> float:
-    """Bytes a second between two ranks, while all are talking."""
+    """Measure the bytes per second between two ranks while all ranks communicate."""
     if channel.size == 1:
         return float("inf")
     numbers = torch.zeros(PROBE, device=channel.device)
@@ -84,7 +91,7 @@ def bandwidth(channel: Channel) -> float:
 
 
 def _memory(channel: Channel) -> float:
-    """Bytes that each rank may take."""
+    """Return the bytes of memory that each rank may use."""
     if channel.device.type == "cuda":
         return float(torch.cuda.mem_get_info(channel.device)[0])
     free = available_bytes()

@@ -1,7 +1,8 @@
-"""Amp: the autocast that a user has put around a pipeline's calls.
+"""Autocast: mixed precision that a user has put around the calls of a pipeline.
 
-Where it sits: ``pipeline`` asks whether it is the one that the model was looked at under, as types of what
-crosses follow it; ``stage_run`` and ``pipeline`` leave it for what plain training does outside of it.
+Where it sits: ``pipeline`` checks that it is the one that the model was traced under, because it sets the
+dtypes of the messages between stages. ``stage_run`` and ``pipeline`` turn it off for what plain training does
+outside autocast.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from kagome.errors import ConfigError
 
 
 def autocast_now(device: torch.device) -> torch.dtype | None:
-    """The type that autocast computes in; None where it is off."""
+    """Return the dtype that autocast computes in; None if it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def begin(device: torch.device, built: torch.dtype | None) -> None:
-    """Check that autocast is what it was, and drop the copies of weights that it keeps in a block.
+    """Check that autocast is unchanged, and drop its cached copies of weights.
 
-    They are from before the last update where a user has one block around several.
+    If a user has one autocast block around several updates, the copies are older than the last update.
 
     Args:
-        device: Of the model.
-        built: What :func:`autocast_now` said when the pipeline was made.
+        device: The device of the model.
+        built: What :func:`autocast_now` returned when the pipeline was made.
 
     Raises:
-        ConfigError: If it is another.
+        ConfigError: If autocast has changed since.
     """
     now = autocast_now(device)
     if now != built:
@@ -42,6 +43,6 @@ def begin(device: torch.device, built: torch.dtype | None) -> None:
 
 
 def without(device: torch.device) -> AbstractContextManager[object]:
-    """No autocast in a block: backwards and optimizers run outside of it in plain training."""
+    """Turn autocast off in a block: in plain training, backward and the optimizer run outside it."""
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()

@@ -1,6 +1,6 @@
-"""Checks: that all ranks are given one plan, batches look alike, and a loss gives a value a sample.
+"""Checks: all ranks have one plan, batches have one form, and a loss returns a value for each sample.
 
-Where it sits: ``pipeline`` asks them of what a user gives it.
+Where it sits: ``pipeline`` checks with them what a user passes in.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from kagome.profile.operators import joint_norms, measured
 
 
 def model_to_cut(model: nn.Module) -> nn.Module:
-    """The module that a user wrote, without what stands around it.
+    """Return the module that a user wrote, without the wrappers around it.
 
     Raises:
-        ModelError: If it is none, has no forward to follow, or weights without numbers.
+        ModelError: If it is not a module, is compiled by TorchScript, or has no forward of its own.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -55,19 +55,19 @@ def model_to_cut(model: nn.Module) -> nn.Module:
 
 
 Forms = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""By input, the shape of a sample, and the type."""
+"""For each input, the shape of a sample and its dtype."""
 
 
 def forms_of(inputs: Mapping[str, Tensor]) -> Forms:
-    """What samples look like."""
+    """Return the shape and dtype of a sample of each input."""
     return {name: (value.shape[1:], value.dtype) for name, value in inputs.items()}
 
 
 def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
-    """Check that samples look like those that stages have learned to expect.
+    """Check that samples have the forms of the sample batch, which the stages expect.
 
     Raises:
-        DataError: If they do not.
+        DataError: If an input is missing, unknown, or of another shape or dtype.
     """
     for name in {**forms, **inputs}:
         if name not in forms:
@@ -84,10 +84,10 @@ def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
 
 
 def check_norms(model: nn.Module, branches: Branches, plan: StagePlan) -> None:
-    """Check that batch norms have two samples or more to take statistics of.
+    """Check that each batch norm has at least two samples for its statistics.
 
     Raises:
-        PlanError: If a replica takes one sample at a time.
+        PlanError: If a replica with a batch norm computes one sample at a time.
     """
     joint = joint_norms(model, branches)
     for number, stage in enumerate(plan.stages):
@@ -97,7 +97,7 @@ def check_norms(model: nn.Module, branches: Branches, plan: StagePlan) -> None:
 
 
 def too_few(norm: str, micro_batch: int, devices: int, where: str = "") -> PlanError:
-    """The error for a batch norm of one sample."""
+    """Return the error for a batch norm that would see one sample."""
     return PlanError(
         'with batch_norm="micro-batch" each replica takes 2 samples or more at a time',
         f"{norm!r} would have 1: micro-batches of {micro_batch} on {devices} devices",
@@ -107,10 +107,10 @@ def too_few(norm: str, micro_batch: int, devices: int, where: str = "") -> PlanE
 
 
 def take_state(model: nn.Module, state: Any) -> None:
-    """Give a model a whole state; it is left as it was where that does not fit.
+    """Load a whole state dict into a model; the model stays unchanged if it does not fit.
 
     Raises:
-        CheckpointError: If it is none, or another model's.
+        CheckpointError: If it is not a state dict, or belongs to another model.
 
     Cost:
         A copy of the weights.
@@ -129,10 +129,10 @@ def take_state(model: nn.Module, state: Any) -> None:
 
 
 def check_target(target: object, samples: int) -> None:
-    """Check what a loss compares with a batch.
+    """Check the target that a loss compares with the output.
 
     Raises:
-        DataError: If it is no tensor with a row for each sample, or there is no sample.
+        DataError: If it is not a tensor with a row for each sample, or the batch is empty.
     """
     if not isinstance(target, Tensor) or target.dim() == 0:
         said = f"it is a {type(target).__name__}" if not isinstance(target, Tensor) else "it has no axis"
@@ -145,10 +145,10 @@ def check_target(target: object, samples: int) -> None:
 
 
 def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
-    """The sum of a loss over samples.
+    """Return the sum of a loss over samples.
 
     Raises:
-        ConfigError: If it gives no value a sample, or raises.
+        ConfigError: If the loss does not return a value for each sample, or raises.
     """
     where = f"out {list(out.shape)}, target {list(target.shape)}"
     try:
@@ -181,10 +181,10 @@ def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
 
 
 def agreed(plan: StagePlan, channel: Channel) -> StagePlan:
-    """The plan, if all ranks have it.
+    """Return the plan after checking that all ranks have the same one.
 
     Raises:
-        PlanError: If not.
+        PlanError: If two ranks have different plans.
     """
     plans = channel.gather_objects(plan.to_json(), "plan")
     other = next((rank for rank, text in enumerate(plans) if text != plans[0]), None)
@@ -199,7 +199,7 @@ def agreed(plan: StagePlan, channel: Channel) -> StagePlan:
 
 
 def common_zero(channel: Channel) -> float:
-    """The clock's value that counts as 0 for spans: one for all ranks of a host, which share its clock."""
+    """Return the clock value that spans count from; it is the same for all ranks of rank 0's host."""
     clocks = channel.gather_objects((socket.gethostname(), time.perf_counter()), "clocks")
     host, zero = cast("tuple[str, float]", clocks[0])
     mine, own = cast("tuple[str, float]", clocks[channel.rank])
@@ -209,7 +209,7 @@ def common_zero(channel: Channel) -> float:
 def rough_operators(
     model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel
 ) -> OperatorGraph:
-    """The operators with costs for a few samples, measured on rank 0: all ranks must plan alike."""
+    """Return the operators with their costs for a few samples, measured on rank 0 so that all plans agree."""
 
     def measure() -> tuple[str, ...]:
         return (measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json(),)
@@ -218,10 +218,10 @@ def rough_operators(
 
 
 def of_first(channel: Channel, action: str, work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """What rank 0 finds, on all ranks; or its failure, so that no other rank waits for it.
+    """Run work on rank 0, and return its result on all ranks; they all raise its error if it fails.
 
     Raises:
-        KagomeError: What rank 0 was refused by.
+        KagomeError: The error that ``work`` raised on rank 0.
     """
     answer: tuple[tuple[str, ...], KagomeError | None] = (), None
     if channel.rank == 0:

@@ -1,6 +1,6 @@
-"""Passes: one rank's program over the samples of a batch, action by action.
+"""DAG executor: runs one rank's program over the samples of a batch, action by action.
 
-Where it sits: ``pipeline`` asks for an update's pass or a prediction's.
+Where it sits: ``pipeline`` runs one for each update and each prediction.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Lose = Callable[[Tensor, range], Tensor]
 
 @dataclass(frozen=True)
 class DagExecutor:
-    """One rank's.
+    """Runs the program of one rank.
 
     Args:
-        code: What its stage runs.
-        layout: Who takes which samples.
-        program: What its stage does, in order.
-        channel: All ranks.
-        spans: Where the time of each action goes.
+        code: The code of its stage.
+        layout: Which rank computes which samples.
+        program: The actions of its stage, in order.
+        channel: The channel between all ranks.
+        spans: Records the time of each action.
     """
 
     code: DagStageCode
@@ -51,17 +51,18 @@ class DagExecutor:
         lose: Lose | None = None,
         done: Callable[[DagStageRun], None] = lambda job: None,
     ) -> None:
-        """Run the program.
+        """Run the program on one batch.
 
         Args:
-            inputs: The whole batch.
-            update: Number of the weights' update, for draws and errors.
-            training: Whether there is a backward.
-            lose: Gives the share of the loss of the output's samples.
-            done: Called with each job after its forward.
+            inputs: The inputs of the whole batch, by name.
+            update: The number of the weight update, for random draws and errors.
+            training: Whether a backward follows.
+            lose: Returns the share of the loss for some samples of the output.
+            done: Called with each stage run after its forward.
 
         Raises:
-            CommError: If a peer was late or lost; what the rank was at is written to stderr.
+            CommError: If a peer was late or lost. The program with the rank's position in it is written to
+                stderr.
         """
         stage, replica = self.layout.seat(self.channel.rank)
         doing = f"update {update}" if training else "prediction"
@@ -116,7 +117,7 @@ class DagExecutor:
 
 
 def update_programs(branches: Branches, pieces: tuple[Piece, ...], shape: DagShape) -> Programs:
-    """Every stage's program of an update, without messages that have nothing to carry."""
+    """Return every stage's program for an update, without messages that would carry no value."""
     return tuple(
         tuple(a for a in program if a.kind.computes or names_of(branches, pieces[a.stage], a))
         for program in dag(shape)
@@ -124,7 +125,7 @@ def update_programs(branches: Branches, pieces: tuple[Piece, ...], shape: DagSha
 
 
 def forward_program(piece: Piece, chunks: int) -> Program:
-    """A stage's program of a prediction in which all stages have the same micro-batches."""
+    """Return a stage's program for a prediction, in which all stages have the same micro-batches."""
     stage, program = piece.number, list[Action]()
     for chunk in range(chunks):
         program += [Action(stage, ActionKind.RECV_F, chunk, None, one) for one in sorted(piece.takes)]

@@ -1,6 +1,6 @@
-"""Pipeline: any module in stages that form a DAG, trained batch by batch on all ranks.
+"""Pipeline: trains any module, cut into stages that form a DAG, batch by batch on all ranks.
 
-Where it sits: ``kagome.pipeline``; every rank calls it with the same arguments.
+Where it sits: it is ``kagome.pipeline``; every rank calls it with the same arguments.
 """
 
 from __future__ import annotations
@@ -77,34 +77,36 @@ def pipeline(
     Samples are independent: outputs, loss and gradients are those of plain training on one process.
 
     Args:
-        model: The module; it is traced with torch.fx. Rank 0's weights count. ``torch.compile`` and
-            ``DistributedDataParallel`` around it are taken off.
-        sample_batch: A few samples or a batch, as forward takes them: a tensor, several by place, or by name;
-            samples along axis 0.
-        loss: ``loss(out, target)`` gives a value a sample (``reduction="none"``); the mean over the batch is
-            minimised.
-        optimizer: Gives the optimizer of a stage's weights; by default Adam with a rate of 0.001.
-        devices: How many ranks there must be; by default as many as there are.
-        plan: A plan or its file; ``auto`` measures operators and links and takes what GraphPipe's search
-            finds; by default a chain of stages that take about the same time.
-        batch: Samples of a batch; by default the plan's, else those of ``sample_batch``.
-        batch_norm: Refuse batch norms, or let each micro-batch (each replica's share of it) have statistics
-            of its own, which is not what plain training has.
-        seed: Of dropout.
-        channel: All ranks; by default those that the environment names are joined, and left with ``close``.
+        model: The module, which is traced with torch.fx. Training starts from rank 0's weights. Wrappers by
+            ``torch.compile`` and ``DistributedDataParallel`` are removed.
+        sample_batch: A few samples or a batch, as forward takes them: a tensor, a tuple of tensors by
+            position, or tensors by name. Samples lie along axis 0.
+        loss: ``loss(out, target)`` returns a value for each sample (``reduction="none"``); training minimises
+            the mean over the batch.
+        optimizer: Makes the optimizer for a stage's weights; by default Adam with a learning rate of 0.001.
+        devices: The number of ranks that must be present; by default any number will do.
+        plan: A plan or its file. ``auto`` measures operators and links, and takes the plan that GraphPipe's
+            search finds. The default is a chain of stages that take about the same time.
+        batch: The number of samples in a batch; by default the plan's, else that of ``sample_batch``.
+        batch_norm: ``refuse`` rejects batch norms. ``micro-batch`` lets each replica's share of a micro-batch
+            have its own statistics, which differ from those of plain training.
+        seed: The seed of dropout.
+        channel: The channel between all ranks; by default the ranks that the environment names are joined,
+            and ``close`` leaves them.
 
     Returns:
-        The pipeline.
+        This rank's end of the pipeline.
 
     Raises:
         DataError: If the sample does not fit the model.
-        ModelError: If the model cannot be traced, its steps do not give what forward gives, or its samples
-            read each other.
+        ModelError: If the model cannot be traced, if its traced steps give another output than its forward,
+            or if its samples depend on each other.
         PlanError: If the plan does not fit the model, the ranks or the batch.
-        ScheduleError: If micro-batches do not fit each other.
+        ScheduleError: If the micro-batch sizes of two stages do not fit each other.
 
     Cost:
-        A few forwards and backwards of 4 samples, with ``auto`` of up to 64; all weights once from rank 0.
+        A few forwards and backwards of 4 samples, with ``auto`` of up to 64, and a broadcast of all weights
+        from rank 0.
     """
     check_kind("channel", channel, Channel | None)
     wishes = PipelineOptions(
@@ -119,10 +121,10 @@ def pipeline(
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What a user wants of a pipeline besides the model; see :func:`pipeline`.
+    """The user's options for a pipeline besides the model; see :func:`pipeline`.
 
     Raises:
-        ConfigError: If one of them is of another kind.
+        ConfigError: If an option has the wrong type.
     """
 
     loss: Loss
@@ -153,10 +155,10 @@ class PipelineOptions:
             )
 
     def check_devices(self, ranks: int) -> None:
-        """Check that there are as many ranks as were asked for.
+        """Check that the number of ranks is the one that the user asked for.
 
         Raises:
-            PlanError: If not.
+            PlanError: If the numbers differ.
         """
         if self.devices is not None and self.devices != ranks:
             raise PlanError(
@@ -176,15 +178,15 @@ class Pipeline:
     Args:
         model: The module, without wrappers.
         sample_batch: A few samples or a batch.
-        wishes: What the user wants of it.
-        channel: All ranks.
+        wishes: The user's options.
+        channel: The channel between all ranks.
 
     Attributes:
-        plan: What is run.
-        operators: The model's operators by the names that a plan uses, with their costs: rough ones, unless
-            a plan was searched for.
-        program: All stages' programs as text, a line a stage.
-        stage: This rank's stage.
+        plan: The plan that is run.
+        operators: The model's operators by the names that a plan uses, with their costs; the costs are rough
+            unless a plan was searched for.
+        program: The programs of all stages as text, one line for each stage.
+        stage: The number of this rank's stage.
     """
 
     def __init__(
@@ -232,19 +234,19 @@ class Pipeline:
 
     @as_written
     def step(self, batch: Batch, target: Tensor) -> float:
-        """One synchronous update of all weights; gradients stay in the weights that this rank trains.
+        """Do one synchronous update of all weights; gradients stay in the weights that this rank trains.
 
         Args:
-            batch: As many samples as the plan's batch, the same on all ranks; each takes its own.
-            target: What the loss compares them with, samples along axis 0.
+            batch: A batch of the plan's size, the same on all ranks; each rank takes its own samples.
+            target: The target that the loss compares the output with, samples along axis 0.
 
         Returns:
             The mean loss over the batch, before the update.
 
         Raises:
-            DataError: If the batch is of another size or shape.
-            ConfigError: If autocast is not what it was when the pipeline was made.
-            ModelError: If the loss is not finite; weights are as they were.
+            DataError: If the batch has another size or its samples another shape.
+            ConfigError: If autocast has changed since the pipeline was made.
+            ModelError: If the loss is not finite; weights then stay unchanged.
             CommError: If a peer was late or lost.
         """
         inputs = self._checked(batch)
@@ -293,16 +295,16 @@ class Pipeline:
 
     @as_written
     def predict(self, batch: Batch) -> Tensor:
-        """The model's output in evaluation mode, for any number of samples.
+        """Return the model's output in evaluation mode, for any number of samples.
 
         Args:
-            batch: The same on all ranks.
+            batch: A batch of any size, the same on all ranks.
 
         Returns:
-            All samples' output, on all ranks.
+            The output of all samples, on all ranks.
 
         Cost:
-            The output, from the ranks that make it to all others.
+            A transfer of the output from the ranks that compute it to all others.
         """
         inputs = self._checked(batch)
         layout = self._layout.even(count_of(inputs))
@@ -333,54 +335,54 @@ class Pipeline:
         return joined
 
     def evaluate(self, batch: Batch, target: Tensor) -> float:
-        """The mean loss in evaluation mode, over any number of samples."""
+        """Return the mean loss in evaluation mode, over any number of samples."""
         out = self.predict(batch)
         check_target(target, out.size(0))
         with torch.no_grad():
             return float(lost(self._loss, out, target.to(out.device))) / out.size(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole model's state, on all ranks, which all call it."""
+        """Return the state dict of the whole model, on all ranks. All ranks call it."""
         self._weights.join()
         return self.model.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the whole model's state: rank 0's. All ranks call it, each with one that fits the model.
+        """Load a state dict of the whole model. All ranks call it, each with one that fits; rank 0's counts.
 
         Raises:
-            CheckpointError: If it does not fit.
+            CheckpointError: If it does not fit the model.
         """
         take_state(self.model, state)
         self._weights.share_first()
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The last update's gradients of the weights that this rank trains, by full name."""
+        """Return the last update's gradients of the weights that this rank trains, by full name."""
         return {name: weight.grad for name, weight in self._weights.mine.items()}
 
     @property
     def spans(self) -> list[Span]:
-        """What this rank did when, an action a span (``1F0``), from a zero that the ranks of a host share."""
+        """Spans of this rank, one for each action (``1F0``), timed from a zero that a host's ranks share."""
         return self._spans.as_list()
 
     def all_spans(self) -> list[list[Span]]:
-        """Every rank's spans, on all ranks, which all call it: for ``report.timeline.write_trace``."""
+        """Return every rank's spans, for ``report.chrome_trace.write_trace``. All ranks call it."""
         return cast("list[list[Span]]", self.channel.gather_objects(self.spans, "spans", [Span]))
 
     def report(self, folder: Path | str) -> Path | None:
-        """Write what was done so far: ``report.html``, ``summary.json``, ``trace.json``, ``plan.json``.
+        """Write a report so far: ``report.html``, ``summary.json``, ``trace.json`` and ``plan.json``.
 
         All ranks call it; rank 0 writes.
 
         Args:
-            folder: Where; it is made where it is missing.
+            folder: The folder to write to; it is created if it is missing.
 
         Returns:
-            The page's path on rank 0, elsewhere None.
+            The path of the page on rank 0, None elsewhere.
 
         Cost:
             The spans of the first 20 and the last 50 updates, from all ranks to all.
         """
-        mine = dict(self.channel.traffic.bytes)  # before what the report itself sends
+        mine = dict(self.channel.traffic.bytes)  # read before the report itself sends anything
         sent = cast("list[dict[str, int]]", self.channel.gather_objects(mine, "bytes by kind"))
         spans = self.all_spans()
         if self.channel.rank:
@@ -409,7 +411,7 @@ class Pipeline:
         return write_stages(folder, rows, self._programs, spans, facts)
 
     def close(self) -> None:
-        """Leave the ranks, if the pipeline has joined them."""
+        """Leave the group of ranks, if the pipeline has joined it."""
         self._stack.close()
 
     def __enter__(self) -> Pipeline:
@@ -423,7 +425,7 @@ class Pipeline:
     # Inside ----------------------------------------------------------------------------------------
 
     def _refuse_foreign(self, target: Tensor) -> None:
-        """Refuse a loss that reads weights of stages before the last, told from a made-up output."""
+        """Refuse a loss that reads weights of other stages than the last, by trying a made-up output."""
         fact, few = self._branches.facts[self._branches.graph.output], target[:4]
         out = torch.randn(fact.shape_of(few.size(0)), generator=torch.Generator().manual_seed(0))
         out = out.to(self.channel.device, fact.dtype).requires_grad_()

@@ -1,6 +1,6 @@
-"""Plans: the plan that a user gave, or a plain one, fitted to the ranks that there are.
+"""Plans: checks the user's plan against the ranks at hand, or makes a default plan for them.
 
-Where it sits: ``pipeline`` asks once.
+Where it sits: ``pipeline`` calls :func:`plan_of` once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def plan_of(
     batch: int | None,
     sample: int,
 ) -> StagePlan:
-    """The plan to run.
+    """Return the plan to run, with every operator spelled out.
 
     Args:
-        plan: The user's, or its file; None for the plain one. A stage may name a module for all operators
-            within it that no stage names itself.
+        plan: The user's plan, or the file that holds it; None for the default plan. A stage may name a module
+            in place of all operators within it that no stage names itself.
         graph: The model's operators.
-        bound: Operators, two each, that one stage must have.
-        devices: Ranks that there are.
-        batch: Samples of a batch, if the user said.
-        sample: Samples of the batch that the user showed.
+        bound: Pairs of operators that must be in one stage.
+        devices: The number of ranks.
+        batch: The number of samples in a batch, if the user gave it.
+        sample: The number of samples in the user's sample batch.
 
     Raises:
-        PlanError: If it does not fit.
+        PlanError: If the plan does not fit the model, the ranks or the batch.
     """
     if plan is None:
         whole = fused(graph, bound)
@@ -62,7 +62,7 @@ def plan_of(
 
 
 def _spelled_out(plan: StagePlan, graph: OperatorGraph) -> StagePlan:
-    """The plan with operators in place of modules that have several."""
+    """Return the plan with each named module replaced by the operators within it."""
     named = {name for stage in plan.stages for name in stage.operators}
 
     def within(name: str) -> list[str]:
@@ -79,16 +79,17 @@ def _spelled_out(plan: StagePlan, graph: OperatorGraph) -> StagePlan:
 
 
 def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
-    """A plain plan: operators in their order cut into a chain of stages that take about the same time.
+    """Make the default plan: operators in order, cut into a chain of stages of about the same time.
 
     Args:
         graph: The model's operators.
-        devices: Ranks that there are.
-        batch: Samples of a batch.
+        devices: The number of ranks.
+        batch: The number of samples in a batch.
 
     Returns:
-        A stage a device; where there are fewer operators than devices, the slowest stage has the others too.
-        Micro-batches have the most samples that divide a batch and leave 4 of them to a stage.
+        A plan with one stage for each device. With fewer operators than devices, the slowest stage has the
+        remaining devices too. The micro-batch is the largest that divides the batch and leaves at least
+        4 micro-batches for each device, where such a size exists.
 
     Raises:
         PlanError: If a batch has fewer samples than there are devices.
@@ -104,7 +105,7 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     before = 0.0
     for place, (operator, cost) in enumerate(zip(graph.operators, seconds, strict=True)):
         left = len(graph.operators) - place
-        need = count - len(groups)  # stages that are still to begin
+        need = count - len(groups)  # stages that have no operator yet
         full = before + cost / 2 > total * len(groups) / count
         if groups[-1] and need and (full or left <= need):
             groups.append([])

@@ -1,9 +1,9 @@
-"""Weights: which ranks have which, sums of their gradients, and everyone's for everyone.
+"""Replicas: which ranks train which weights, the sums of their gradients, and the exchange of all weights.
 
-Where it sits: ``pipeline`` sums gradients after the last backward, and joins weights where somebody asks.
+Where it sits: ``pipeline`` sums gradients after the last backward, and joins weights for ``state_dict``.
 
-A loss is a sum over samples, divided by the batch: so the gradient of a weight is the sum over the replicas
-of each stage that uses it.
+The loss is a sum over samples, divided by the size of the batch. The gradient of a weight is therefore the
+sum over the replicas of each stage that uses it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kagome.pipelining.dag.sample_layout import SampleLayout
 
 
 class ReplicaWeights:
-    """Who has what.
+    """The ranks that hold each weight and buffer, and the exchanges between them.
 
     Args:
         model: The user's module, in full on every rank.
         pieces: All stages.
-        layout: Which ranks have which stage.
-        channel: All ranks.
+        layout: Which ranks run which stage.
+        channel: The channel between all ranks.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ReplicaWeights:
         self.model, self.channel = model, channel
         self.parameters = dict(model.named_parameters())
         self.holders: dict[str, tuple[int, ...]] = {}
-        """By weight or buffer, the ranks that use it; the first one's counts."""
+        """For each weight or buffer, the ranks that use it; the value of the first one counts."""
         for piece in pieces:
             ranks = tuple(layout.ranks(piece.number))
             for name in (*piece.parameters, *piece.buffers):
@@ -52,7 +52,7 @@ class ReplicaWeights:
             for name, weight in self.parameters.items()
             if name not in self.mine and weight.requires_grad
         }
-        """Those that it does not, and that are old here until they are joined."""
+        """The weights that it does not train, which are out of date here until they are joined."""
         self._groups: dict[tuple[tuple[int, ...], torch.dtype], list[str]] = {}
         for name, weight in self.parameters.items():
             ranks = self.holders.get(name, ())
@@ -60,17 +60,17 @@ class ReplicaWeights:
                 self._groups.setdefault((ranks, weight.dtype), []).append(name)
 
     def sum_gradients(self, update: int) -> None:
-        """Sum the gradients of weights that several ranks have: the same bits on all of them.
+        """Sum the gradients of weights that several ranks train; the result is bitwise equal on all of them.
 
         Cost:
-            A rank of d that have b bytes of weights sends 2 (d - 1) / d of b.
+            Of d ranks that share b bytes of weights, each sends 2 b (d - 1) / d bytes.
         """
         for (ranks, _), names in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if self.channel.rank not in ranks:
                 continue
             weights = [self.parameters[name] for name in names]
-            # Behind the gradients, how many ranks have one: where none does it stays None, as in training
-            # on one rank, and an optimizer leaves the weight alone.
+            # A number behind the gradients counts the ranks that have one. If none has, the gradient stays
+            # None as in training on one rank, and an optimizer leaves the weight unchanged.
             has = [float(weight.grad is not None) for weight in weights]
             flat = torch.cat(
                 [
@@ -85,7 +85,7 @@ class ReplicaWeights:
                 weight.grad = part.view_as(weight).clone() if count else None
 
     def average_buffers(self, update: int) -> None:
-        """Give the replicas of a stage the mean of the running statistics that each has moved by itself."""
+        """Average the running statistics of batch norms over the replicas of each stage."""
         named = {
             f"{path}.{name}": buffer
             for path, module in self.model.named_modules()
@@ -103,7 +103,7 @@ class ReplicaWeights:
                 _fill(buffers, total)
 
     def join(self) -> None:
-        """Give every rank every rank's weights and buffers. All ranks call it."""
+        """Give every rank the weights and buffers of all ranks. All ranks call it."""
         named = {**self.parameters, **dict(self.model.named_buffers())}
         for owner in range(self.channel.size):
             by_type: dict[torch.dtype, list[Tensor]] = {}
@@ -115,7 +115,7 @@ class ReplicaWeights:
                 _fill(tensors, self.channel.broadcast(flat, owner, action=f"weights of rank {owner}"))
 
     def share_first(self) -> None:
-        """Give every rank the weights and buffers of rank 0."""
+        """Give every rank the weights and buffers of rank 0. All ranks call it."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor in (*self.parameters.values(), *self.model.buffers()):
             by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -133,7 +133,7 @@ def _fill(tensors: Iterable[Tensor], flat: Tensor) -> None:
 
 
 def _summed(flat: Tensor, ranks: Sequence[int], channel: Channel, action: str) -> Tensor:
-    """The sum over some ranks, which all call this: each adds a piece, in their order, and shares it."""
+    """Sum a tensor over some ranks, which all call it: each sums one piece in rank order and shares it."""
     pieces = list(torch.tensor_split(flat, len(ranks)))
     mine = ranks.index(channel.rank)
     peers = [(place, rank) for place, rank in enumerate(ranks) if rank != channel.rank]

@@ -1,6 +1,6 @@
-"""Layout: which rank takes which samples of a batch, and which of them cross between two ranks.
+"""Sample layout: which rank computes which samples of a batch, and which samples two ranks exchange.
 
-Where it sits: ``pipeline`` makes it of a plan; jobs and messages ask it.
+Where it sits: ``pipeline`` makes it from a plan; ``executor`` and ``transfers`` use it.
 
 ::
 
@@ -20,12 +20,12 @@ from kagome.planner.stages.plan import StagePlan
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """Samples by stage, micro-batch and replica.
+    """The samples of each stage, micro-batch and replica.
 
     Args:
-        batch: Samples; the last micro-batch may be shorter.
-        sizes: Each stage's micro-batch, over all its replicas.
-        devices: Each stage's replicas; ranks are given out in the order of stages.
+        batch: The number of samples; the last micro-batch may be shorter.
+        sizes: The size of each stage's micro-batch, over all its replicas.
+        devices: The number of replicas of each stage; ranks are assigned in the order of stages.
     """
 
     batch: int
@@ -34,48 +34,48 @@ class SampleLayout:
 
     @staticmethod
     def of(plan: StagePlan) -> SampleLayout:
-        """The layout of a plan's batch."""
+        """Return the layout of a plan's batch."""
         stages = plan.stages
         return SampleLayout(
             plan.batch, tuple(s.micro_batch for s in stages), tuple(s.devices for s in stages)
         )
 
     def even(self, batch: int) -> SampleLayout:
-        """The same ranks for any number of samples, all stages in micro-batches of one size."""
+        """Return a layout of any number of samples over the same ranks, with one micro-batch size for all."""
         return SampleLayout(batch, (max(self.sizes),) * len(self.sizes), self.devices)
 
     def chunks(self, stage: int) -> int:
-        """Micro-batches of a stage."""
+        """Return the number of micro-batches of a stage."""
         return -(-self.batch // self.sizes[stage])
 
     def ranks(self, stage: int) -> range:
-        """The ranks of a stage."""
+        """Return the ranks of a stage."""
         first = sum(self.devices[:stage])
         return range(first, first + self.devices[stage])
 
     def seat(self, rank: int) -> tuple[int, int]:
-        """Stage and replica of a rank."""
+        """Return the stage and the replica of a rank."""
         stage = next(s for s in range(len(self.devices)) if rank in self.ranks(s))
         return stage, rank - self.ranks(stage).start
 
     def samples(self, stage: int, chunk: int, replica: int) -> range:
-        """The samples of a micro-batch that one replica takes."""
+        """Return the samples of a micro-batch that one replica computes."""
         size, devices = self.sizes[stage], self.devices[stage]
         first = chunk * size
         count = min(first + size, self.batch) - first
         return range(first + count * replica // devices, first + count * (replica + 1) // devices)
 
     def chunk_of(self, stage: int, other: int, unit: int) -> int:
-        """The micro-batch of a stage that has the samples of a message to or from another one."""
+        """Return the micro-batch of a stage that contains the samples of a message to or from another."""
         return unit * min(self.sizes[stage], self.sizes[other]) // self.sizes[stage]
 
     def shared(self, rank: int, other: int, unit: int) -> Iterator[tuple[int, range]]:
-        """The ranks of another stage that have samples of a message in common with a rank, and these.
+        """Yield the ranks of another stage that share samples of a message with a rank, and these samples.
 
         Args:
-            rank: The rank.
-            other: The other stage.
-            unit: The message's number.
+            rank: The rank on this side.
+            other: The stage on the other side.
+            unit: The number of the message.
         """
         stage, replica = self.seat(rank)
         size = min(self.sizes[stage], self.sizes[other])

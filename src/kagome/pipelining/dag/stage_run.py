@@ -1,7 +1,7 @@
-"""Job: one rank's samples of one micro-batch, forward and backward through its stage.
+"""DAG stage run: one rank's samples of one micro-batch, forward and backward through its stage.
 
-Where it sits: ``executor`` makes one a micro-batch, gives it what ``transfers`` receive, and drops it at
-last.
+Where it sits: ``executor`` makes one for each micro-batch, and drops it after its last action. ``transfers``
+hands it the values that it receives.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kagome.model.operators.sample_dropout import Masks
 from kagome.pipelining.dag import autocast
 
 Part = tuple[range, Tensor]
-"""Some samples of a value."""
+"""Some samples of a value: their range in the batch, and the tensor."""
 
 
 @dataclass(frozen=True)
 class DagStageCode:
-    """What a rank runs.
+    """The stage of a rank, ready to run.
 
     Args:
-        model: The user's module; only the stage's own layers are called.
-        branches: Of the model.
+        model: The user's module; only the layers of the stage are called.
+        branches: The model's graph of operators.
         piece: This rank's stage.
-        masks: Dropout.
+        masks: The dropout masks, drawn by sample.
     """
 
     model: nn.Module
@@ -40,16 +40,15 @@ class DagStageCode:
 
 
 class DagStageRun:
-    """One rank's samples of one micro-batch.
+    """One rank's run of its stage on its samples of one micro-batch.
 
     Args:
-        code: What it runs.
-        samples: Which samples of the batch.
-        inputs: All of the batch.
-        lose: Gives the share of the loss of the output's samples; None where there is no output, or no
-            training.
-        update: Number of the weights' update, for draws.
-        training: Whether there is a backward.
+        code: The code of the stage.
+        samples: The range of samples in the batch.
+        inputs: The inputs of the whole batch, by name.
+        lose: Returns the share of the loss for some samples of the output; None without training.
+        update: The number of the weight update, for random draws.
+        training: Whether a backward follows.
     """
 
     def __init__(
@@ -70,11 +69,11 @@ class DagStageRun:
         self.loss: Tensor | None = None
 
     def take(self, other: int, name: str, part: Part) -> None:
-        """Note some samples of a value, or of a gradient of it that another stage has found."""
+        """Store samples of a value, or of its gradient, that another stage has sent."""
         self._come.setdefault((other, name), []).append(part)
 
     def forward(self) -> None:
-        """Run the stage on what has come."""
+        """Run the stage's forward on the values received."""
         piece, facts = self.code.piece, self.code.branches.facts
         if not self.samples:
             return
@@ -86,7 +85,7 @@ class DagStageRun:
                 value = _joined(self._come.pop((other, name)), facts[name].axis)
                 self._taken[name] = values[name] = value.requires_grad_(facts[name].grad and self.training)
         for name in piece.copied:
-            values[name] = values[name].clone()  # neither the user's batch nor a leaf can be changed
+            values[name] = values[name].clone()  # a layer changes it: neither the batch nor a leaf may change
         ids = torch.arange(self.samples.start, self.samples.stop)
         masks, graph = self.code.masks, self.code.branches.graph
         with masks.on(self.update, ids), torch.set_grad_enabled(self.training):
@@ -103,13 +102,13 @@ class DagStageRun:
                 self.loss = self._lose(self.outs[piece.output], self.samples)
 
     def backward(self) -> None:
-        """Gradients of weights, and of what was taken, from those of what was given."""
+        """Run backward from the gradients of the sent values and the loss, to weights and received values."""
         piece, facts = self.code.piece, self.code.branches.facts
         if not self.samples:
             return
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
-        for other in sorted(piece.gives):  # always in one order: sums have the same bits
+        for other in sorted(piece.gives):  # a fixed order, so that sums are the same bit for bit
             for name in piece.gives[other]:
                 if facts[name].grad and self.outs[name].requires_grad:
                     roots.append(self.outs[name])
@@ -123,17 +122,17 @@ class DagStageRun:
         self.outs = {}
 
     def gradient(self, name: str) -> Tensor:
-        """The gradient of a value that was taken."""
+        """Return the gradient of a value that another stage sent; zeros if it has none."""
         value = self._taken[name]
         return torch.zeros_like(value) if value.grad is None else value.grad
 
     def rows(self, value: Tensor, name: str, wanted: range) -> Tensor:
-        """Some of a value's samples."""
+        """Return the wanted samples of a value."""
         axis = self.code.branches.facts[name].axis
         return value.narrow(axis, wanted.start - self.samples.start, len(wanted))
 
 
 def _joined(parts: Iterable[Part], axis: int) -> Tensor:
-    """Samples in their order."""
+    """Join samples in the order of the batch."""
     ordered = [tensor for _, tensor in sorted(parts, key=lambda part: part[0].start)]
     return ordered[0] if len(ordered) == 1 else torch.cat(ordered, axis)

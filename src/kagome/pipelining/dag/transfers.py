@@ -1,7 +1,7 @@
-"""Messages: what crosses between the stages of a DAG, unit by unit, begun early and waited for late.
+"""DAG transfers: point-to-point messages between the stages of a DAG, started early and waited for late.
 
-Where it sits: ``executor`` posts receives a few actions ahead and sends without waiting; each rank sends each
-rank of another stage exactly the samples that both have.
+Where it sits: ``executor`` posts receives a few actions ahead, and sends without waiting. Each rank sends
+each rank of another stage exactly the samples that both compute.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kagome.pipelining.dag.stage_run import DagStageRun
 from kagome.schedule.actions import Action, ActionKind, Program
 
 AHEAD: Final = 8
-"""Receives that are posted before they are waited for: more would hold memory that no window counts."""
+"""Most receives that are posted ahead: more would hold memory that the schedule's window does not count."""
 
 _Coming = tuple[str, range, Work]
 
 
 class DagTransfers:
-    """One rank's, in one pass.
+    """The transfers of one rank in one pass.
 
     Args:
-        branches: Of the model.
+        branches: The model's graph of operators.
         piece: This rank's stage.
-        layout: Who takes which samples.
-        channel: All ranks.
-        program: What this rank does.
-        words: Tells what an action is, for errors.
+        layout: Which rank computes which samples.
+        channel: The channel between all ranks.
+        program: The actions of this rank, in order.
+        words: Describes an action for error messages.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DagTransfers:
         self._post()
 
     def send(self, action: Action, job: DagStageRun) -> None:
-        """Begin to send each peer its samples of a unit."""
+        """Start to send each peer its samples of a message."""
         forward = action.kind.forward
         for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
             for name in names_of(self.branches, self.piece, action):
@@ -70,7 +70,7 @@ class DagTransfers:
                 self._leaving.setdefault(job.samples.start if answered else -1, []).append(sending)
 
     def receive(self, action: Action, job: DagStageRun) -> None:
-        """Wait for all peers' samples of a unit."""
+        """Wait for the samples of a message from all peers, and hand them to the stage run."""
         posted, coming = self._posted.popleft()
         assert posted == action
         for name, samples, pending in coming:
@@ -78,12 +78,12 @@ class DagTransfers:
         self._post()
 
     def answered(self, job: DagStageRun) -> None:
-        """All that a job gave has come back as gradients: what was sent has long gone."""
+        """Complete the sends of a stage run whose gradients have all come back; these sends have arrived."""
         for sending in self._leaving.pop(job.samples.start, []):
             sending.wait()
 
     def end(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have completed."""
         for leaving in self._leaving.values():
             for sending in leaving:
                 sending.wait()
@@ -109,7 +109,7 @@ class DagTransfers:
 
 
 def names_of(branches: Branches, piece: Piece, action: Action) -> list[str]:
-    """The values that a SEND or RECV of a stage is about; back go the gradients of those that have one."""
+    """Return the values that a SEND or RECV transfers; backward only has those with a gradient."""
     given = piece.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else piece.takes
     names = given.get(action.other, ())
     return [name for name in names if action.kind.forward or branches.facts[name].grad]

@@ -1,1 +1,1 @@
-"""Planners of the papers that GraphPipe is compared with."""
+"""Baselines: the stage planners of the papers that GraphPipe is compared with."""

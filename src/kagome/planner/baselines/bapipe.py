@@ -1,12 +1,13 @@
-"""Bapipe: stages of one width in a chain, balanced along one order of the operators.
+"""BaPipe: plans stages of one width in a chain, balanced along one order of the operators.
 
-Where it sits: beside ``pipedream`` and ``piper``, on the same costs; with far fewer places to cut, its search
-is short on branchy models too, and knows nothing of their branches.
+Where it sits: beside ``pipedream`` and ``piper``, with the same costs. It has far fewer places to cut, so its
+search is short on models with many branches too, but it does not use the branches.
 
 Source: BaPipe, arXiv 2012.12544: stages are balanced by computing first, then layers are moved or grouped
-where messages are the slowest. Both steps are one minimum here: the least bottleneck of computing, messages
-and the sum of gradients. Its choice among schedules comes down to 1F1B, the one of its synchronous schedules
-that all pipelines here run. Pipelines that compute forward and backward at once, for FPGAs, are left out.
+where messages are the slowest. Both steps are one minimisation here: the smallest bottleneck of computing,
+messages and the sum of gradients. Its choice among schedules comes down to 1F1B, the only one of its
+synchronous schedules that Kagome's pipelines run. Pipelines that compute forward and backward at once, for
+FPGAs, are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kagome.planner.baselines.downsets import Downsets, memory, per_sample, pref
 
 @dataclass(frozen=True, eq=False)
 class BaPipe(ChainPlanner):
-    """The planner; see :class:`ChainPlanner` for its arguments."""
+    """BaPipe's planner; see :class:`ChainPlanner` for its arguments."""
 
     def _sets(self, deadline: float | None) -> Downsets:
         return prefixes(self.cost, self.micro_batch)
@@ -36,7 +37,7 @@ class BaPipe(ChainPlanner):
         return min(found, key=lambda one: one[0], default=(np.inf, None))[1]
 
     def _balanced(self, sets: Downsets, stages: int, width: int) -> tuple[float, list[Cut] | None]:
-        """The least bottleneck of so many stages of one width, and its cuts; none where nothing fits."""
+        """Find the smallest bottleneck of stages of one width, and its cuts; None if nothing fits."""
         last, free = len(sets.sets) - 1, self.cost.devices.memory
         best = np.full((stages + 1, last + 1), np.inf)
         best[0, 0] = 0.0

@@ -1,6 +1,6 @@
-"""Chain: what planners of sequential pipelines share - down-sets, a time limit, the stages between cuts.
+"""Chain planner: what planners of sequential pipelines share, from down-sets to a time limit.
 
-Where it sits: under ``pipedream``, ``piper`` and ``bapipe``, which differ in their dynamic program.
+Where it sits: ``pipedream``, ``piper`` and ``bapipe`` build on it; they differ in their dynamic program.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.plan import PlannedStage, StagePlan
 
 Cut = tuple[int, int, int]
-"""A stage: the down-set before it, the one behind it, and its devices."""
+"""A stage: the number of the down-set before it, of the one that ends with it, and its devices."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChainPlanner(ABC):
-    """A planner of stages in a chain.
+    """Base class of planners whose stages form a chain.
 
     Args:
-        cost: Of any stage.
-        micro_batch: Of all stages.
-        most: Down-sets that it will look at.
-        seconds: How long it may search; None without a limit.
+        cost: The cost of any set of operators as a stage.
+        micro_batch: The micro-batch size of all stages.
+        most: The most down-sets to look at.
+        seconds: The most seconds to search; None for no limit.
     """
 
     cost: StageCost
@@ -36,10 +36,10 @@ class ChainPlanner(ABC):
     seconds: float | None = None
 
     def plan(self) -> StagePlan:
-        """The plan with the least bottleneck.
+        """Find the plan with the smallest bottleneck.
 
         Raises:
-            PlanError: If there are too many down-sets, it takes too long, or nothing fits.
+            PlanError: If there are too many down-sets, the search takes too long, or no plan fits.
 
         Cost: the square of the number of down-sets, times devices squared.
         """
@@ -61,19 +61,19 @@ class ChainPlanner(ABC):
         return StagePlan(self.cost.batch, tuple(stages))
 
     def _sets(self, deadline: float | None) -> Downsets:
-        """Where it may cut."""
+        """Return the down-sets at which the planner may cut."""
         return downsets(self.cost, self.micro_batch, most=self.most, deadline=deadline)
 
     @abstractmethod
     def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:
-        """The best stages, the first one first; None where nothing fits."""
+        """Find the best stages, in order; None if no plan fits."""
 
 
 def in_time(numbers: Iterable[int], deadline: float | None) -> Iterator[int]:
-    """Numbers of down-sets, one after the other.
+    """Yield the numbers of down-sets until the deadline.
 
     Raises:
-        PlanError: After the deadline.
+        PlanError: If the deadline has passed.
     """
     for done, number in enumerate(numbers):
         if deadline is not None and time.monotonic() > deadline:

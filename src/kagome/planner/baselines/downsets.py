@@ -1,7 +1,7 @@
-"""Downsets: all places at which a sequential pipeline can cut a graph of operators, or those along one order.
+"""Down-sets: all places where a sequential pipeline can cut a graph of operators, or those along one order.
 
-Where it sits: under ``pipedream`` and ``piper``, whose search is over all, and ``bapipe``. The number of all
-is exponential in the branches of a model, which is what ``planner.stages.graphpipe`` avoids.
+Where it sits: ``pipedream`` and ``piper`` search over all of them, ``bapipe`` along one order. The number of
+all down-sets is exponential in the branches of a model, which ``planner.stages.graphpipe`` avoids.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Downsets:
-    """Sets of operators that hold all that they need, by size; the first is empty, the last is everything.
+    """Sets of operators that contain all operators they read, by size: from the empty set to the whole graph.
 
     Args:
-        sets: As bits, by the operators' numbers.
-        compute: Seconds forward and backward of each set, by replicas: ``[sets, replicas]``.
-        live: Bytes a sample that operators outside read from each set: what a cut there carries.
-        weights: Bytes of weights of each set.
-        kept: Bytes kept a sample of each set.
+        sets: The sets as bit masks over the operators' numbers.
+        compute: Seconds forward and backward of each set, by number of replicas: ``[sets, replicas]``.
+        live: Bytes per sample that operators outside each set read from it, which a cut there sends.
+        weights: Bytes of the weights of each set.
+        kept: Bytes saved per sample by each set.
     """
 
     sets: tuple[int, ...]
@@ -38,22 +38,22 @@ class Downsets:
     kept: Floats
 
     def inside(self, number: int) -> npt.NDArray[np.intp]:
-        """Numbers of the sets that are a proper part of one."""
+        """Return the numbers of the sets that are proper subsets of one."""
         whole = self.sets[number]
         return np.fromiter((other for other in range(number) if not self.sets[other] & ~whole), dtype=np.intp)
 
 
 def downsets(cost: StageCost, micro_batch: int, *, most: int, deadline: float | None = None) -> Downsets:
-    """All of them.
+    """Find all down-sets of a graph of operators.
 
     Args:
-        cost: Of any stage.
-        micro_batch: Samples of a micro-batch.
-        most: No more than so many are made.
-        deadline: On ``time.monotonic``'s clock.
+        cost: The cost of any set of operators as a stage.
+        micro_batch: The number of samples in a micro-batch.
+        most: The most down-sets to make.
+        deadline: The latest time on the clock of ``time.monotonic``; None for no limit.
 
     Raises:
-        PlanError: If there are more, or it takes longer.
+        PlanError: If there are more down-sets, or the deadline has passed.
     """
     operators = cost.graph.operators
     place = {operator.name: number for number, operator in enumerate(operators)}
@@ -78,18 +78,18 @@ def downsets(cost: StageCost, micro_batch: int, *, most: int, deadline: float | 
 
 
 def prefixes(cost: StageCost, micro_batch: int) -> Downsets:
-    """Those that hold the operators up to one, in their order: as many as there are operators, and none.
+    """Return the down-sets along the order of the operators: the empty one, and one up to each operator.
 
     Args:
-        cost: Of any stage.
-        micro_batch: Samples of a micro-batch.
+        cost: The cost of any set of operators as a stage.
+        micro_batch: The number of samples in a micro-batch.
     """
     count = len(cost.graph.operators)
     return _counted(cost, micro_batch, [(1 << size) - 1 for size in range(count + 1)])
 
 
 def _counted(cost: StageCost, micro_batch: int, sets: Sequence[int]) -> Downsets:
-    """Sets with what each of them costs."""
+    """Make the down-sets with the costs of each."""
     operators = cost.graph.operators
     place = {operator.name: number for number, operator in enumerate(operators)}
     replicas = range(1, min(cost.devices.count, micro_batch) + 1)
@@ -115,9 +115,9 @@ def _counted(cost: StageCost, micro_batch: int, sets: Sequence[int]) -> Downsets
 def per_sample(
     cost: StageCost, sets: Downsets, inner: npt.NDArray[np.intp], outer: int, replicas: int, micro_batch: int
 ) -> Floats:
-    """Seconds a sample of the stages between some sets and a larger one: as ``StageCost``, many at once.
+    """Return the seconds per sample of the stages between some sets and a larger one, as ``StageCost`` does.
 
-    A sequential pipeline passes on what later stages read.
+    In a sequential pipeline a stage also passes on the values that later stages read.
     """
     d, link = replicas, cost.devices
     compute = sets.compute[outer, d - 1] - sets.compute[inner, d - 1]
@@ -128,6 +128,9 @@ def per_sample(
 
 
 def memory(sets: Downsets, inner: npt.NDArray[np.intp], outer: int, replicas: int, held: float) -> Floats:
-    """Bytes of each replica of those stages, with so many samples held by all of them."""
+    """Return the bytes of each replica of the stages between some sets and a larger one.
+
+    All replicas together hold ``held`` samples in flight.
+    """
     kept = (sets.kept[outer] - sets.kept[inner]) * held / replicas
     return np.asarray(COPIES * (sets.weights[outer] - sets.weights[inner]) + kept)

@@ -1,11 +1,12 @@
-"""Pipedream: stages in a chain, by the dynamic program over down-sets from the first stage on.
+"""PipeDream: plans stages in a chain by a dynamic program over down-sets, from the first stage on.
 
-Where it sits: beside ``planner.stages.graphpipe``, on the same costs; its stages pass on what later ones
-read.
+Where it sits: beside ``planner.stages.graphpipe``, with the same costs. Its stages pass on the values that
+later stages read.
 
 Source: PipeDream, SOSP 2019: ``A[j][m] = min over i, m' of max(A[i][m - m'], T(i to j, m'))`` over the
-antichains of the operators, a stage's memory for ``ceil((M - m) / m') + 1`` micro-batches in flight. Taken
-over here: gradients are summed once a batch, as in all pipelines here, and activations always cost their way.
+antichains of the operators, a stage's memory for ``ceil((M - m) / m') + 1`` micro-batches in flight. Adapted
+here: gradients are summed once per batch, as in all pipelines of Kagome, and the transfer of activations
+always counts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kagome.planner.baselines.downsets import Downsets, memory, per_sample
 
 @dataclass(frozen=True, eq=False)
 class PipeDream(ChainPlanner):
-    """The planner; see :class:`ChainPlanner` for its arguments."""
+    """PipeDream's planner; see :class:`ChainPlanner` for its arguments."""
 
     def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:
         count, batch, free = self.cost.devices.count, self.cost.batch, self.cost.devices.memory

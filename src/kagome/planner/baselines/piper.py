@@ -1,12 +1,12 @@
-"""Piper: stages in a chain, by the dynamic program over down-sets from the last stage back.
+"""Piper: plans stages in a chain by a dynamic program over down-sets, from the last stage back.
 
-Where it sits: beside ``planner.stages.graphpipe``, on the same costs; its stages pass on what later ones
-read.
+Where it sits: beside ``planner.stages.graphpipe``, with the same costs. Its stages pass on the values that
+later stages read.
 
-Source: Piper, NeurIPS 2021: ``dp[set][k]`` over what stands before a cut; a stage on d devices with s data
-parallel replicas from it on keeps ``ceil(s / d)`` micro-batches, and d divides the micro-batches of a batch.
-Without its choice of tensor parallelism inside a layer, for which the cost tables have no figures: s and k
-are then the same.
+Source: Piper, NeurIPS 2021: ``dp[set][k]`` over the operators before a cut. A stage on d devices, with s data
+parallel replicas in it and the stages after it, keeps ``ceil(s / d)`` micro-batches; d divides the number of
+micro-batches of a batch. Its choice of tensor parallelism inside a layer is left out, because the cost tables
+have no figures for it; s and k are then the same.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kagome.planner.baselines.downsets import Downsets, memory, per_sample
 
 @dataclass(frozen=True, eq=False)
 class Piper(ChainPlanner):
-    """The planner; see :class:`ChainPlanner` for its arguments."""
+    """Piper's planner; see :class:`ChainPlanner` for its arguments."""
 
     def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:
         count, last, free = self.cost.devices.count, len(sets.sets) - 1, self.cost.devices.memory
-        rest = np.full((last + 1, count + 1), np.inf)  # the slowest stage behind a cut, by devices there
+        rest = np.full((last + 1, count + 1), np.inf)  # the slowest stage after a cut, by devices used there
         rest[last, :] = 0.0
         whence = np.zeros((last + 1, count + 1, 2), dtype=np.int64)
         micro_batches = self.cost.batch // self.micro_batch

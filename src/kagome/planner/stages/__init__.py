@@ -1,1 +1,1 @@
-"""Searches for pipelines whose stages form a DAG."""
+"""Stage planners: searches for pipelines whose stages form a DAG, and what they share."""

@@ -1,6 +1,7 @@
-"""Coarse: chains of small operators taken together, so that a search has fewer of them.
+"""Coarsening: merges chains of small operators, so that a search has fewer of them.
 
-Where it sits: between measured operators and the planners; a plan of the coarse graph is spelled out again.
+Where it sits: between the measured operators and the planners. A plan of the coarse graph is translated back
+into one of the fine graph.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 
 @dataclass(frozen=True)
 class Coarse:
-    """A graph of which some operators stand for several.
+    """A coarse graph, in which an operator may stand for several of the fine graph.
 
     Args:
-        graph: The coarse one.
-        members: Operators of the fine one, by the coarse one's names.
+        graph: The coarse graph.
+        members: For each operator of the coarse graph, by name, its operators in the fine graph.
     """
 
     graph: OperatorGraph
     members: Mapping[str, tuple[str, ...]]
 
     def spelled_out(self, plan: StagePlan) -> StagePlan:
-        """A plan of the coarse graph as one of the fine graph."""
+        """Translate a plan of the coarse graph into one of the fine graph."""
         stages = (
             replace(stage, operators=tuple(one for name in stage.operators for one in self.members[name]))
             for stage in plan.stages
@@ -37,14 +38,14 @@ class Coarse:
 
 
 def fused(graph: OperatorGraph, pairs: Iterable[tuple[str, str]]) -> Coarse:
-    """Take operators together that one stage must have, with all that would be before and behind them.
+    """Merge operators that must be in one stage, and those that lie on a path between them.
 
     Args:
-        graph: The operators.
-        pairs: Two each that cannot be apart.
+        graph: The graph of operators.
+        pairs: Pairs of operators that must be in one stage.
 
     Returns:
-        Groups in an order in which those that are read come first.
+        The groups, in topological order.
     """
     place = {operator.name: number for number, operator in enumerate(graph.operators)}
     whose = {name: name for name in place}
@@ -65,7 +66,7 @@ def fused(graph: OperatorGraph, pairs: Iterable[tuple[str, str]]) -> Coarse:
             sorter.prepare()
             break
         except CycleError as error:
-            join(error.args[1])  # what is behind some of a group and before others of it
+            join(error.args[1])  # operators after some members of a group and before others
     operators, ready = list[Operator](), set(sorter.get_ready())
     members = {group: tuple(name for name in place if whose[name] == group) for group in before}
     while ready:
@@ -77,15 +78,15 @@ def fused(graph: OperatorGraph, pairs: Iterable[tuple[str, str]]) -> Coarse:
 
 
 def coarsened(graph: OperatorGraph, most: int) -> Coarse:
-    """Take neighbours in a row together, the lightest pair first, until there are few enough.
+    """Merge neighbours in a series, the lightest pair first, until there are few enough operators.
 
-    Two operators are neighbours if they stand next to each other in a row of the tree, so that all others
-    come before both, after both, or beside both, and if nothing but the second reads the first: a group gives
-    away what one operator does, so a cut sends the same bytes. Branches stay as they are.
+    Two operators are neighbours if they are next to each other in a series of the tree, so that all others
+    come before both, after both, or beside both, and if the second alone reads the first. A group then sends
+    what one operator sends, so a cut carries the same bytes. Branches stay unchanged.
 
     Args:
         graph: The fine graph.
-        most: Operators that are wanted; more stay where no two are neighbours.
+        most: The most operators wanted; more remain if no two are neighbours.
     """
     rows = list(_rows(tree_of(graph)))
     weight = {operator.name: operator.seconds(operator.forward[-1][0]) for operator in graph.operators}
@@ -104,7 +105,7 @@ def coarsened(graph: OperatorGraph, most: int) -> Coarse:
         rows[number][place : place + 2] = [two]
         members[two], weight[two] = members.pop(one) + members[two], total
     whose = {name: coarse for coarse, names in members.items() for name in names}
-    # A group stands where its last member stood: what any of them reads comes before all of them.
+    # A group takes the place of its last member: whatever its members read comes before that.
     operators = (
         _joined(graph, operator.name, members[operator.name], whose)
         for operator in graph.operators
@@ -114,12 +115,12 @@ def coarsened(graph: OperatorGraph, most: int) -> Coarse:
 
 
 def _alone(graph: OperatorGraph, one: Sequence[str], two: Sequence[str]) -> bool:
-    """Whether what one group gives away goes to another alone."""
+    """Return whether the second group alone reads the outputs of the first."""
     return all(reader in one or reader in two for name in one for reader in graph.readers[name])
 
 
 def _rows(node: SeriesParallelTree) -> Iterator[list[str]]:
-    """Leaves that stand next to each other in a row."""
+    """Yield each run of leaves that are next to each other in a series."""
     row: list[str] = []
     for child in node.children:
         if node.kind == "series" and child.kind == "leaf":

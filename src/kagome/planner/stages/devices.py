@@ -1,7 +1,6 @@
-"""Devices: what stage planners know of the machines, and what a stage costs on them.
+"""Devices: the machines that stage planners plan for, and the cost of a stage on them.
 
-Where it sits: under ``graphpipe``, ``planner.baselines.pipedream`` and ``planner.baselines.piper``, so that
-all three count alike.
+Where it sits: ``graphpipe`` and all planners of ``planner.baselines`` use it, so that they count costs alike.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from functools import cached_property
 from kagome.planner.stages.operator_costs import OperatorGraph, at
 
 COPIES = 4
-"""Of the weights: themselves, their gradients, and two moments of Adam."""
+"""Copies of the weights in memory: the weights, their gradients, and the two moments of Adam."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Equal devices.
+    """A number of equal devices, all linked alike.
 
     Args:
-        count: How many.
-        memory: Bytes of each.
-        bandwidth: Bytes a second between two of them.
-        latency: Seconds of a message.
+        count: The number of devices.
+        memory: Bytes of memory of each.
+        bandwidth: Bytes per second between two of them.
+        latency: Fixed seconds of a message.
     """
 
     count: int
@@ -35,12 +34,12 @@ class Devices:
 
 @dataclass(frozen=True, eq=False)
 class StageCost:
-    """What any set of operators costs as one stage.
+    """The cost of any set of operators as one stage.
 
     Args:
-        graph: The operators.
-        devices: What they run on.
-        batch: Samples of a batch.
+        graph: The graph of operators.
+        devices: The devices that they run on.
+        batch: The number of samples in a batch.
     """
 
     graph: OperatorGraph
@@ -52,7 +51,7 @@ class StageCost:
         return {}
 
     def passes(self, name: str, samples: int) -> tuple[float, float]:
-        """Seconds of an operator forward and backward."""
+        """Return the seconds of an operator forward and backward."""
         found = self._tables.get((name, samples))
         if found is None:
             operator = self.graph.by_name[name]
@@ -61,25 +60,25 @@ class StageCost:
         return found
 
     def compute(self, names: Sequence[str], devices: int, micro_batch: int) -> tuple[float, float]:
-        """Seconds of a micro-batch forward and backward, on each of some replicas."""
+        """Return the seconds of a micro-batch forward and backward, on each of some replicas."""
         each = [self.passes(name, -(-micro_batch // devices)) for name in names]
         return sum(f for f, _ in each), sum(b for _, b in each)
 
     def traffic(self, names: Sequence[str], devices: int, micro_batch: int) -> float:
-        """Seconds that the busier of a replica's links, in or out, is taken by a micro-batch."""
+        """Return the seconds for which a micro-batch occupies the busier link of a replica, in or out."""
         taken, given = self.graph.crossing(names)
         if not taken and not given:
             return 0.0
-        # Values go one way and gradients the other: each link carries both.
+        # Values go one way and their gradients the other way, so each link carries both.
         return self.devices.latency + (taken + given) * micro_batch / devices / self.devices.bandwidth
 
     def sync(self, names: Sequence[str], devices: int) -> float:
-        """Seconds that replicas sum their gradients, once a batch."""
+        """Return the seconds in which replicas sum their gradients, once per batch."""
         weights = sum(self.graph.by_name[name].weights for name in names)
         return 2 * (devices - 1) / devices * weights / self.devices.bandwidth
 
     def per_sample(self, names: Sequence[str], devices: int, micro_batch: int) -> float:
-        """Seconds a sample of a stage whose transfers go on beside its computation.
+        """Return the seconds per sample of a stage whose transfers overlap with its computation.
 
         Source: GraphPipe, time per sample (TPS).
         """
@@ -87,11 +86,11 @@ class StageCost:
         return busy / micro_batch + self.sync(names, devices) / self.batch
 
     def fits(self, names: Sequence[str], devices: int, micro_batch: int) -> bool:
-        """Whether each replica takes as many samples at a time as its operators need."""
+        """Return whether each replica takes as many samples at a time as its operators need."""
         return micro_batch // devices >= max(self.graph.by_name[name].least for name in names)
 
     def memory(self, names: Sequence[str], devices: int, held: int) -> float:
-        """Bytes of each replica that holds its share of so many samples."""
+        """Return the bytes of each replica if all replicas together hold ``held`` samples."""
         operators = [self.graph.by_name[name] for name in names]
         kept = sum(operator.kept for operator in operators)
         return COPIES * sum(operator.weights for operator in operators) + kept * held / devices

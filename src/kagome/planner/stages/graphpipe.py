@@ -1,20 +1,20 @@
-"""Graphpipe: pipelines whose stages form a DAG - the least bottleneck, then the fewest samples in flight.
+"""GraphPipe: plans stages that form a DAG, by the smallest bottleneck and the fewest samples in flight.
 
-Where it sits: one of three stage planners beside ``planner.baselines.pipedream`` and
-``planner.baselines.piper``; all count costs by ``devices``.
+Where it sits: a stage planner beside those of ``planner.baselines``; all count costs by ``devices``.
 
 ::
 
-    T, seconds a sample ──> is there a plan of which no stage takes longer?  ──> halve the gap
+    T, seconds per sample ──> is there a plan of which no stage takes longer?  ──> halve the gap
     a tree of series and parallel parts, from the loss backwards:
-        a stage over children i..k in a row, given what the rest of the row holds
-        a branch by itself, given what comes behind the branches
+        a stage over children i..k of a series, given what the rest of the series holds
+        a branch by itself, given what comes after the branches
 
-A stage is children of one node of the tree that stand next to each other, any of a few branches, or operators
-that stand next to each other in a row of all below a node; the plans searched are those. Stages that hold
-pieces of several branches are beyond them, unless a row has them side by side. In a row a stage counts as
-ahead of the next one, read or not. What is kept of a part is the fewest samples in flight at its head for
-each number of devices (``graphpipe_search``): more devices than a bottleneck asks for buy nothing but memory.
+A stage consists of children of one tree node that are next to each other, of any of a few branches, or of
+operators that are next to each other in a series of all operators below a node. The search covers these
+plans. It does not cover stages with pieces of several branches, unless such a series has them side by side.
+In a series a stage counts as ahead of the next one, whether that reads it or not. For each part the search
+keeps the fewest samples in flight at its head for each number of devices (``graphpipe_search``): beyond those
+that a bottleneck requires, more devices only save memory.
 
 Source: GraphPipe, ASPLOS 2025: series-parallel decomposition, binary search on the bottleneck, dynamic
 program over part, devices and the successor's schedule.
@@ -40,25 +40,30 @@ from kagome.schedule.dag_schedules import windows
 
 
 class TreePlans(ABC):
-    """Plans for a part of the tree and, in a row, all that comes behind it there; see ``frontier``."""
+    """Plans for a part of the tree and, in a series, for all that follows; see ``graphpipe_search``."""
 
     held: Floats
 
     @abstractmethod
     def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
-        """The stages of the part in one plan."""
+        """Yield the stages of the part in one plan.
+
+        Args:
+            devices: The number of devices of the plan.
+            reader: The largest micro-batch at its head, as an index of the sizes.
+        """
 
 
 @dataclass(eq=False)
 class SearchRow(TreePlans):
-    """Children one after the other.
+    """The plans of a series of children.
 
     Args:
-        search: The question.
-        groups: Of the children.
-        tables: Held, by the child that a plan begins with.
-        how: Of each entry, where the stage ends, and the rest; see ``frontier.in_a_row``.
-        inner: Children's own plans, by child and by what the rest is.
+        search: The search that they belong to.
+        groups: The groups of the children.
+        tables: Samples held, by the child that a plan begins with.
+        how: For each entry, where its first stage ends, and the rest; see ``graphpipe_search.in_a_row``.
+        inner: The children's own plans, by child and by devices and micro-batch of the rest.
     """
 
     search: Search
@@ -71,7 +76,7 @@ class SearchRow(TreePlans):
         self.held = self.tables[0]
 
     def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
-        """See :class:`TreePlans`."""
+        """Yield the stages of the series in one plan; see :class:`TreePlans`."""
         child, children = 0, len(self.groups.children)
         while child < children:
             end, less, behind = (int(value) for value in self.how[child, devices, reader])
@@ -86,15 +91,15 @@ class SearchRow(TreePlans):
 
 @dataclass(eq=False)
 class SideBySide(TreePlans):
-    """Children beside each other.
+    """The plans of parallel branches.
 
     Args:
-        search: The question.
-        node: Their parent.
-        behind: The micro-batch of what is behind all of them, by place.
-        tables: Held, by state.
-        how: Of each entry, the option that was taken, and the rest; see ``frontier.side_by_side``.
-        inner: Children's own plans.
+        search: The search that they belong to.
+        node: The parent of the branches.
+        behind: The micro-batch of what follows all branches, as an index of the sizes.
+        tables: Samples held, by state.
+        how: For each entry, the option taken, and the rest; see ``graphpipe_search.side_by_side``.
+        inner: The children's own plans.
     """
 
     search: Search
@@ -108,7 +113,7 @@ class SideBySide(TreePlans):
         self.held = self.tables[-1]
 
     def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
-        """See :class:`TreePlans`."""
+        """Yield the stages of all branches in one plan; see :class:`TreePlans`."""
         facts = self.search.facts
         states, groups = facts.states(self.node), facts.groups(self.node)
         state = len(self.tables) - 1
@@ -132,17 +137,17 @@ class Either(TreePlans):
         graphpipe_search.trim(self.held)
 
     def stages(self, devices: int, reader: int) -> Iterator[PlannedStage]:
-        """See :class:`TreePlans`."""
+        """Yield the stages of the best plan; see :class:`TreePlans`."""
         return self._ways[int(self._which[devices, reader])].stages(devices, reader)
 
 
 class Search:
-    """One question: is there a plan of which no stage takes more than so many seconds a sample.
+    """A search for plans of which no stage takes longer than a bottleneck.
 
     Args:
-        facts: Of the model and the devices.
-        bottleneck: Seconds a sample.
-        places: Micro-batches that stages may have, by their places among the facts'.
+        facts: The facts about the model and the devices.
+        bottleneck: The most seconds per sample that a stage may take.
+        places: The micro-batches that stages may have, as indices of the facts' sizes.
     """
 
     def __init__(self, facts: GroupFacts, bottleneck: float, places: Sequence[int]) -> None:
@@ -152,7 +157,7 @@ class Search:
         self._known: dict[tuple[int, float, int], TreePlans] = {}
 
     def solve(self, node: SeriesParallelTree, held: float, behind: int) -> TreePlans:
-        """Plans for a node, given what is held behind it, and in which micro-batch, by place."""
+        """Find the plans for a node, given the samples held after it and their micro-batch, as an index."""
         key = id(node), held, behind
         if key not in self._known:
             ways = [
@@ -165,7 +170,7 @@ class Search:
         return self._known[key]
 
     def stage(self, names: tuple[str, ...], devices: int, size: int, reader: int) -> PlannedStage:
-        """A stage before a reader, both micro-batches by place."""
+        """Make a stage before a reader; both micro-batches are indices of the sizes."""
         own, other = int(self.sizes[size]), int(self.sizes[reader])
         return PlannedStage(names, devices, own, max(1, other // own))
 
@@ -228,19 +233,20 @@ class Search:
 
 
 def _entries(held: Floats) -> list[tuple[int, int, float]]:
-    """Devices, micro-batch and samples held of each plan in a table."""
+    """List the devices, micro-batch and held samples of each plan in a table."""
     places = zip(*np.nonzero(np.isfinite(held)), strict=True)
     return [(int(devices), int(reader), float(held[devices, reader])) for devices, reader in places]
 
 
 @dataclass(frozen=True, eq=False)
 class GraphPipe:
-    """The planner.
+    """GraphPipe's planner of stages that form a DAG.
 
     Args:
-        cost: Of any stage.
-        sizes: Micro-batches that stages may have: divisors of the batch, each of the next.
-        tolerance: By what share a plan may be slower than the fastest, and its bottleneck above the least.
+        cost: The cost of any set of operators as a stage.
+        sizes: The micro-batch sizes that stages may have; each divides the next, and all divide the batch.
+        tolerance: The share by which a plan may be slower than the fastest, and its bottleneck larger than
+            the smallest.
     """
 
     cost: StageCost
@@ -249,22 +255,22 @@ class GraphPipe:
 
     @cached_property
     def tree(self) -> SeriesParallelTree:
-        """The operators as a tree."""
+        """The series-parallel tree of the operators."""
         return tree_of(self.cost.graph)
 
     @cached_property
     def facts(self) -> GroupFacts:
-        """What groups of operators cost."""
+        """The costs of groups of operators."""
         return GroupFacts(self.cost, tuple(sorted(self.sizes)))
 
     def plan(self) -> StagePlan:
-        """Of the plans that the search meets, with one micro-batch and with any, the fastest in a trial.
+        """Return the fastest simulated plan of all that the search finds, with one micro-batch size or mixed.
 
-        A bottleneck says nothing of how long a pipeline takes to fill: that is what large micro-batches and
-        many stages cost.
+        The bottleneck does not show how long a pipeline takes to fill, which is the cost of large
+        micro-batches and of many stages. Therefore plans are simulated.
 
         Raises:
-            PlanError: If none fits the memory of the devices.
+            PlanError: If no plan fits the memory of the devices.
         """
         plans = {size: self._ever_better((size,)) for size in self.sizes}
         found = self._fastest([plan for each in plans.values() for plan in each])
@@ -273,16 +279,16 @@ class GraphPipe:
         seconds, best = found
         size = best.stages[0].micro_batch
         near = tuple(other for other in self.sizes if size // 2 <= other <= size * 2)
-        # Plans with a larger bottleneck than this are slower, however soon they fill.
+        # Plans with a larger bottleneck than this are slower, no matter how soon they fill.
         mixed = self._fastest(self._ever_better(near, below=seconds / self.cost.batch), seconds)
         return best if mixed is None else mixed[1]
 
     def _fastest(
         self, plans: Sequence[StagePlan], limit: float = float("inf")
     ) -> tuple[float, StagePlan] | None:
-        """Of plans that take less than a limit, with any k, the fastest in a trial, and its seconds.
+        """Return the fastest simulated plan below a limit, with any k, and its seconds.
 
-        An estimate is never above what a trial finds, so that the first ones tried rule out most others.
+        An estimate is never above the simulated time, so the first plans simulated rule out most others.
         """
         best: tuple[float, StagePlan] | None = None
         each = (one for plan in dict.fromkeys(plans) for one in longer_turns(self.cost, plan))
@@ -295,12 +301,12 @@ class GraphPipe:
         return best
 
     def whole(self) -> StagePlan:
-        """The plan, with devices that it has no use for given to the slowest stages that can take one more.
+        """Return the plan, with unused devices given to the slowest stages that can take one more.
 
-        Where no stage can take one, as replicas of a batch norm need two samples each, a stage is halved.
+        If no stage can take one, because replicas of a batch norm need two samples each, a stage is halved.
 
         Raises:
-            PlanError: If there are more devices than stages can take, or none fits the memory.
+            PlanError: If there are more devices than stages can take, or no plan fits the memory.
         """
         plan = self.plan()
         while plan.devices < self.cost.devices.count:
@@ -315,7 +321,7 @@ class GraphPipe:
         return plan
 
     def _wider(self, plan: StagePlan) -> StagePlan | None:
-        """The plan with one more device for its slowest stage that can take one; None if none can."""
+        """Return the plan with one more device for its slowest stage that can take one; None if none can."""
         taking = [
             number
             for number, stage in enumerate(plan.stages)
@@ -329,9 +335,9 @@ class GraphPipe:
         return replace(plan, stages=tuple(stages))
 
     def _longer(self, plan: StagePlan) -> StagePlan | None:
-        """The plan with one more device for the second half of its slowest stage of several operators.
+        """Halve the slowest stage of several operators, with one more device for the second half.
 
-        The halves follow each other: nothing outside of a stage lies between two of its operators.
+        The halves can follow each other, because no operator outside a stage lies between two of its own.
         """
         several = [number for number, stage in enumerate(plan.stages) if len(stage.operators) > 1]
         if not several:
@@ -360,13 +366,13 @@ class GraphPipe:
         )
 
     def least(self, sizes: tuple[int, ...]) -> StagePlan:
-        """The plan with the least bottleneck.
+        """Return the plan with the smallest bottleneck.
 
         Args:
-            sizes: Micro-batches that stages may have.
+            sizes: The micro-batch sizes that stages may have.
 
         Raises:
-            PlanError: If none fits the memory of the devices.
+            PlanError: If no plan fits the memory of the devices.
         """
         plans = self._ever_better(sizes)
         if not plans:
@@ -380,7 +386,7 @@ class GraphPipe:
         return plans[-1]
 
     def _ever_better(self, sizes: tuple[int, ...], *, below: float = float("inf")) -> list[StagePlan]:
-        """Plans of ever smaller bottleneck, the first one's below a number; none if there are none.
+        """Return plans of ever smaller bottleneck, starting below a limit; empty if there are none.
 
         Source: GraphPipe, binary search on time per sample.
         """
@@ -412,16 +418,16 @@ class GraphPipe:
         return StagePlan(self.cost.batch, sorted_stages(self.cost, stages))
 
     def bottleneck(self, plan: StagePlan) -> float:
-        """Seconds a sample of a plan's slowest stage."""
+        """Return the seconds per sample of a plan's slowest stage."""
         return max(map(self.seconds, plan.stages))
 
     def seconds(self, stage: PlannedStage) -> float:
-        """Seconds a sample of a stage."""
+        """Return the seconds per sample of a stage."""
         return self.cost.per_sample(stage.operators, stage.devices, stage.micro_batch)
 
 
 def sorted_stages(cost: StageCost, stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
-    """Stages in an order in which sources come first."""
+    """Sort stages so that sources come before their readers."""
     place = {name: number for number, stage in enumerate(stages) for name in stage.operators}
     needs: list[set[int]] = [set() for _ in stages]
     for operator in cost.graph.operators:

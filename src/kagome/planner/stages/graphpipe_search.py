@@ -1,12 +1,13 @@
-"""Frontier: the fewest samples in flight at the head of a part, by devices and micro-batch - compiled loops.
+"""GraphPipe search: compiled loops that find the fewest samples in flight at the head of a part of a model.
 
 Where it sits: the inner loops of ``graphpipe``.
 
-A table ``held[d, r]`` has, for d devices and a head whose largest micro-batch is ``sizes[r]``, the fewest
-samples that the head holds; ``sizes[0]`` is 0, of a part without stages, and infinity stands where there is
-no plan. Of a head nothing else matters to what comes before it: a stage of micro-batch s and
-``k = max(1, r / s)`` before a reader that holds h in micro-batches of r must hold ``ceil(h / s) s + k s``
-samples, which grows with h and with r; before several readers the largest h and the largest r count.
+A table entry ``held[d, r]`` is the fewest samples that the head of a part holds, for plans with d devices and
+a head whose largest micro-batch is ``sizes[r]``. ``sizes[0]`` is 0, for a part without stages. An entry is
+infinite if there is no plan. Nothing else of a head matters to the stages before it: a stage of micro-batch s
+and ``k = max(1, r / s)`` before a reader that holds h samples in micro-batches of r must hold
+``ceil(h / s) s + k s`` samples. That grows with h and with r; with several readers the largest h and the
+largest r count.
 
 Source: GraphPipe, ASPLOS 2025, in-flight samples under kFkB.
 """
@@ -23,9 +24,9 @@ from kagome.planner.stages.operator_groups import Floats, Ints
 
 @compiled
 def trim(held: Floats) -> None:
-    """Leave out what another plan beats: no more devices, no larger micro-batch, no more held."""
+    """Remove plans that another dominates: no more devices, no larger micro-batch, no more samples held."""
     devices, sizes = held.shape
-    least = np.full(sizes, np.inf)  # in rows before this one, by the largest micro-batch allowed
+    least = np.full(sizes, np.inf)  # the minimum of earlier rows, by the largest micro-batch allowed
     for d in range(devices):
         here = np.inf
         for r in range(sizes):
@@ -42,7 +43,7 @@ def trim(held: Floats) -> None:
 def stage(
     need: Ints, fixed: float, kept: float, size: float, h: float, reader: float, memory: float, batch: float
 ) -> tuple[int, float]:
-    """Devices and samples held of a stage before what holds h in a reader's micro-batches; 0 if none fits."""
+    """Find the devices and held samples of a stage before a reader that holds h; 0 devices if none fits."""
     devices = need[0]
     if devices == 0:
         return 0, 0.0
@@ -71,19 +72,20 @@ def in_a_row(
     memory: float,
     batch: float,
 ) -> None:
-    """Stages that begin at the children from one to before another of a row, before what is known behind.
+    """Fill the tables of plans that begin with a stage at some children of a series.
 
     Args:
-        held: Tables by the child that a plan begins with; written from ``end - 1`` back to ``first``.
-        how: Of each entry: where the stage ends, and the rest's devices and micro-batch.
-        first: The first child.
-        end: One past the last.
-        need: Devices of each run of children, by ``groups.run`` and micro-batch; see ``Groups.need``.
-        fixed: Its bytes without samples.
-        kept: Its bytes a sample.
-        sizes: Micro-batches, the first one 0.
-        memory: Bytes of a device.
-        batch: Samples.
+        held: The tables, by the child that a plan begins with; written from ``end - 1`` back to ``first``.
+        how: For each entry, where its first stage ends, and the devices and micro-batch of the rest.
+        first: The first child to fill.
+        end: The child after the last one to fill.
+        need: The fewest devices of each run of children, by ``operator_groups.run`` and micro-batch; see
+            ``Groups.need``.
+        fixed: The bytes of each run without samples.
+        kept: The bytes of each run per sample.
+        sizes: The micro-batch sizes; the first one is 0.
+        memory: Bytes of memory of a device.
+        batch: The number of samples in a batch.
 
     Shapes:
         held ``[children + 1, devices + 1, sizes]``, how ``[*held.shape, 3]``.
@@ -119,7 +121,14 @@ def in_a_row(
 
 @compiled
 def before(held: Floats, how: Ints, child: Floats, d: int, r: int) -> None:
-    """A child's own plans before one plan of the rest, which has d devices and micro-batches of r.
+    """Add a child's own plans before one plan of the rest of its series.
+
+    Args:
+        held: The table of plans that begin with the child.
+        how: For each entry, the marker -1, and the devices and micro-batch of the rest.
+        child: The table of the child's own plans.
+        d: The devices of the rest.
+        r: The micro-batch of the rest, as an index of the sizes.
 
     Shapes:
         held and child ``[devices + 1, sizes]``, how ``[*held.shape, 3]``.
@@ -149,23 +158,23 @@ def side_by_side(
     memory: float,
     batch: float,
 ) -> None:
-    """Plans of branches, all before what holds h in micro-batches of a reader.
+    """Fill the tables of plans of branches that all come before one reader.
 
     Args:
-        held: Tables by state; that of state 0 is given.
-        how: Of each entry: the option, its devices and micro-batch, and the rest's micro-batch.
-        begins: As ``groups.States``, like the next two.
-        group: See there.
-        rest: See there.
-        inner: Each child's own plans.
-        need: Devices of each group; see ``Groups.need``.
-        fixed: Its bytes without samples.
-        kept: Its bytes a sample.
-        sizes: Micro-batches, the first one 0.
-        h: Samples that are held behind.
-        reader: The largest micro-batch there.
-        memory: Bytes of a device.
-        batch: Samples.
+        held: The tables by state; that of state 0 is given.
+        how: For each entry, the option with its devices and micro-batch, and the micro-batch of the rest.
+        begins: The first option of each state; see ``operator_groups.States``.
+        group: The group that each option takes; see ``operator_groups.States``.
+        rest: The state that each option leaves; see ``operator_groups.States``.
+        inner: The tables of each child's own plans.
+        need: The fewest devices of each group; see ``Groups.need``.
+        fixed: The bytes of each group without samples.
+        kept: The bytes of each group per sample.
+        sizes: The micro-batch sizes; the first one is 0.
+        h: The number of samples that the reader holds.
+        reader: The largest micro-batch of the reader.
+        memory: Bytes of memory of a device.
+        batch: The number of samples in a batch.
 
     Shapes:
         held ``[states, devices + 1, sizes]``, how ``[*held.shape, 4]``, inner as held, by child.

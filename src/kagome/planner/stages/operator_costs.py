@@ -1,6 +1,7 @@
-"""Operators: a model as a DAG of named operators with what each costs, measured or declared.
+"""Operator costs: a model as a DAG of named operators with the costs of each, measured or declared.
 
-Where it sits: the input of every stage planner here; ``run`` measures it on a module, benchmarks make it.
+Where it sits: it is the input of every stage planner. ``profile.operators`` measures it on a module;
+benchmarks declare it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from kagome.errors import PlanError
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator.
+    """One operator of a model, with its costs.
 
     Args:
-        name: Unique in its graph.
+        name: The name, unique in its graph.
         reads: The operators whose output it reads.
-        forward: Seconds forward by samples, ascending: measured at some sizes.
-        backward: Seconds backward at the same sizes.
+        forward: Pairs of a number of samples and the seconds forward, measured at ascending sizes.
+        backward: Pairs of a number of samples and the seconds backward, at the same sizes.
         weights: Bytes of its weights.
-        output: Bytes of its output, a sample.
-        kept: Bytes kept for backward, a sample.
-        least: Samples that a replica must take at a time, as a batch norm needs two.
+        output: Bytes of its output per sample.
+        kept: Bytes saved for backward per sample.
+        least: The fewest samples that a replica must take at a time; a batch norm needs two.
     """
 
     name: str
@@ -39,14 +40,15 @@ class Operator:
     least: int = 1
 
     def seconds(self, samples: float) -> float:
-        """Seconds forward and backward of so many samples, between and beyond the measured sizes linear."""
+        """Return the seconds forward and backward together for a number of samples; see :func:`at`."""
         return at(self.forward, samples) + at(self.backward, samples)
 
 
 def at(table: tuple[tuple[int, float], ...], samples: float) -> float:
-    """A table's value; beyond its last size in proportion, below its first one the first one's.
+    """Return a table's value at a number of samples, linear between sizes and in proportion beyond the last.
 
-    A device is not faster with fewer samples than it can do at once.
+    Below the first size it is the first value: a device is not faster with fewer samples than it computes at
+    once.
     """
     sizes = [size for size, _ in table]
     place = bisect_left(sizes, samples)
@@ -61,13 +63,13 @@ def at(table: tuple[tuple[int, float], ...], samples: float) -> float:
 
 @dataclass(frozen=True)
 class OperatorGraph:
-    """A DAG of operators.
+    """A DAG of operators in topological order.
 
     Args:
-        operators: In an order in which those that are read come first.
+        operators: The operators, each after those that it reads.
 
     Raises:
-        PlanError: If a name stands twice, or an operator reads one that does not come before it.
+        PlanError: If a name appears twice, or an operator reads one that does not come before it.
     """
 
     operators: tuple[Operator, ...]
@@ -93,12 +95,12 @@ class OperatorGraph:
 
     @cached_property
     def by_name(self) -> Mapping[str, Operator]:
-        """Operators by name."""
+        """The operators, keyed by name."""
         return {operator.name: operator for operator in self.operators}
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[str, ...]]:
-        """By name, the operators that read it."""
+        """For each operator, by name, the operators that read it."""
         found: dict[str, list[str]] = {operator.name: [] for operator in self.operators}
         for operator in self.operators:
             for name in dict.fromkeys(operator.reads):
@@ -106,19 +108,19 @@ class OperatorGraph:
         return {name: tuple(names) for name, names in found.items()}
 
     def crossing(self, inside: Iterable[str]) -> tuple[int, int]:
-        """Bytes a sample that a set of operators takes from others, and gives to others."""
+        """Return the bytes per sample that a set of operators receives from others, and sends to others."""
         names = set(inside)
         taken = {read for name in names for read in self.by_name[name].reads if read not in names}
         given = [name for name in names if any(reader not in names for reader in self.readers[name])]
         return sum(self.by_name[name].output for name in taken), sum(self.by_name[n].output for n in given)
 
     def to_json(self) -> str:
-        """As text."""
+        """Return the graph as JSON text."""
         return json.dumps([asdict(operator) for operator in self.operators], indent=1)
 
     @staticmethod
     def from_json(text: str) -> OperatorGraph:
-        """The graph that a text holds."""
+        """Read a graph from JSON text."""
         return OperatorGraph(tuple(_operator(each) for each in json.loads(text)))
 
 

@@ -1,6 +1,6 @@
-"""Groups: children of a node of the tree taken as one stage, and what each costs, all of a node at once.
+"""Operator groups: children of a tree node taken as one stage, and the costs of all groups of a node at once.
 
-Where it sits: under ``graphpipe``, which asks for the same ones for each bottleneck.
+Where it sits: ``graphpipe`` uses the same groups for every bottleneck that it tries.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEW = 6
-"""Of so many branches any may share a stage; of more, those that stand next to each other."""
+"""Most branches of which any subset may share a stage; of more, only branches next to each other may."""
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Groups of one node's children.
+    """The groups of one node's children, and their costs.
 
     Args:
-        children: The node's, or the node itself if it has none.
-        members: Which children each group has, as bits.
-        seconds: Seconds a sample of each as a stage; infinite where a device would take fewer samples of a
-            micro-batch than some operator needs.
-        fixed: Bytes of a replica without samples.
-        kept: Bytes of a sample.
+        children: The node's children, or the node itself if it has none.
+        members: The children of each group, as a bit mask.
+        seconds: Seconds per sample of each group as a stage; infinite if a device would take fewer samples of
+            a micro-batch than an operator needs.
+        fixed: Bytes of a replica of each group without samples.
+        kept: Bytes of each group per sample.
 
     Shapes:
         seconds ``[groups, micro-batches, devices]``; fixed and kept ``[groups]``.
@@ -45,12 +45,16 @@ class Groups:
     kept: Floats
 
     def need(self, bottleneck: float, sizes: Sequence[int]) -> Ints:
-        """The fewest devices, from so many on, with which each is fast enough; 0 with none.
+        """Return the fewest devices, from a given number on, with which each group is fast enough; 0 if none.
 
-        More devices may be slower, where sums of gradients take longer than what they save.
+        More devices may be slower, if the sums of gradients take longer than the time that they save.
+
+        Args:
+            bottleneck: The most seconds per sample that a stage may take.
+            sizes: The micro-batches, as indices of the groups' second axis.
 
         Shapes:
-            ``[groups, len(sizes), devices + 1]``, by the devices that it is to have at least.
+            ``[groups, len(sizes), devices + 1]``; the last axis is the number of devices required at least.
         """
         fast = self.seconds[:, list(sizes)] <= bottleneck
         need = np.zeros((*fast.shape[:2], fast.shape[2] + 1), dtype=np.int64)
@@ -61,21 +65,23 @@ class Groups:
         return need
 
     def names(self, group: int) -> tuple[str, ...]:
-        """The operators of a group."""
+        """Return the operators of a group."""
         chosen = (child for place, child in enumerate(self.children) if self.members[group] >> place & 1)
         return tuple(name for child in chosen for name in child.names)
 
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """How a parallel node's children can be taken, the first that is left with some others or by itself.
+    """The sets of a parallel node's children that may be left to plan, and the options in each.
+
+    An option takes the first child that is left, together with others as one stage, or by itself.
 
     Args:
-        begins: The first option of each state, by number, and the end; state 0 has nothing left, the last
-            one everything.
-        group: Of each option: the group that is taken, or -1 - c where child c is planned by itself.
-        rest: The state it leaves.
-        members: The groups that options name.
+        begins: The number of the first option of each state, and the number of all options at the end. State
+            0 has no child left, the last state has all.
+        group: For each option, the group that it takes, or -1 - c if child c is planned by itself.
+        rest: For each option, the state that it leaves.
+        members: The groups that options refer to, as bit masks.
     """
 
     begins: Ints
@@ -86,11 +92,11 @@ class States:
 
 @dataclass(frozen=True, eq=False)
 class GroupFacts:
-    """What does not depend on the bottleneck: shared by all questions.
+    """The facts that do not depend on the bottleneck, shared by all searches.
 
     Args:
-        cost: Of any stage.
-        sizes: Micro-batches that stages may have.
+        cost: The cost of any set of operators as a stage.
+        sizes: The micro-batch sizes that stages may have.
     """
 
     cost: StageCost
@@ -100,11 +106,11 @@ class GroupFacts:
 
     @property
     def looked_at(self) -> int:
-        """Groups of which the costs are known."""
+        """The number of groups whose costs have been computed."""
         return sum(len(groups.members) for groups in self._groups.values())
 
     def groups(self, node: SeriesParallelTree) -> Groups:
-        """A node's groups: of a row, children next to each other (see :func:`run`), else what states name."""
+        """Return a node's groups: runs of a series' children (see :func:`run`), else those of its states."""
         if id(node) not in self._groups:
             children = node.children or (node,)
             row = node.kind != "parallel"
@@ -113,14 +119,14 @@ class GroupFacts:
         return self._groups[id(node)]
 
     def states(self, node: SeriesParallelTree) -> States:
-        """The states of a parallel node."""
+        """Return the states of a parallel node."""
         if id(node) not in self._states:
             self._states[id(node)] = states_of(node)
         return self._states[id(node)]
 
     @cached_property
     def lightest(self) -> Floats:
-        """The least seconds a sample of each operator, on any number of devices."""
+        """The least seconds per sample of each operator, on any number of devices."""
         shares = sorted({int(share) for share in self._shares.ravel()})
         names = [operator.name for operator in self.cost.graph.operators]
         each = [[sum(self.cost.passes(name, share)) / share for share in shares] for name in names]
@@ -128,7 +134,7 @@ class GroupFacts:
 
     @cached_property
     def _shares(self) -> Ints:
-        """Samples of a replica: ``[micro-batches, devices]``."""
+        """The samples of a replica: ``[micro-batches, devices]``."""
         devices = np.arange(1, self.cost.devices.count + 1)
         return np.asarray(-(-np.array(self.sizes)[:, None] // devices), dtype=np.int64)
 
@@ -144,7 +150,7 @@ class GroupFacts:
 
     @cached_property
     def _reads(self) -> Floats:
-        """1 where the operator of a row is read by that of a column."""
+        """A matrix with 1 where the operator of the row is read by that of the column."""
         place = self._place
         found = np.zeros((len(place), len(place)))
         for operator in self.cost.graph.operators:
@@ -157,7 +163,7 @@ class GroupFacts:
         return {operator.name: place for place, operator in enumerate(self.cost.graph.operators)}
 
     def _counted(self, children: Sequence[SeriesParallelTree], members: tuple[int, ...]) -> Groups:
-        """As ``StageCost``, of many stages at once."""
+        """Compute the costs of many stages at once, as ``StageCost`` does for one."""
         link, batch, operators = self.cost.devices, self.cost.batch, self.cost.graph.operators
         own = np.zeros((len(children), len(operators)))
         for number, child in enumerate(children):
@@ -189,19 +195,19 @@ class GroupFacts:
 
 
 def run(begin: int, end: int, children: int) -> int:
-    """The place among a row's groups of its children from one to before another."""
+    """Return the number of a run of children, ``begin`` to before ``end``, among the groups of a series."""
     return begin * children - begin * (begin - 1) // 2 + end - begin - 1
 
 
 def runs(children: int) -> Iterator[int]:
-    """All groups of a row's children that stand next to each other, as bits, by :func:`run`."""
+    """Yield all runs of children of a series as bit masks, in the order of :func:`run`."""
     for begin in range(children):
         for end in range(begin + 1, children + 1):
             yield (1 << end) - (1 << begin)
 
 
 def states_of(node: SeriesParallelTree) -> States:
-    """The states that a parallel node's children can be in."""
+    """Enumerate the states of a parallel node and their options."""
     count = len(node.children)
     options: dict[int, list[tuple[int | None, int]]] = {}
     waiting = [(1 << count) - 1]
@@ -230,7 +236,7 @@ def states_of(node: SeriesParallelTree) -> States:
 
 
 def first_of(left: int) -> Iterator[int]:
-    """The first of what is left, the first two, and so on, as bits."""
+    """Yield the first child that is left, the first two, and so on, as bit masks."""
     taken = 0
     while left:
         taken |= left & -left
@@ -239,7 +245,7 @@ def first_of(left: int) -> Iterator[int]:
 
 
 def groups(left: int) -> Iterator[int]:
-    """All groups of what is left that have the first of it, as bits."""
+    """Yield all groups of the children left that contain the first one, as bit masks."""
     first = left & -left
     others = some = left & ~first
     while True:

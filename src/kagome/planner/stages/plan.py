@@ -1,7 +1,7 @@
 """Stage plan: stages that form a DAG, each with its operators, devices, micro-batch and k.
 
-Where it sits: what the stage planners return, what ``run`` and ``schedule`` take; a JSON file that can be
-read, edited and given back.
+Where it sits: stage planners return it, and ``pipelining.dag`` and ``schedule`` use it. As a JSON file it can
+be read, edited and passed in again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kagome.schedule.dag_schedules import DagShape, Turns
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage.
+    """One stage of a plan.
 
     Args:
-        operators: Names of its operators.
-        devices: Replicas among which each of its micro-batches is divided.
-        micro_batch: Samples of a micro-batch, over all replicas.
-        k: Micro-batches that go forward, and then backward, in one turn.
+        operators: The names of its operators.
+        devices: The number of replicas, which share each of its micro-batches.
+        micro_batch: The number of samples in a micro-batch, over all replicas.
+        k: The number of micro-batches that run forward, and then backward, in one group (kFkB).
     """
 
     operators: tuple[str, ...]
@@ -36,11 +36,11 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stages of a DAG, in an order in which sources come before readers.
+    """The stages of a DAG in topological order.
 
     Args:
-        batch: Samples of a batch, after which weights change.
-        stages: The stages; ranks are given out in their order.
+        batch: The number of samples in a batch, after which weights are updated.
+        stages: The stages; ranks are assigned in their order.
     """
 
     batch: int
@@ -48,14 +48,14 @@ class StagePlan:
 
     @property
     def devices(self) -> int:
-        """Devices of all stages."""
+        """The number of devices of all stages."""
         return sum(stage.devices for stage in self.stages)
 
     def shape(self, graph: OperatorGraph) -> DagShape:
-        """What its programs are made for.
+        """Return the shape that programs of this plan are generated for.
 
         Raises:
-            PlanError: If an operator is in no stage or in two, or stages read each other in a circle.
+            PlanError: If an operator is in no stage or in two, or a stage reads a later one.
         """
         return DagShape(
             self.batch,
@@ -64,15 +64,15 @@ class StagePlan:
         )
 
     def to_json(self) -> str:
-        """As text."""
+        """Return the plan as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> StagePlan:
-        """The plan that a text holds.
+        """Read a plan from JSON text.
 
         Raises:
-            PlanError: If it holds none.
+            PlanError: If the text is not a plan.
         """
         try:
             record = json.loads(text)
@@ -90,10 +90,10 @@ class StagePlan:
 
     @staticmethod
     def load(path: Path | str) -> StagePlan:
-        """The plan in a file.
+        """Read a plan from a file.
 
         Raises:
-            PlanError: If it cannot be read, or holds none.
+            PlanError: If the file cannot be read, or is not a plan.
         """
         file = path_of(path, "plan")
         try:
@@ -106,7 +106,7 @@ class StagePlan:
 
 
 def links_of(graph: OperatorGraph, stages: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
-    """Which stages read which.
+    """Return the pairs of stages of which the second reads the first.
 
     Raises:
         PlanError: If an operator is in no stage or in two, or a stage reads a later one.

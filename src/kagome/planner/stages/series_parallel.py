@@ -1,4 +1,4 @@
-"""Series: operators as a tree of what comes one after another and what stands side by side.
+"""Series-parallel tree: operators decomposed into sequences and into branches that run side by side.
 
 Where it sits: ``graphpipe`` searches over this tree.
 
@@ -7,10 +7,10 @@ Where it sits: ``graphpipe`` searches over this tree.
     a ─> b ─┐                    Series(Parallel(Series(a, b), Series(c, d)), e)
     c ─> d ─┴─> e
 
-Of two operators one comes before the other, or neither does. Sets of which none comes before any of another
-set stand side by side; sets of which all come before all of another set stand in a row. Where neither kind of
-cut is left (a graph like an N), the operators stand in a row, in the order of the graph: their branches are
-not seen.
+Of two operators, one comes before the other or neither does. Two sets are parallel if no operator of one
+comes before any of the other. They are in series if all operators of one come before all of the other. If
+neither kind of cut is left (a graph like an N), the operators form a series in the order of the graph, and
+their branches are not used.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kagome.planner.stages.operator_costs import OperatorGraph
 
 @dataclass(frozen=True)
 class SeriesParallelTree:
-    """A node.
+    """A node of the series-parallel tree.
 
     Args:
         kind: ``leaf``, ``series`` or ``parallel``.
-        names: All operators below it, in the graph's order.
-        children: None of a leaf.
-        forced: A row of operators that have branches which the tree does not show.
-        rows: Of a parallel node, and of the root: all operators below it in a row, branch by branch and level
-            by level. Stages may then hold ends of several branches.
+        names: All operators below the node, in the graph's order.
+        children: The child nodes; a leaf has none.
+        forced: Whether it is a series of operators whose branches the tree does not show.
+        rows: For a parallel node and for the root, all operators below in one series, once branch by branch
+            and once level by level. A stage may then hold the ends of several branches.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class SeriesParallelTree:
     rows: tuple[SeriesParallelTree, ...] = ()
 
     def leaves(self) -> Iterator[str]:
-        """Operators in the order of the tree."""
+        """Yield the operators in the order of the tree."""
         if self.kind == "leaf":
             yield self.names[0]
         for child in self.children:
@@ -49,13 +49,13 @@ class SeriesParallelTree:
 
 
 def tree_of(graph: OperatorGraph) -> SeriesParallelTree:
-    """The tree of a graph.
+    """Decompose a graph of operators into its series-parallel tree.
 
     Cost: the square of the number of operators, in bits.
     """
     names = [operator.name for operator in graph.operators]
     place = {name: number for number, name in enumerate(names)}
-    below = [0] * len(names)  # bit sets: what each operator needs, directly or not
+    below = [0] * len(names)  # bit masks: all operators that each one depends on, directly or indirectly
     for number, operator in enumerate(graph.operators):
         for read in operator.reads:
             below[number] |= below[place[read]] | 1 << place[read]
@@ -102,7 +102,7 @@ def _tree(
         )
     in_a_row = _components(members, lambda number: everyone & ~related[number])
     if len(in_a_row) > 1:
-        # Of two such parts all of one come before all of the other.
+        # Of two such parts, all operators of one come before all of the other.
         in_a_row.sort(key=lambda part: bin(below[part[0]] & everyone).count("1"))
         return SeriesParallelTree(
             "series", own, _flat(_tree(names, part, below, related) for part in in_a_row)
@@ -113,7 +113,7 @@ def _tree(
 
 
 def _flat(children: Iterator[SeriesParallelTree]) -> tuple[SeriesParallelTree, ...]:
-    """Children, those of a forced row in its place: a row in a row is one row."""
+    """Replace a forced series among the children by its own children: a series in a series is one series."""
     found: list[SeriesParallelTree] = []
     for child in children:
         found.extend(child.children if child.forced else (child,))
@@ -121,7 +121,7 @@ def _flat(children: Iterator[SeriesParallelTree]) -> tuple[SeriesParallelTree, .
 
 
 def _components(members: Sequence[int], near: Callable[[int], int]) -> list[list[int]]:
-    """Connected parts, in order."""
+    """Return the connected components of some operators, in order."""
     left, found = sum(1 << number for number in members), []
     for number in members:
         if not left >> number & 1:

@@ -1,6 +1,6 @@
-"""Trial: a stage plan run on imaginary devices.
+"""Plan simulation: runs a stage plan on simulated devices, to find its seconds and memory.
 
-Where it sits: on ``schedule``; the planners' plans are compared by what it says.
+Where it sits: on top of ``schedule.simulator``; planners and benchmarks compare plans by its result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kagome.schedule.simulator import Simulation, simulate
 
 @dataclass(frozen=True, eq=False)
 class PlanSimulation:
-    """What a simulated batch found.
+    """The result of a simulated batch.
 
     Args:
-        shape: How stages take samples.
+        shape: The micro-batches of each stage, and the links between stages.
         run: The simulation.
-        seconds: Of a batch, the sums of gradients included.
+        seconds: Seconds of a batch, with the sums of gradients.
         memory: Bytes of a replica of each stage.
     """
 
@@ -33,12 +33,12 @@ class PlanSimulation:
 
     @property
     def throughput(self) -> float:
-        """Samples a second."""
+        """The number of samples per second."""
         return self.shape.batch / self.seconds
 
     @property
     def depth(self) -> int:
-        """Stages on the longest way."""
+        """The number of stages on the longest path."""
         found = [1] * len(self.shape.stages)
         for stage in range(len(found) - 1, -1, -1):
             found[stage] = 1 + max((found[other] for other in self.shape.readers(stage)), default=0)
@@ -46,13 +46,13 @@ class PlanSimulation:
 
 
 def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> PlanSimulation:
-    """Run a plan's programs once.
+    """Simulate one batch of a plan.
 
     Args:
-        cost: Of any stage.
+        cost: The cost of any set of operators as a stage.
         plan: The plan.
-        sequential: Each stage waits for the one before it, whether it reads it or not, and values go from
-            stage to stage: how pipelines without branches run.
+        sequential: Whether each stage waits for the one before it, even if it does not read it, and values
+            are passed from stage to stage, as in pipelines without branches.
     """
     shape, carried = flow(cost, plan, sequential=sequential)
     passes = [cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages]
@@ -83,7 +83,7 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
 def flow(
     cost: StageCost, plan: StagePlan, *, sequential: bool = False
 ) -> tuple[DagShape, dict[tuple[int, int], float]]:
-    """How a plan's stages take samples, and the bytes of a sample on each way between them."""
+    """Return the shape of a plan, and the bytes per sample on each link between stages."""
     shape = plan.shape(cost.graph)
     if sequential:
         links = tuple((stage, stage + 1) for stage in range(len(plan.stages) - 1))
@@ -103,24 +103,24 @@ def flow(
 
 
 def message(cost: StageCost, plan: StagePlan, way: tuple[int, int], size: float) -> float:
-    """Seconds of a message of so many bytes between two stages; the narrower one's replicas share it."""
+    """Return the seconds of a message between two stages; the replicas of the narrower stage share it."""
     lanes = min(plan.stages[way[0]].devices, plan.stages[way[1]].devices)
     return cost.devices.latency + size / lanes / cost.devices.bandwidth
 
 
 def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> float:
-    """Seconds of a batch, at the least: what a :func:`trial` finds, without running the programs.
+    """Return a lower bound on the seconds of a batch that :func:`trial` finds, without running the programs.
 
-    The largest sum, over stages and links, of how long its first samples take to come, how long it is busy
-    with a batch or waits for what it holds to come back, and how long its last samples' gradients take to the
-    sources.
+    It is the maximum over stages and links of the sum of three times: until the first samples arrive, while
+    the stage is busy with the batch or waits for gradients of the samples that it holds, and until the
+    gradients of its last samples reach the sources.
 
     Args:
-        cost: Of any stage.
+        cost: The cost of any set of operators as a stage.
         plan: The plan.
-        sequential: As for :func:`trial`.
+        sequential: Whether stages form a chain; see :func:`trial`.
 
-    Cost: a few steps a stage and link.
+    Cost: a few steps for each stage and link.
     """
     shape, carried = flow(cost, plan, sequential=sequential)
     forward, backward = zip(
@@ -130,7 +130,7 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
     hops = {way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.links}
     most = 0.0
     for one, other in sorted(shape.links, key=lambda link: link[1]):
-        # The first micro-batch of the other one is so many of this one's, and so is the last.
+        # The first micro-batch of the reader covers this many of its source's, and so does the last.
         many = max(1, shape.stages[other].micro_batch // shape.stages[one].micro_batch)
         hop = hops[one, other]
         begin[other] = max(begin[other], begin[one] + many * forward[one] + hop)
@@ -139,7 +139,7 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
         messages = shape.batch // shape.unit(one, other)
         busy = forward[one] + messages * hops[one, other] + forward[other] + backward[other]
         most = max(most, begin[one] + busy + drain[other])
-    # A micro-batch begins once the one that many before it that the window holds is back.
+    # A micro-batch starts once the one before it by the length of the window has come back.
     window, trip = windows(shape), [0.0] * len(plan.stages)
     for stage in range(len(plan.stages) - 1, -1, -1):
         turns, own = shape.stages[stage], forward[stage] + backward[stage]
@@ -154,22 +154,22 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
 def longer_turns(
     cost: StageCost, plan: StagePlan, *, sequential: bool = False
 ) -> Iterator[tuple[float, StagePlan]]:
-    """A plan, and it with twice its k, four times and so on while that helps and fits; each with an estimate.
+    """Yield a plan with its k, twice its k, and so on while that helps and fits, each with an estimate.
 
-    A window that lets no reader wait while messages take no time is too small where they do: with more in
-    flight, messages travel while stages compute.
+    A window that is large enough if messages take no time is too small if they do take time. With more
+    samples in flight, messages travel while stages compute.
 
     Args:
-        cost: Of any stage.
+        cost: The cost of any set of operators as a stage.
         plan: The plan.
-        sequential: As for :func:`trial`.
+        sequential: Whether stages form a chain; see :func:`trial`.
     """
     before = float("inf")
     while True:
         seconds = estimate(cost, plan, sequential=sequential)
         yield seconds, plan
         if seconds >= before:
-            return  # the last one may still fill better than an estimate knows
+            return  # the last plan was yielded too: it may be better than its estimate
         before = seconds
         plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
         held = windows(flow(cost, plan, sequential=sequential)[0])
