@@ -1,4 +1,4 @@
-"""What the documentation shows runs: examples, README's script, its flags, its links, the shell files."""
+"""What the documentation shows runs: examples, README's script, flags, links, the shell files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ import warm
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("cli", "training", "strategies", "benchmarks")),
+    *sorted((ROOT / "docs").glob("how-to-*.md")),
+]
 SHELL = [*sorted(EXAMPLES.glob("*.sh")), *sorted(EXAMPLES.glob("*.sbatch")), ROOT / ".ci" / "run"]
 
 
@@ -143,9 +148,10 @@ def test_ci_run_can_be_executed() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_readme_names_flags_that_exist(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    shown = re.findall(r"kagome (\w+)((?: +[^\s#`]+)*)", "\n".join(blocks(ROOT / "README.md", "sh")))
+def test_readme_and_guides_name_flags_that_exist(tmp_path: Path) -> None:
+    text = "\n".join(page.read_text() for page in GUIDES)
+    scripts = "\n".join(block for page in GUIDES for block in blocks(page, "sh"))
+    shown = re.findall(r"kagome (\w+)((?: +[^\s#`]+)*)", scripts)
     helps = {name: run("kagome", name, "--help", cwd=tmp_path) for name in {name for name, _ in shown}}
     assert {"train", "predict", "plan", "check", "partition", "report", "doctor"} == set(helps)
     for name, rest in shown:

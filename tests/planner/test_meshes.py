@@ -38,7 +38,7 @@ from kagome.report.page.plan_page import plans_html
 from kagome.train.data import from_data
 
 pytestmark = pytest.mark.usefixtures("one_measure")
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 SBM = "sbm:vertices=300,degree=8,features=10,classes=4,communities=4"
 
 
@@ -424,8 +424,8 @@ def test_clusters(tmp_path: Path) -> None:
 
 
 def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """README's command, ogbn-papers100M on 64 GPUs from its counts: the same plans, and none other."""
-    block = README.partition("$ kagome plan")[2].partition("```")[0]
+    """PAGE's command, ogbn-papers100M on 64 GPUs from its counts: the same plans, and none other."""
+    block = PAGE.partition("$ kagome plan")[2].partition("```")[0]
     command, _, shown = block.replace("\\\n", "").partition("\n")
     with pytest.raises(SystemExit) as left:
         main.main(["plan", *shlex.split(command), "--json"])
