@@ -424,7 +424,7 @@ def test_clusters(tmp_path: Path) -> None:
 
 
 def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    """PAGE's command, ogbn-papers100M on 64 GPUs from its counts: the same plans, and none other."""
+    """The page's command, ogbn-papers100M on 64 GPUs from its counts: the same plans, and none other."""
     block = PAGE.partition("$ kagome plan")[2].partition("```")[0]
     command, _, shown = block.replace("\\\n", "").partition("\n")
     with pytest.raises(SystemExit) as left:
