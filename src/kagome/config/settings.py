@@ -1,6 +1,6 @@
 """Run = Data + Model + Parallel + Train + Report: the one source of command line flags, TOML and docs.
 
-Where it sits: frozen dataclasses without torch; ``cli.main`` turns them into flags, ``run`` reads them.
+Where it sits: frozen dataclasses without torch; ``cli.main`` turns them into flags, ``train`` reads them.
 """
 
 from __future__ import annotations
