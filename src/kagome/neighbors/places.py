@@ -61,7 +61,7 @@ class Places(Placed, Protocol):
 
     @property
     def own(self) -> int:
-        """Own rows."""
+        """The number of vertices that this rank owns."""
 
     @property
     def vertices(self) -> int:

@@ -96,7 +96,7 @@ def _running() -> Any:
 
 
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """As ``Function.apply``."""
+    """Apply a function as torch does, and note what a part must know of its backward."""
     out = super(_SingleLevelFunction, cls).apply(*args, **kwargs)
     scope = None if cls.__module__.partition(".")[0] in _LIBRARIES else _running()
     if scope is not None:

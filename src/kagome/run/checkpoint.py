@@ -528,7 +528,7 @@ def _damaged(folder: Path, fault: str) -> CheckpointError:
 
 
 def _page(folder: Path) -> tuple[Place, dict[str, Seal]]:
-    """A checkpoint's page.
+    """Where the run stood by a checkpoint's page, and the checksums of its files.
 
     Raises:
         SealError: If it is damaged, or of another version.

@@ -192,7 +192,7 @@ class Pipeline:
 
     @property
     def _found(self) -> Sequence[Found]:
-        """What probes found."""
+        """What the probes of gradients found, epoch by epoch."""
         return self.ways.ladder.found if self.guard is None else self.guard.found
 
     def take_uncoded(self) -> Mapping[str, int]:
