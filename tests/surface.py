@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 import kagome
 from kagome import config, errors
-from kagome.cli import main
+from kagome.cli import app
 from kagome.config.commands import COMMANDS
 
 FOLDER = Path(__file__).parent / "golden"
@@ -77,7 +77,7 @@ def flags() -> dict[str, list[str]]:
     found = {}
     for command in COMMANDS:
         with redirect_stdout(StringIO()) as text, suppress(SystemExit):
-            main.main([command, "--help"])
+            app.main([command, "--help"])
         found[command] = sorted(set(re.findall(r"--[a-z][a-z0-9.-]*[a-z0-9]", text.getvalue())))
     return found
 

@@ -93,7 +93,7 @@ def loaded_by(code: str) -> set[str]:
     "code",
     [
         "import kagome; dir(kagome); kagome.Parallel(graph=2); kagome.KagomeError",
-        "import kagome.cli.main, kagome.config, kagome.launch.environment, kagome.launch.launcher",
+        "import kagome.cli.app, kagome.config, kagome.launch.environment, kagome.launch.launcher",
         "import kagome.report.summary, kagome.report.page.page, kagome.records.epoch",
         *[f"import kagome.{name}" for name in ("schedule", "planner") if (SOURCE / name).exists()],
     ],

@@ -57,8 +57,9 @@ def words(case: str, epochs: int, out: Path) -> list[str]:
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """A checkout's own code, on one core a rank."""
-    return {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+    """A checkout's own code, on one core a rank; Python keeps the bytecode, as it does of an installed package."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager
@@ -117,9 +118,9 @@ def by_turns(before: Path, case: str, start: int) -> dict[str, list[float]]:
 
 
 def commands(before: Path, case: str, turns: int) -> dict[str, list[float]]:
-    """Seconds of the whole command of both sides, by turns."""
+    """Seconds of the whole command of both sides, by turns, after one of each that compiles and does not count."""
     found = dict[str, list[float]](before=[], now=[])
-    for turn in range(turns):
+    for turn in range(-1, turns):
         for side in sorted(found, reverse=bool(turn % 2)):
             with tempfile.TemporaryDirectory() as name:
                 command = [sys.executable, "-m", "kagome", "train", "--nproc", str(CASES[case][0])]
@@ -133,7 +134,8 @@ def commands(before: Path, case: str, turns: int) -> dict[str, list[float]]:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                 )
-                found[side].append(time.perf_counter() - begin)
+                if turn >= 0:
+                    found[side].append(time.perf_counter() - begin)
     return found
 
 

@@ -15,9 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kagome.cli import main
+
 OLDER = find_spec("kagome.train") is None
 """Whether the checkout is from before the folders were what they are."""
-main = import_module("kagome.cli" if OLDER else "kagome.cli.main").main
 Trainer = import_module("kagome.run.trainer" if OLDER else "kagome.train.trainer").Trainer
 LOOK_SECONDS = 0.001
 

@@ -25,7 +25,7 @@ import torch
 import tyro
 
 from kagome.autoplan.plan import studied
-from kagome.cli.main import _builder, parse_train
+from kagome.cli.app import _builder, parse_train
 from kagome.config.commands import PlanCommand
 from kagome.planner.candidates import Candidate
 from kagome.planner.cluster import Cluster as Declared

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kagome.cli import main
-from kagome.cli.main import parse_train
+from kagome.cli import app
+from kagome.cli.app import parse_train
 
 SBM = "sbm:vertices=300,degree=6,features=8,classes=4,communities=4"
 FEW = ["--data.name", SBM, "--train.epochs", "3", "--report.no-progress"]
@@ -66,7 +66,7 @@ def kagome(tmp_path, monkeypatch, capfd):
     def run(*args: str) -> tuple[int, str, str]:
         code: object = 0
         try:
-            main.main(list(args))
+            app.main(list(args))
         except SystemExit as left:
             code = left.code
         out, err = capfd.readouterr()
@@ -103,7 +103,7 @@ def test_help_names_every_flag(kagome, command):
 
 def test_help_is_quick_and_loads_no_torch(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code = "import sys\nfrom kagome.cli.main import main\n"
+    code = "import sys\nfrom kagome.cli import main\n"
     code += "try: main(['train', '-h'])\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "False"
@@ -385,7 +385,7 @@ LONG_PATHS = {
 def test_a_name_that_no_file_system_holds_is_one_sentence(words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main.main(words)
+        app.main(words)
     assert ended.value.code not in (0, None)
     told = capfd.readouterr().err
     assert "Traceback" not in told
@@ -397,7 +397,7 @@ def test_a_name_for_which_a_hidden_one_is_too_long_is_one_sentence(tmp_path, mon
     """A file is written beside its place first, under a longer name."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        main.main(["partition", "--data.name", SBM, "--parts", "2", "--out", LONG[:254]])
+        app.main(["partition", "--data.name", SBM, "--parts", "2", "--out", LONG[:254]])
     told = capfd.readouterr().err
     assert "File name too long" in told
     assert "Traceback" not in told

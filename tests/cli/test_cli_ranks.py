@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_cli import FEW, SBM, has_all_files
 
-from kagome.cli import main
+from kagome.cli import app
 
 DIES = '''
 import os
@@ -71,7 +71,7 @@ def test_train_on_the_parts_of_a_saved_partition(start, tmp_path, monkeypatch):
     """With no --nproc the partition says how many ranks; it was one, and then an error."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
-        main.main(["partition", "--data.name", SBM, "--parts", "2", "--out", "parts"])
+        app.main(["partition", "--data.name", SBM, "--parts", "2", "--out", "parts"])
     assert left.value.code == 0
     code, out, err = ended(start("train", "--data.partition", "parts", *FEW[2:], "--out", "run"))
     assert code == 0, err
@@ -177,7 +177,7 @@ def test_sigterm_saves_and_a_resume_on_other_ranks_goes_on(start, tmp_path, monk
     epochs = saved + 2
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
-        main.main(["train", "--resume", "run", "--train.epochs", str(epochs), "--nproc", "1"])
+        app.main(["train", "--resume", "run", "--train.epochs", str(epochs), "--nproc", "1"])
     assert left.value.code == 0
     has_all_files(tmp_path / "run", epochs=epochs, world=1, sent=nproc > 1)
 
@@ -193,7 +193,7 @@ def test_torchrun_gives_the_curve_of_one_process(start, tmp_path, monkeypatch):
     has_all_files(tmp_path / "two", epochs=3, world=2)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
-        main.main(["train", *FEW, "--nproc", "1", "--out", "one"])
+        app.main(["train", *FEW, "--nproc", "1", "--out", "one"])
     assert left.value.code == 0
     curves = [
         [json.loads(line)["loss"] for line in Path(tmp_path, name, "metrics.jsonl").read_text().splitlines()]
@@ -301,7 +301,7 @@ def test_what_lies_in_the_current_folder_never_runs(start, tmp_path):
         sys.executable,
         "-P",
         "-c",
-        "from kagome.cli.main import main; main()",
+        "from kagome.cli import main; main()",
     )  # as the installed script
     env = {**os.environ, "OMP_NUM_THREADS": "1", "KAGOME_CACHE": str(tmp_path / "cache")}
     words = ("train", *FEW, "--nproc", "2", "--model.name", "python:mine:build", "--out", "run")

@@ -13,7 +13,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 from kagome import Parallel, Trainer, config
-from kagome.cli.main import _ranks
+from kagome.cli.app import _ranks
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError, KagomeError
 from training import CLASSES, FEATURES, QUIET, graph, losses, model, settings

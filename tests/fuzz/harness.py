@@ -143,7 +143,7 @@ def command(words: Sequence[str], *, fine: Sequence[int] = (0,)) -> Ended:
     Raises:
         RefusedError: If it ends with another code; what it wrote is judged by the harness.
     """
-    from kagome.cli.main import main
+    from kagome.cli import main
 
     code: object = 0
     try:

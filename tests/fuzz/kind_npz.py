@@ -189,7 +189,7 @@ class Npz:
     def run(self, case: Case) -> Any:
         """One epoch of a small model."""
         from kagome import config
-        from kagome.cli.main import _builder
+        from kagome.cli.app import _builder
         from kagome.graph.datasets.load import load_data
         from kagome.train.trainer import Trainer
 

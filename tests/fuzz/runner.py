@@ -43,7 +43,7 @@ def warm_up() -> None:
         "kagome.cli.check",
         "kagome.autoplan.plan",
         "kagome.model.zoo",
-        "kagome.cli.main",
+        "kagome.cli.app",
     ):
         importlib.import_module(name)
 

@@ -50,6 +50,25 @@ def test_what_a_layer_leaves_out_is_kept_and_given_back():
         assert torch.equal(parameter, state[name]), name
 
 
+class Deaf(nn.Linear):
+    """Neither writes its weight nor takes it."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        with torch.no_grad():
+            self.bias.copy_(state_dict[f"{prefix}bias"])
+
+
+def test_what_a_layer_does_not_take_is_given_all_the_same():
+    model = Deaf(3, 2)
+    state = {name: value + 1.0 for name, value in state_of(model).items()}
+    load_state(model, state)
+    assert torch.equal(model.weight, state["weight"])
+    assert torch.equal(model.bias, state["bias"])
+
+
 @pytest.mark.parametrize("wrong", ["missing", "more"])
 def test_another_model_s_state_is_an_error(wrong: str):
     model = nn.Linear(3, 2)

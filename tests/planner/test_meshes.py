@@ -18,8 +18,8 @@ import kagome
 from kagome.autoplan import plan as planning
 from kagome.autoplan.plan import chosen, here, planned
 from kagome.autoplan.workload import Workload
-from kagome.cli import main
-from kagome.cli.main import _builder
+from kagome.cli import app
+from kagome.cli.app import _builder
 from kagome.comm.all_reduce import ONE_ROUND_BYTES
 from kagome.comm.channel import Channel
 from kagome.config import Allowed, Data as Source, Model, Parallel, Report, Run, Train, plan_io
@@ -428,7 +428,7 @@ def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     block = PAGE.partition("$ kagome plan")[2].partition("```")[0]
     command, _, shown = block.replace("\\\n", "").partition("\n")
     with pytest.raises(SystemExit) as left:
-        main.main(["plan", *shlex.split(command), "--json"])
+        app.main(["plan", *shlex.split(command), "--json"])
     assert left.value.code == 0
     told = json.loads(capsys.readouterr().out)
     rows = [line.rpartition("  yes  ")[0].strip() for line in shown.splitlines() if "  yes  " in line]
@@ -440,7 +440,7 @@ def test_a_graph_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["refused"][0]["refused"].startswith("needs ")
     assert all(one["uncertain"] > 0 for one in told["plans"] if one["settings"].get("graph", 1) > 1)
     with pytest.raises(SystemExit) as left:
-        main.main(["plan", "--vertices", "10"])
+        app.main(["plan", "--vertices", "10"])
     assert left.value.code == 1
     assert "--edges None" in capsys.readouterr().err
 
@@ -451,7 +451,7 @@ def test_the_table_is_read_at_first_sight(
     """And the page shows the same plans, with an epoch of each of the best."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
-        main.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled", "history"])
+        app.main(["plan", "--data.name", SBM, "--devices", "2", "--allow", "decoupled", "history"])
     assert left.value.code == 0
     out = capsys.readouterr().out
     page = Path("runs/plan.html").read_text()
@@ -586,7 +586,7 @@ def test_a_run_by_the_planner_says_what_was_predicted(tmp_path: Path) -> None:
     out = tmp_path / "run"
     words = ("--nproc", "2", "--parallel.plan", "auto", "--train.epochs", "3", "--out", str(out))
     with pytest.raises(SystemExit) as left:
-        main.main(["train", "--data.name", SBM, "--report.no-progress", *words])
+        app.main(["train", "--data.name", SBM, "--report.no-progress", *words])
     assert left.value.code == 0
     summary, plan = (json.loads((out / name).read_text()) for name in ("summary.json", "plan.json"))
     assert summary["predicted"]["epoch_seconds"] == plan["plans"][0]["epoch_seconds"] > 0

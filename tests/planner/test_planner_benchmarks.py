@@ -12,7 +12,7 @@ import pytest
 
 import warm
 from hosts import need_cluster
-from kagome.cli.main import parse_train
+from kagome.cli.app import parse_train
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

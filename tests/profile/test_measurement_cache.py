@@ -14,7 +14,7 @@ from torch import nn
 from torch_geometric.nn import GCN, GCNConv
 
 from kagome.autoplan import plan
-from kagome.cli.main import _builder
+from kagome.cli.app import _builder
 from kagome.config import Data, Model
 from kagome.config.commands import PlanCommand
 from kagome.model.fingerprint import identity

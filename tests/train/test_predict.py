@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 
 from kagome import Trainer
 from kagome.checkpoint.saved_weights import columns_of, give, weights_at
-from kagome.cli import main
+from kagome.cli import app
 from kagome.comm.channel import Channel
 from kagome.config import Parallel
 from kagome.errors import CheckpointError, DataError
@@ -82,14 +82,14 @@ def test_a_run_s_own_loss_is_named_and_not_replaced_by_the_default(tmp_path, mon
         (function,) = given.values()
         assert f'\n{key} = "{name}{function.__name__}"\n' in Path(key, "config.toml").read_text()
         with pytest.raises(SystemExit) as ended:
-            main.main(["train", "--resume", key, "--train.epochs", "3"])
+            app.main(["train", "--resume", key, "--train.epochs", "3"])
         assert ended.value.code == 2
         expected = f"this run's was the function {__name__}:{function.__name__}, which Python gave"
         assert expected in capsys.readouterr().err
         np.savez("graph.npz", x=data.x.numpy(), edge_index=data.edge_index.numpy())
         flags = ["--data.name", "npz:graph.npz", "--model.name", columns, "--train.no-check"]
         with pytest.raises(SystemExit) as ended:
-            main.main(["predict", "--checkpoint", key, "--out", "scores.npz", *flags])
+            app.main(["predict", "--checkpoint", key, "--out", "scores.npz", *flags])
         assert ended.value.code == 0, capsys.readouterr().err
         Path(key, "summary.json").unlink()
         shown = read_folder(key).summary["metric_name"]
@@ -186,7 +186,7 @@ def test_the_command_scores_another_graph(tmp_path, monkeypatch, capsys):
 
     def command(*words: str) -> int:
         with pytest.raises(SystemExit) as left:
-            main.main(list(words))
+            app.main(list(words))
         return int(left.value.code or 0)
 
     few = ("--train.epochs", "3", "--report.no-progress", "--report.no-page", "--model.hidden", "8")
@@ -216,7 +216,7 @@ def test_the_command_scores_another_graph(tmp_path, monkeypatch, capsys):
 def test_a_command_that_cannot_score_says_why(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:
-        main.main(["predict", *words])
+        app.main(["predict", *words])
     assert left.value.code in (1, 2)
     err = capsys.readouterr().err
     assert said in err

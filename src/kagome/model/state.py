@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
@@ -30,7 +31,11 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         RuntimeError: If names or shapes are others.
     """
     alike = state.keys() == state_of(model).keys()
-    model.load_state_dict(state, strict=not alike)  # a layer that leaves a name out takes it all the same
+    model.load_state_dict(state, strict=not alike)
+    if alike and not model.state_dict().keys() >= dict(_lasting(model)).keys():
+        with torch.no_grad():  # a layer that leaves a name out may not take it either
+            for name, value in _lasting(model):
+                value.copy_(state[name])
 
 
 def _lasting(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
