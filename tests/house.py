@@ -79,9 +79,12 @@ def modules_of_one_importer() -> int:
     return sum(count == 1 for count in importers.values())
 
 
-def exchange_starters() -> int:
-    """Functions named ``start_exchange``: spellings of one interface."""
-    return sum(isinstance(node, _FUNCTIONS) and node.name == "start_exchange" for _, node in _nodes())
+def exchanges_spelled_out() -> int:
+    """Functions that take the counts of an exchange one by one, in place of a request."""
+    return sum(
+        isinstance(node, _FUNCTIONS) and {"send_counts", "recv_counts"} <= {arg.arg for arg in node.args.args}
+        for _, node in _nodes()
+    )
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -96,7 +99,7 @@ MEASURES = (
     modules_of_one_importer,
     short_summaries,
     few_comments,
-    exchange_starters,
+    exchanges_spelled_out,
 )
 
 

@@ -27,6 +27,7 @@ sys.path.insert(0, str(HERE.parent))
 from cluster import Cluster  # noqa: E402
 from pipeline.speed import THREADS  # noqa: E402
 
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel  # noqa: E402
 from kagome.profile.contention import work_done  # noqa: E402
 
@@ -99,7 +100,7 @@ def exchanged(channel: Channel, size: int | None) -> float:
         for _ in range(MEETINGS):
             torch.zeros_like(rows).index_add_(0, where, (rows @ weight).index_select(0, whence))
             if size is not None:
-                channel.exchange(message, counts, counts, action=f"turn {turn}")
+                channel.start(message, ExchangeRequest(counts, counts, f"turn {turn}")).wait()
         seconds.append((time.perf_counter() - begun) / MEETINGS)
     return median(seconds)
 

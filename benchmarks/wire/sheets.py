@@ -82,9 +82,10 @@ def send(options: Options) -> None:
     import torch
 
     from kagome.comm import codec as codecs
+    from kagome.comm.exchange import BytesRequest
     from kagome.comm.mesh import open_mesh
     from kagome.config import Parallel
-    from kagome.halo.encoded_message import IncomingRows, Writer, plain
+    from kagome.halo.encoded_message import Writer, incoming_rows, plain
 
     with open_mesh(Parallel(graph=2, shared_memory=False)) as mesh:
         channel, codec = mesh.graph, codecs.Codec(options.rank)
@@ -93,17 +94,17 @@ def send(options: Options) -> None:
         letters, stamps = plain(codec, counts), torch.arange(options.rows)
         found: dict[str, list[float]] = {"one": [], "several": []}
         for turn in range(options.turns + 2):
-            for way, least in (("one", NEVER), ("several", codecs.LEAST_SHEET)):
-                with mock.patch.object(codecs, "LEAST_SHEET", least):
+            for way, least in (("one", NEVER), ("several", codecs.LEAST_SEGMENT)):
+                with mock.patch.object(codecs, "LEAST_SEGMENT", least):
                     channel.barrier("a turn")
                     begun = time.perf_counter()
-                    sheets = letters.sheets(options.width, rows.dtype)
+                    sizes = letters.segments(options.width, rows.dtype)
                     writer = Writer(letters, rows, None, stamps, turn, where="a turn")
-                    coming = channel.start_bytes(writer.write, sheets, sheets, action="a turn")
-                    IncomingRows(coming, letters, torch.empty_like(rows), None).wait()
+                    coming = channel.start_bytes(BytesRequest(writer.write, sizes, sizes, "a turn"))
+                    incoming_rows(coming, letters, torch.empty_like(rows)).wait()
                     if turn >= 2:
                         found[way].append(time.perf_counter() - begun)
-        sizes = sum(letters.sheets(options.width, rows.dtype)[1 - channel.rank])
+        sizes = sum(letters.segments(options.width, rows.dtype)[1 - channel.rank])
     print(json.dumps({"bytes": sizes, **found}))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kagome import Parallel, Trainer
 from kagome.comm import codec
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.transport.process_group import Transport
 from kagome.errors import ModelError
 from kagome.halo.compressed_exchange import CompressedExchange
@@ -203,15 +204,15 @@ def test_one_rank_trains_as_it_does_without_settings(ranks, parallel):
     assert one["max_age"] == 0
 
 
-def on_sheets(channel: Channel, *given: Any) -> dict[str, Any]:
-    """Letters of as many sheets as there may be; the most that one was sent on."""
+def on_segments(channel: Channel, *given: Any) -> dict[str, Any]:
+    """Letters of as many segments as there may be; the most that one was sent on."""
     most, post = [0], Transport.post
 
     def counted(wire: Transport, sent: Sequence[Sequence[Tensor]], *rest: Any) -> Any:
         most.append(max(sum(part.numel() > 0 for part in letter) for letter in sent))
         return post(wire, sent, *rest)
 
-    with mock.patch.object(codec, "LEAST_SHEET", 16), mock.patch.object(Transport, "post", counted):
+    with mock.patch.object(codec, "LEAST_SEGMENT", 16), mock.patch.object(Transport, "post", counted):
         return {**trained(channel, *given), "most": max(most)}
 
 
@@ -227,24 +228,24 @@ def on_sheets(channel: Channel, *given: Any) -> dict[str, Any]:
     ],
     ids=lambda parallel: " ".join(map(str, parallel.values())),
 )
-def test_sheets_change_no_bit(ranks, parallel, shared):
+def test_segments_change_no_bit(ranks, parallel, shared):
     """Neither to ranks of this host, which read in memory, nor to others."""
     given = {**parallel, "guard": False, "shared_memory": shared}
-    few, many = (ranks(2, run, "sage", given, 4) for run in (trained, on_sheets))
+    few, many = (ranks(2, run, "sage", given, 4) for run in (trained, on_segments))
     for one, other in zip(few, many, strict=True):
         same_bits(one, other)
         assert one["bytes"] == other["bytes"]
-        assert other["most"] == (1 if shared else codec.SHEETS)
+        assert other["most"] == (1 if shared else codec.SEGMENTS)
 
 
 @contextmanager
 def nothing_between() -> Iterator[None]:
     """All that crosses goes to the channel as if there were no crossing."""
 
-    def start_exchange(way: CompressedExchange, *given: Any, trip: Any = None, **named: Any) -> Any:
-        return way.channel.start_exchange(*given, **named)
+    def start(way: CompressedExchange, rows: Tensor, request: ExchangeRequest) -> Any:
+        return way.channel.start(rows, request)
 
-    with mock.patch.object(CompressedExchange, "start_exchange", start_exchange):
+    with mock.patch.object(CompressedExchange, "start", start):
         yield
 
 

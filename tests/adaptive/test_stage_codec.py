@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kagome.adaptive.stage_codec import EncodedValues, StageCodec
+from kagome.adaptive.stage_codec import StageCodec, decoded_values
 from kagome.comm.codec import Codec
+from kagome.comm.exchange import Work
 from kagome.errors import ModelError
 from kagome.model.trace.shapes import Value
 
 
-class Come:
+class Come(Work):
     """A message that is there."""
 
     def __init__(self, message: Tensor) -> None:
@@ -34,7 +35,7 @@ def there(
     assert size is not None
     message = codec.encode("x", rows, stamps, size, epoch, backward=backward, where="a test")
     assert message.shape == (size,)
-    out = EncodedValues(Come(message), codec.codec, tuple(rows.shape), rows.dtype).wait()
+    out = decoded_values(Come(message), codec.codec, tuple(rows.shape), rows.dtype).wait()
     assert (out.shape, out.dtype) == (rows.shape, rows.dtype)
     return out
 

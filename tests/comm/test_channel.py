@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.all_reduce import ONE_ROUND_BYTES
 from kagome.comm.channel import Channel
 from kagome.comm.watchdog import Watchdog
@@ -54,7 +55,7 @@ def crossing(channel: Channel, pattern: str, width: int, dtype: torch.dtype) -> 
     theirs = [row(a, me, i, width) for a in range(channel.size) for i in range(comes[a])]
     expected = torch.stack(theirs).to(dtype) if theirs else torch.empty(0, width, dtype=dtype)
     channel.take_bytes()
-    got = channel.exchange(rows, sends, comes, action="halo forward of conv1.x, epoch 3")
+    got = channel.start(rows, ExchangeRequest(sends, comes, "halo forward of conv1.x, epoch 3")).wait()
     assert got.dtype == dtype
     assert torch.equal(got, expected)
     sent = channel.take_bytes()
@@ -86,9 +87,9 @@ def test_exchange_takes_every_type(ranks, world):
 
 def many_shapes(channel: Channel) -> list[tuple[int, ...]]:
     ones = [1] * channel.size
-    flat = channel.exchange(torch.arange(channel.size), ones, ones, action="flat")
+    flat = channel.start(torch.arange(channel.size), ExchangeRequest(ones, ones, "flat")).wait()
     cube = torch.zeros(channel.size, 3, 2).transpose(1, 2)
-    return [tuple(flat.tolist()), tuple(channel.exchange(cube, ones, ones, action="cube").shape)]
+    return [tuple(flat.tolist()), tuple(channel.start(cube, ExchangeRequest(ones, ones, "cube")).wait().shape)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -101,9 +102,7 @@ def test_exchange_takes_any_trailing_shape(ranks, world):
 def several_at_once(channel: Channel) -> list[int]:
     ones = [1] * channel.size
     pendings = [
-        channel.start_exchange(
-            torch.full((channel.size, 2), k * 10 + channel.rank), ones, ones, action=f"number {k}"
-        )
+        channel.start(torch.full((channel.size, 2), k * 10 + channel.rank), ExchangeRequest(ones, ones, f"number {k}"))
         for k in range(5)
     ]
     return [int(pending.wait()[-1, 0]) for pending in reversed(pendings)] + [int(pendings[0].wait()[0, 0])]
@@ -118,9 +117,9 @@ def test_exchanges_may_be_waited_for_later_and_in_any_order(ranks, world):
 def held_up(channel: Channel) -> bool:
     ones, mine = [1] * channel.size, torch.full((channel.size, 4000), float(channel.rank))
     true = torch.arange(channel.size).float().unsqueeze(1).expand(-1, 4000)
-    held = [channel.start_exchange(mine + k, ones, ones, action=f"held {k}") for k in range(3)]
+    held = [channel.start(mine + k, ExchangeRequest(ones, ones, f"held {k}")) for k in range(3)]
     for k in range(300):
-        if not torch.equal(channel.exchange(mine + k, ones, ones, action=f"meanwhile {k}"), true + k):
+        if not torch.equal(channel.start(mine + k, ExchangeRequest(ones, ones, f"meanwhile {k}")).wait(), true + k):
             return False
     return all(torch.equal(begun.wait(), true + k) for k, begun in enumerate(held))
 
@@ -132,7 +131,7 @@ def test_what_nobody_waits_for_holds_up_no_later_exchange(ranks, world):
 
 def with_header(channel: Channel) -> dict[str, int]:
     ones = [1] * channel.size
-    channel.exchange(torch.zeros(channel.size, 4), ones, ones, action="a", header=(0, 3, 2, 4, 1))
+    channel.start(torch.zeros(channel.size, 4), ExchangeRequest(ones, ones, "a", header=(0, 3, 2, 4, 1))).wait()
     return channel.take_bytes()
 
 
@@ -154,9 +153,7 @@ def disagree(channel: Channel, what: str) -> str:
     if last and what == "rows":
         sends = [2, *ones[1:]]
     try:
-        channel.exchange(
-            torch.zeros(sum(sends), width), sends, comes, action="halo forward", header=(0, 3, site, width, 1)
-        )
+        channel.start(torch.zeros(sum(sends), width), ExchangeRequest(sends, comes, "halo forward", header=(0, 3, site, width, 1))).wait()
     except CommError as error:
         return str(error)
     return ""
@@ -185,7 +182,7 @@ def mismatch_without_header(channel: Channel) -> str:
     channel.timeout = 1.0
     width = 4 + channel.rank
     with pytest.raises(CommError) as caught:
-        channel.exchange(torch.zeros(2, width), [1, 1], [1, 1], action="unchecked")
+        channel.start(torch.zeros(2, width), ExchangeRequest([1, 1], [1, 1], "unchecked")).wait()
     return str(caught.value)
 
 
@@ -196,13 +193,13 @@ def test_sizes_that_differ_kill_nobody_even_without_a_header(ranks):
 def test_counts_that_cannot_be_are_refused():
     channel = Channel(None, "cpu")
     with pytest.raises(ValueError, match="1 counts each way"):
-        channel.exchange(torch.zeros(2, 1), [1, 1], [1, 1], action="a")
+        channel.start(torch.zeros(2, 1), ExchangeRequest([1, 1], [1, 1], "a")).wait()
     with pytest.raises(ValueError, match="2 rows cannot"):
-        channel.exchange(torch.zeros(2, 1), [1], [1], action="a")
+        channel.start(torch.zeros(2, 1), ExchangeRequest([1], [1], "a")).wait()
 
 
 def too_long_header(channel: Channel) -> None:
-    channel.exchange(torch.zeros(2, 1), [1, 1], [1, 1], action="a", header=(0,) * 6)
+    channel.start(torch.zeros(2, 1), ExchangeRequest([1, 1], [1, 1], "a", header=(0,) * 6)).wait()
 
 
 def test_a_header_has_up_to_five_numbers(ranks):
@@ -282,7 +279,7 @@ def waits(channel: Channel) -> float:
     ones = [1] * channel.size
     if channel.rank == 0:
         time.sleep(0.4)
-    channel.exchange(torch.zeros(channel.size, 1), ones, ones, action="late")
+    channel.start(torch.zeros(channel.size, 1), ExchangeRequest(ones, ones, "late")).wait()
     channel.barrier("end")
     waited = channel.take_traffic().waited
     assert sum(channel.take_traffic().waited.values()) == 0
@@ -297,7 +294,7 @@ def test_waits_are_counted_where_they_happen(ranks):
 def meet(channel: Channel, how: str, action: str) -> None:
     ones = [1] * channel.size
     if how == "exchange":
-        channel.exchange(torch.zeros(channel.size, 1), ones, ones, action=action)
+        channel.start(torch.zeros(channel.size, 1), ExchangeRequest(ones, ones, action)).wait()
     else:
         channel.all_reduce(torch.zeros(9), action=action)
 
@@ -405,7 +402,7 @@ def apart(channel: Channel) -> tuple[list[Tensor], float, bool, int]:
     mine = torch.full((channel.size, 3), float(channel.rank))
     ones = [1] * channel.size
     before = channel.traffic.bytes["halo"]
-    held = [other.start_exchange(mine + 10 * k, ones, ones, action=f"late {k}") for k in range(3)]
+    held = [other.start(mine + 10 * k, ExchangeRequest(ones, ones, f"late {k}")) for k in range(3)]
     total = float(channel.all_reduce(torch.ones(1), action="meanwhile"))
     found = [one.wait() for one in held]
     sent = channel.traffic.bytes["halo"] - before

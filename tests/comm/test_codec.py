@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kagome.comm import codec as comm_codec
-from kagome.comm.codec import BITS, FINER, SHEETS, Codec
+from kagome.comm.codec import BITS, FINER, SEGMENTS, Codec
 from kagome.config import CodecName
 from kagome.errors import ModelError
 
@@ -84,9 +84,9 @@ def test_one_bit_is_23_times_fewer_bytes_and_more() -> None:
 def test_sheets_have_all_rows_and_the_bytes_of_one(
     rows: int, width: int, name: CodecName, dtype: torch.dtype, least: int
 ) -> None:
-    with mock.patch.object(comm_codec, "LEAST_SHEET", least):
-        found = Codec(name).sheets(rows, width, dtype)
-    assert 1 <= len(found) <= SHEETS
+    with mock.patch.object(comm_codec, "LEAST_SEGMENT", least):
+        found = Codec(name).segments(rows, width, dtype)
+    assert 1 <= len(found) <= SEGMENTS
     assert sum(found) == rows
     assert all(count > 0 for count in found) or rows == 0
     sizes = [Codec(name).size(count, width, dtype) for count in found]
@@ -98,9 +98,9 @@ def test_sheets_have_all_rows_and_the_bytes_of_one(
 def test_sheets_restore_what_one_does(name: CodecName) -> None:
     rows, codec, stamps = torch.randn(200, 9), Codec(name), torch.arange(200) * 7
     whole = restored(codec, message_of(codec, rows, stamps=stamps), rows)
-    with mock.patch.object(comm_codec, "LEAST_SHEET", 64):
-        counts = codec.sheets(200, 9, torch.float32)
-    assert len(counts) == SHEETS
+    with mock.patch.object(comm_codec, "LEAST_SEGMENT", 64):
+        counts = codec.segments(200, 9, torch.float32)
+    assert len(counts) == SEGMENTS
     cut = (each.split(counts) for each in (rows, stamps, whole))
     for some, stamp, expected in zip(*cut, strict=True):
         assert torch.equal(restored(codec, message_of(codec, some, stamps=stamp), some), expected)

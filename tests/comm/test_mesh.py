@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
 from kagome.config import Parallel
@@ -31,7 +32,7 @@ def test_one_rank_needs_no_group():
         assert (mesh.stage, mesh.part, mesh.pipe.size, mesh.pipe.names) == (0, 0, 1, [0])
         mesh.doing("nothing")
         rows = torch.ones(2, 3, device=mesh.device)
-        assert mesh.graph.exchange(rows, [2], [2], action="a") is rows
+        assert mesh.graph.start(rows, ExchangeRequest([2], [2], "a")).wait() is rows
 
 
 def test_one_rank_may_have_a_group_and_it_is_gone_afterwards():
@@ -152,13 +153,13 @@ def counted(channel: Channel) -> dict[str, int]:
     with open_mesh(Parallel(pipe=2), timeout=20) as mesh:
         mesh.world.take_traffic()
         ones, rows = [1, 1], torch.zeros(2, 3)
-        mesh.graph.exchange(rows, ones, ones, action="halo")
+        mesh.graph.start(rows, ExchangeRequest(ones, ones, "halo")).wait()
         mesh.weights.start_all_reduce(torch.zeros(5), action="sum").wait()
         if mesh.stage == 0:
             mesh.pipe.start_send(rows, 1, action="rows").wait()
         else:
             mesh.pipe.start_receive((2, 3), torch.float32, 0, action="rows").wait()
-        mesh.world.exchange(torch.zeros(4, 1), [1] * 4, [1] * 4, action="all", kind="transpose")
+        mesh.world.start(torch.zeros(4, 1), ExchangeRequest([1] * 4, [1] * 4, "all", kind="transpose")).wait()
         taken = mesh.world.take_traffic().bytes
         assert not any(each.take_traffic().bytes["halo"] for each in (mesh.graph, mesh.pipe))
         return taken
@@ -187,7 +188,7 @@ def loses(channel: Channel) -> str:
     with open_mesh(Parallel(pipe=2), timeout=2) as mesh:
         try:
             if mesh.rank == 0:
-                mesh.graph.exchange(torch.zeros(2, 1), [1, 1], [1, 1], action="halo")
+                mesh.graph.start(torch.zeros(2, 1), ExchangeRequest([1, 1], [1, 1], "halo")).wait()
             elif mesh.rank == 3:
                 mesh.pipe.start_receive((2,), torch.float32, 0, action="rows").wait()
         except CommError as error:

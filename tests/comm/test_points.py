@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.comm.mesh import open_mesh
@@ -50,7 +51,7 @@ def ring(channel: Channel, shared: bool, count: int, lent: bool) -> dict[str, in
     come = [channel.start_receive((3, 2), torch.float32, before, action=f"from {k}") for k in range(count)]
     for k in reversed(range(count)):
         if lent:
-            with come[k].lent() as rows:
+            with come[k].borrow() as rows:
                 assert torch.equal(rows, rows_of(k, before))
         else:
             rows = come[k].wait()
@@ -120,7 +121,7 @@ def both_passes(channel: Channel, shared: bool) -> bool:
             rows = rows_of(k, me) + 0.5 * backward
             sent.append(channel.start_send(rows, peer, action="there", backward=backward))
         if k % 4 == 0:
-            got = channel.exchange(torch.full((2, 6), float(k)), ones, ones, action="all", kind="halo")
+            got = channel.start(torch.full((2, 6), float(k)), ExchangeRequest(ones, ones, "all", kind="halo")).wait()
             assert float(got.sum()) == 12.0 * k
             channel.barrier("in between")
         for backward in reversed(passes):
@@ -271,12 +272,12 @@ def piped(channel: Channel, pipe: int, shared: bool, chunks: int) -> float:
             if stage < last:
                 sent.append(line.start_send(rows + 1, stage + 1, action=f"forward {k}"))
             halo = torch.full((mesh.graph.size, 1), float(stage))
-            assert float(mesh.graph.exchange(halo, ones, ones, action=f"halo {k}").mean()) == stage
+            assert float(mesh.graph.start(halo, ExchangeRequest(ones, ones, f"halo {k}")).wait().mean()) == stage
         for k in reversed(range(chunks)):
             back = torch.full(shape, float(k))
             if stage < last:
                 come = line.start_receive(shape, back.dtype, stage + 1, action=f"backward {k}", backward=True)
-                with come.lent() as rows:
+                with come.borrow() as rows:
                     back = rows.clone()
             total += float(back.mean())
             if stage > 0:
@@ -320,7 +321,7 @@ def test_threads_send_to_each_other_too():
         }
         assert channel.start_receive((0, 2), torch.float32, before, action="from").wait().shape == (0, 2)
         for (k, backward), each in reversed(come.items()):
-            with each.lent() as rows:
+            with each.borrow() as rows:
                 assert torch.equal(rows, rows_of(k, before) + backward)
             assert each.wait() is rows
         return True

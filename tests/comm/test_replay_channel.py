@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.in_process.replay_channel import ReplayChannel
 from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.errors import CommError
@@ -18,7 +19,7 @@ def test_each_rank_in_its_turn_hears_again_what_it_heard() -> None:
 
         def epoch(number: int) -> list[float]:
             rows = torch.full((3, 1), 10.0 * number + rank)
-            came = channel.exchange(rows, [1, 1, 1], [1, 1, 1], action=f"epoch {number}", header=(number,))
+            came = channel.start(rows, ExchangeRequest([1, 1, 1], [1, 1, 1], f"epoch {number}", header=(number,))).wait()
             total = channel.all_reduce(torch.tensor(float(number)), action=f"sums of epoch {number}")
             return [*came.flatten().tolist(), float(total)]
 

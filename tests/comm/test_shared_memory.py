@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
 from kagome.comm.groups import open_shelf
 from kagome.comm.mesh import open_mesh
@@ -237,7 +238,7 @@ def swapped(channel: Channel, full: bool) -> list[Tensor]:
         width = 1000 * (turn + 1)
         rows = torch.full((channel.size, width), float(10 * turn + channel.rank))
         ones = [1] * channel.size
-        found.append(channel.exchange(rows, ones, ones, action=f"turn {turn}")[:, 0])
+        found.append(channel.start(rows, ExchangeRequest(ones, ones, f"turn {turn}")).wait()[:, 0])
     return found
 
 
@@ -256,7 +257,7 @@ def picked(channel: Channel, lent: bool, turns: int = 5) -> int:
         rows = torch.arange(12.0).view(4, 3) + 100 * me + 1000 * turn
         counts = [0 if peer == me else 2 for peer in range(size)]
         pick = torch.tensor([3, 1] * (size - 1))
-        coming = channel.start_exchange(rows, counts, counts, action=f"turn {turn}", pick=pick)
+        coming = channel.start(rows, ExchangeRequest(counts, counts, f"turn {turn}", index=pick))
         expected = torch.cat(
             [
                 (torch.arange(12.0).view(4, 3) + 100 * peer + 1000 * turn)[[3, 1]]
@@ -265,7 +266,7 @@ def picked(channel: Channel, lent: bool, turns: int = 5) -> int:
             ]
         )
         if lent:
-            with coming.lent() as found:
+            with coming.borrow() as found:
                 assert torch.equal(found, expected)
         else:
             assert torch.equal(coming.wait(), expected)
@@ -317,9 +318,7 @@ def mixed(channel: Channel, unwilling: int) -> list[list[float]]:
     beside.lay_on(shelf)
     ones = [1] * channel.size
     found = [
-        beside.exchange(
-            torch.full((channel.size, 50), 10.0 * turn + channel.rank), ones, ones, action=f"{turn}"
-        )
+        beside.start(torch.full((channel.size, 50), 10.0 * turn + channel.rank), ExchangeRequest(ones, ones, f"{turn}")).wait()
         for turn in range(3)
     ]
     if shelf is not None:
@@ -338,7 +337,7 @@ def turned_off(channel: Channel, shared: bool) -> tuple[bool, Tensor]:
         wire = mesh.graph._wire
         has = wire is not None and wire.shelf is not None
         ones, rows = [1] * mesh.size, torch.full((mesh.size, 9), float(mesh.rank))
-        return has, mesh.graph.exchange(rows, ones, ones, action="a")[:, 0]
+        return has, mesh.graph.start(rows, ExchangeRequest(ones, ones, "a")).wait()[:, 0]
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kagome.comm.exchange import BytesRequest
 from kagome.comm.channel import Channel
 from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.comm.transport.process_group import Transport
@@ -43,7 +44,7 @@ def crossed(channel: Any) -> None:
     sizes, expected = [sheets(me, peer) for peer in world], [sheets(peer, me) for peer in world]
     for _ in range(3):
         written.clear()
-        begun = channel.start_bytes(write, sizes, expected, action="letters", header=(0, 1, 2, 3, 4))
+        begun = channel.start_bytes(BytesRequest(write, sizes, expected, "letters", header=(0, 1, 2, 3, 4)))
         assert sorted(written) == [(p, k) for p in world for k, count in enumerate(sizes[p]) if count]
         come: dict[int, list[Tensor]] = {}
         for peer, sheet, part in begun.parts(expected):
@@ -114,7 +115,7 @@ def broken_off(channel: Channel) -> None:
             raise ModelError("numbers that can be written", "others")
 
     with pytest.raises(ModelError, match="can be written"):
-        channel.start_bytes(write, [[3, 2, 0]] * channel.size, [[3, 2, 0]] * channel.size, action="letters")
+        channel.start_bytes(BytesRequest(write, [[3, 2, 0]] * channel.size, [[3, 2, 0]] * channel.size, "letters"))
     crossed(channel)  # nothing of it is left
 
 

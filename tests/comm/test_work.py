@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
 from kagome.comm.stats import KINDS, Traffic
 from kagome.errors import CommError
@@ -21,7 +22,7 @@ def mixed(channel: Channel) -> list[float]:
     for step in range(6):
         if (step + channel.rank) % 2:
             sums += [beside.start_all_reduce(torch.full((3,), float(k)), action=f"sum {k}") for k in range(2)]
-        got = channel.exchange(torch.full((channel.size, 3), float(step)), ones, ones, action=f"rows {step}")
+        got = channel.start(torch.full((channel.size, 3), float(step)), ExchangeRequest(ones, ones, f"rows {step}")).wait()
         come.append(float(got.sum()))
         if not (step + channel.rank) % 2:
             sums += [beside.start_all_reduce(torch.full((3,), float(k)), action=f"sum {k}") for k in range(2)]
@@ -47,14 +48,14 @@ def test_more_sums_under_way_than_there_are_tags(ranks):
 def hides(channel: Channel) -> dict[str, tuple[float, float]]:
     ones, rows = [1] * channel.size, torch.zeros(channel.size, 1000)
     for _ in range(3):
-        later = channel.start_exchange(rows, ones, ones, action="apart")
+        later = channel.start(rows, ExchangeRequest(ones, ones, "apart"))
         total = channel.start_all_reduce(torch.zeros(1000), action="sum apart")
         time.sleep(0.1)
         later.wait()
         total.wait()
         later.wait()  # counts once
         time.sleep(0.03 * channel.rank)  # rank 0 waits for it
-        channel.exchange(rows, ones, ones, action="at once", kind="transpose")
+        channel.start(rows, ExchangeRequest(ones, ones, "at once", kind="transpose")).wait()
         channel.all_reduce(rows, action="at once")
     taken = channel.take_traffic()
     assert channel.take_traffic() == Traffic()
@@ -89,8 +90,8 @@ def phases(channel: Channel) -> list[str]:
 
     channel.timer = Phase
     ones, rows = [1] * channel.size, torch.zeros(channel.size, 1)
-    channel.exchange(rows, ones, ones, action="at once")
-    later = channel.start_exchange(rows, ones, ones, action="apart")
+    channel.start(rows, ExchangeRequest(ones, ones, "at once")).wait()
+    later = channel.start(rows, ExchangeRequest(ones, ones, "apart"))
     noted.append("computes")
     later.wait()
     later.wait()
@@ -127,7 +128,7 @@ def gives_up(channel: Channel) -> float:
         if channel.rank == 0:
             raise ZeroDivisionError
         with pytest.raises(CommError):
-            channel.exchange(torch.zeros(2, 1), [1, 1], [1, 1], action="halo")
+            channel.start(torch.zeros(2, 1), ExchangeRequest([1, 1], [1, 1], "halo")).wait()
         under_way.clear()
     except ZeroDivisionError:
         under_way = []

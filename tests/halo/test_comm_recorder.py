@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kagome.comm.exchange import ExchangeRequest, Work
 from kagome.errors import ModelError
 from kagome.halo.comm_recorder import RecordedRows, Tape
-from kagome.halo.exchange import UnderWay
 
 
-class Come:
+class Come(Work):
     """Rows that have come; it counts the waits."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -35,13 +35,8 @@ class Peers:
         self.asked.append(action)
         return torch.full((2, 1), float(len(self.asked)))
 
-    def exchange(self, rows, send_counts, recv_counts, *, action, kind="halo", header=None) -> Tensor:
-        return self._next(action)
-
-    def start_exchange(
-        self, rows, send_counts, recv_counts, *, action, kind="halo", header=None, pick=None, trip=None
-    ) -> UnderWay:
-        self.begun.append(Come(self._next(action)))
+    def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
+        self.begun.append(Come(self._next(request.action)))
         return self.begun[-1]
 
     def all_reduce(self, tensor, op="sum", *, action, kind="statistics", key=None) -> Tensor:
@@ -49,11 +44,11 @@ class Peers:
 
 
 def rows(taped: RecordedRows, action: str) -> float:
-    return float(taped.exchange(torch.zeros(1, 1), [0, 1], [0, 2], action=action)[0])
+    return float(taped.start(torch.zeros(1, 1), ExchangeRequest([0, 1], [0, 2], action)).wait()[0])
 
 
-def begun(taped: RecordedRows, action: str) -> UnderWay:
-    return taped.start_exchange(torch.zeros(1, 1), [0, 1], [0, 2], action=action)
+def begun(taped: RecordedRows, action: str) -> Work:
+    return taped.start(torch.zeros(1, 1), ExchangeRequest([0, 1], [0, 2], action))
 
 
 def test_what_came_comes_again_in_order() -> None:
@@ -76,7 +71,7 @@ def test_what_came_comes_again_in_order() -> None:
             assert float(taped.all_reduce(torch.zeros(2, 1), action="c")[0]) == 5
             assert not taped.same("d", True)
     assert peers.asked == asked
-    assert peers.begun[0].waits == 1
+    assert [each.waits for each in peers.begun] == [1] * 4
     assert rows(taped, "after") == 6
 
 

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from crossing_cases import SEED, Case, crossing, trip
 from kagome.comm.channel import Channel
-from kagome.comm.work import Work
+from kagome.comm.codec import Codec
+from kagome.comm.exchange import ExchangeRequest
+from kagome.comm.work import ChannelWork
 from kagome.config import CodecName, Parallel
 from kagome.errors import ModelError
 from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.halo.epoch_rows import ExchangePolicy
 
 WORLDS = [2, 3]
 CODED: list[CodecName] = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
+PLAIN = ExchangePolicy(Codec("none"), Codec("none"), waits=True, chooses=False)
 LATE = {"max_age": 1, "codec": "none"}
 
 
@@ -39,7 +43,7 @@ def as_it_is(channel: Channel) -> None:
             case = Case(size, pattern, direction=direction)
             channel.take_bytes()
             begun = case.begin(way)
-            assert type(begun) is Work  # the channel's own: nothing in between
+            assert type(begun) is ChannelWork  # the channel's own: nothing in between
             found, sent = taken(channel, begun)
             other, also = taken(channel, case.begin(channel))
             assert torch.equal(found, other)
@@ -66,8 +70,8 @@ def exact_beside(channel: Channel) -> None:
             assert sent == given.bytes(rank, "none")
         sends, comes = case.counts(rank)
         rows = case.rows(rank)[case.pick(rank)]
-        assert torch.equal(way.exchange(rows, sends, comes, action="a"), case.plain(rank))
-        assert torch.equal(way.start_exchange(rows, sends, comes, action="a").wait(), case.plain(rank))
+        assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
+        assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
         assert way.all_reduce(torch.ones(1), action="b") == channel.size
     assert not way.known.lines
     assert way.take_counts().plain == 0
@@ -82,7 +86,7 @@ def on_one_rank(channel: Channel) -> None:
     way, rows = crossing(channel, codec="onebit", max_age=1), torch.randn(4, 3)
     assert way.exact
     for epoch in (1, 2):
-        begun = way.start_exchange(rows + epoch, [4], [4], action="a", trip=trip(epoch, torch.arange(4)))
+        begun = way.start(rows + epoch, ExchangeRequest([4], [4], "a", site=trip(epoch, torch.arange(4))))
         assert torch.equal(begun.wait(), rows + epoch)
 
 
@@ -110,7 +114,7 @@ def coded(channel: Channel, dtype: torch.dtype, patterns: list[str]) -> None:
                 assert torch.equal(found, case.by_hand(rank, name)), what
                 assert sent == case.bytes(rank, name), what
                 assert torch.equal(begun.wait(), found)
-                with case.begin(way).lent() as lent:
+                with case.begin(way).borrow() as lent:
                     assert torch.equal(lent, found), what
                 other = replace(case, direction=direction ^ 1)
                 assert torch.equal(other.begin(way).wait(), other.plain(rank)), what
@@ -132,11 +136,11 @@ def shared(channel: Channel) -> tuple[Tensor, Tensor]:
     others = [int(peer != channel.rank) for peer in range(size)]
     pick = torch.zeros(size - 1, dtype=torch.int64)
     there = trip(2, stamp.repeat(size - 1))
-    read = way.start_exchange(rows, others, others, action="a", pick=pick, trip=there).wait()
+    read = way.start(rows, ExchangeRequest(others, others, "a", index=pick, site=there)).wait()
     to_one, away = [0] * size, rows[: int(not first)]
     to_one[0] = away.size(0)
     come = others if first else [0] * size
-    back = way.start_exchange(away, to_one, come, action="b", trip=trip(2, stamp[: to_one[0]], 3))
+    back = way.start(away, ExchangeRequest(to_one, come, "b", site=trip(2, stamp[: to_one[0]], 3)))
     return read, back.wait()
 
 
@@ -188,7 +192,7 @@ def refused(channel: Channel) -> None:
     pick = torch.arange(sum(counts))
     way, given = crossing(channel, codec="int4"), trip(2, pick)
     with pytest.raises(ModelError, match="finite numbers") as raised:
-        way.start_exchange(rows, counts, counts, action="halo of conv1.x", pick=pick, trip=given)
+        way.start(rows, ExchangeRequest(counts, counts, "halo of conv1.x", index=pick, site=given))
     assert "halo of conv1.x" in str(raised.value)
 
 
@@ -224,12 +228,12 @@ def test_with_error_feedback_the_sum_of_what_came_stays_by_that_of_what_was_sent
 
 def late(channel: Channel, name: CodecName, direction: int) -> None:
     way, size, rank = crossing(channel, codec=name, max_age=1), channel.size, channel.rank
-    assert not way.waits
+    assert not way.policy.waits
     came = []
     for epoch in range(1, 6):
         case = Case(size, direction=direction, epoch=epoch)
         begun = case.begin(way)
-        with begun.lent() as rows:
+        with begun.borrow() as rows:
             came.append(rows.clone())
         assert torch.equal(begun.wait(), came[-1])
         assert way.known.oldest == min(epoch - 1, 1)
@@ -282,17 +286,17 @@ def modes(channel: Channel) -> None:
 
     assert torch.equal(come(1), coded_in(1))
     assert torch.equal(come(2), coded_in(1))
-    with way.using("none", "none", waits=True):
+    with way.using(PLAIN):
         assert way.exact
         assert torch.equal(come(3), Case(size, epoch=3).plain(rank))
     assert not way.exact
     assert torch.equal(come(4), coded_in(4))  # sync_every
     assert torch.equal(come(5), coded_in(4))
-    with suppress(ZeroDivisionError), way.using("int2", "none", waits=False):
+    with suppress(ZeroDivisionError), way.using(ExchangePolicy(Codec("int2"), Codec("none"), False, False)):
         assert torch.equal(come(6), coded_in(5))
         raise ZeroDivisionError
     assert torch.equal(come(7), coded_in(6, "int2"))
-    with way.using("bf16", "bf16", waits=True):
+    with way.using(ExchangePolicy(Codec("bf16"), Codec("bf16"), True, False)):
         assert torch.equal(come(8), coded_in(8, "bf16"))
     assert torch.equal(come(9), coded_in(7))  # two epochs old: the line knows nothing of epoch 8
     assert way.known.oldest == 2
@@ -332,7 +336,7 @@ def many_messages(channel: Channel) -> None:
     for epoch in (1, 2):
         for site in ("a", "b"):
             Case(channel.size, site=site, epoch=epoch).begin(way).wait()
-    with way.using("none", "none", waits=True):
+    with way.using(PLAIN):
         for epoch in range(3, 150):
             case = Case(channel.size, site="a", epoch=epoch)
             assert torch.equal(case.begin(way).wait(), case.plain(rank))

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from kagome.comm.channel import Channel
 from kagome.comm.codec import BITS, Codec
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import ExchangeRequest, SiteExchange
 from kagome.config import Parallel
 from kagome.errors import CommError, ConfigError
 from kagome.halo.compressed_exchange import CompressedExchange
@@ -21,9 +21,9 @@ Ranks = Callable[..., list]
 ROWS, WIDTH = 40, 5
 
 
-def trip(epoch: int, stamps: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None) -> Trip:
+def trip(epoch: int, stamps: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None) -> SiteExchange:
     known = torch.empty(0, dtype=torch.long) if reads is None else reads
-    return Trip(("layer.x", 1), direction, epoch, True, stamps, known)
+    return SiteExchange(("layer.x", 1), direction, epoch, True, stamps, known)
 
 
 def rows_of(rank: int, epoch: int, *, moving: float = 1.0) -> torch.Tensor:
@@ -48,14 +48,9 @@ def crossed(
     for epoch in range(1, epochs + 1):
         channel.take_bytes()
         reads = often_read(sum(n))
-        begun = crossing.start_exchange(
-            rows_of(channel.rank, epoch, moving=moving),
-            n,
-            n,
-            action=f"epoch {epoch}",
-            pick=pick,
-            trip=trip(epoch, pick, direction, reads),
-        )
+        site = trip(epoch, pick, direction, reads)
+        request = ExchangeRequest(n, n, f"epoch {epoch}", index=pick, site=site)
+        begun = crossing.start(rows_of(channel.rank, epoch, moving=moving), request)
         heard.append(begun.wait().clone())
         sent.append(channel.take_bytes()["halo"])
     for line in crossing.known.lines.values():
@@ -129,7 +124,7 @@ def measured(channel: Channel) -> tuple[dict[str, float], torch.Tensor, torch.Te
     for epoch in range(1, 12):
         given = trip(epoch, pick, 0, often_read(sum(n)))
         rows = rows_of(channel.rank, epoch, moving=0.0)
-        heard = crossing.start_exchange(rows, n, n, action="", pick=pick, trip=given).wait().clone()
+        heard = crossing.start(rows, ExchangeRequest(n, n, "", index=pick, site=given)).wait().clone()
         if epoch == 10:
             crossing.take_counts()
     return crossing.take_counts().errors, heard, true_rows(2, channel.rank, 0, 0.0)

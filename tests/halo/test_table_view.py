@@ -91,7 +91,7 @@ def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> Non
 
     lying = TableView(settle, TableIndex(places), WeakTensorMap())
     assert torch.equal(lying.wait(), table[places])
-    with lying.lent() as come:
+    with lying.borrow() as come:
         assert torch.equal(come, table[places])
     assert lying.table() is table
     assert asked == [1]

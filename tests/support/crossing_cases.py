@@ -13,9 +13,10 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.comm.codec import Codec
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import ExchangeRequest, SiteExchange
 from kagome.config import CodecName, Parallel
-from kagome.halo.compressed_exchange import CompressedExchange, _draws
+from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.halo.epoch_rows import CompressionState, ExchangePolicy
 
 OWN, WIDTH, SEED = 9, 7, 5
 
@@ -31,8 +32,8 @@ def counts_between(size: int, pattern: str) -> list[list[int]]:
 
 def trip(
     epoch: int, stamps: Tensor, direction: int = 0, site: Any = ("conv1.x", 1), training: bool = True
-) -> Trip:
-    return Trip(site, direction, epoch, training, stamps, reads=stamps.new_empty(0))
+) -> SiteExchange:
+    return SiteExchange(site, direction, epoch, training, stamps, reads=stamps.new_empty(0))
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,15 @@ class Case:
         """The vertices that are sent; gradients of one may come from several ranks."""
         return self.pick(rank) + (1000 * rank if self.direction == 0 else 0)
 
-    def trip(self, rank: int) -> Trip:
+    def trip(self, rank: int) -> SiteExchange:
         return trip(self.epoch, self.stamps(rank), self.direction, self.site, self.training)
 
     def begin(self, carrier: CompressedExchange | Channel) -> Any:
         rank = carrier.rank
         sends, comes = self.counts(rank)
         pick = self.pick(rank) if self.direction == 0 else None
-        return carrier.start_exchange(
-            self.rows(rank), sends, comes, action="halo of conv1.x", pick=pick, trip=self.trip(rank)
-        )
+        request = ExchangeRequest(sends, comes, "halo of conv1.x", index=pick, site=self.trip(rank))
+        return carrier.start(self.rows(rank), request)
 
     def sent(self, peer: int, rank: int) -> tuple[Tensor, Tensor]:
         """What a peer sends to a rank, and its stamps."""
@@ -99,7 +99,7 @@ class Case:
         """What a peer sends to a rank, coded and restored here."""
         codec, (rows, stamps) = Codec(name), self.sent(peer, rank)
         message = torch.empty(codec.size(*rows.shape, rows.dtype), dtype=torch.uint8)
-        codec.encode(rows, None, stamps, _draws(SEED, self.trip(peer), peer), message, where="")
+        codec.encode(rows, None, stamps, draws(self.trip(peer), peer), message, where="")
         return codec.decode(message, torch.empty_like(rows))
 
     def by_hand(self, rank: int, name: CodecName) -> Tensor:
@@ -109,6 +109,11 @@ class Case:
     def bytes(self, rank: int, name: CodecName) -> int:
         sends, _ = self.counts(rank)
         return sum(Codec(name).size(count, self.width, self.dtype) for count in sends)
+
+
+def draws(site: SiteExchange, rank: int) -> int:
+    """Seed of the draws of a rank's exchange."""
+    return CompressionState(Parallel(), SEED, ExchangePolicy.of(Parallel())).draws_of(site, rank)
 
 
 def crossing(channel: Channel, **settings: Any) -> CompressedExchange:

@@ -27,7 +27,7 @@ class ExchangePolicy:
     """The exchange policy of one rank.
 
     Args:
-        crossing: The exchange with the other parts.
+        exchange: The exchange with the other parts.
         mesh: All ranks.
         parallel: The settings.
         gradients: The gradients whose sums it reports on.
@@ -37,7 +37,7 @@ class ExchangePolicy:
 
     def __init__(
         self,
-        crossing: CompressedExchange,
+        exchange: CompressedExchange,
         mesh: Mesh,
         parallel: Parallel,
         gradients: Gradients,
@@ -45,14 +45,14 @@ class ExchangePolicy:
         seed: int,
         guarded: bool,
     ) -> None:
-        self.crossing, self.mesh = crossing, mesh
+        self.exchange, self.mesh = exchange, mesh
         self.stages = StageCodec(parallel.codec_stage, seed, mesh.stage)
         self.tally = ExchangeReport(
-            mesh.world, crossing, gradients, self.stages if parallel.pipe > 1 else None
+            mesh.world, exchange, gradients, self.stages if parallel.pipe > 1 else None
         )
         self.guarded = guarded
         self._drifts: tuple[float, ...] = ()
-        self._stage, self._halo = self.stages.codec.name, not crossing.exact
+        self._stage, self._halo = self.stages.codec.name, not exchange.exact
         """Whether levels are about the halo; else they are about what goes from stage to stage."""
         watched = parallel if self._halo else Parallel(codec=self._stage, guard=parallel.guard)
         self._watched = replace(watched, guard=watched.guard and not guarded)
@@ -64,7 +64,7 @@ class ExchangePolicy:
 
     def look(self) -> None:
         """Note how far rows have moved, after an epoch's first forward pass and before gradients come."""
-        self._drifts = self._drifts or self.crossing.drifts
+        self._drifts = self._drifts or self.exchange.drifts
 
     def moved(self, epoch: int) -> list[float]:
         """Return how far rows of this part moved, if needed: the largest drift over the part's stages."""
@@ -79,20 +79,19 @@ class ExchangePolicy:
         return EXACT if exact and self.guarded else self.ladder.rung
 
     @contextmanager
-    def using(self, rung: PrecisionLevel, *, asks: bool = False) -> Iterator[None]:
+    def using(self, rung: PrecisionLevel, *, probes: bool = False) -> Iterator[None]:
         """Exchange rows by a precision level for a block. All ranks do.
 
         Args:
             rung: The precision level.
-            asks: Whether rows are late also where they would be waited for.
+            probes: Whether rows are late also where they would be waited for.
         """
         if not self._halo:
             with self.stages.using(rung.codec):
                 yield
             return
-        ways = {"waits": rung.waits, "chooses": rung.chooses, "asks": asks}
         with (
-            self.crossing.using(rung.codec, rung.codec_backward, **ways),
+            self.exchange.using(rung.policy(probes=probes)),
             self.stages.using("none" if rung.exact else self._stage),
         ):
             yield

@@ -42,8 +42,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final, Literal
 
-from kagome.comm.codec import FINER
+from kagome.comm.codec import FINER, Codec
 from kagome.config import CodecName, Parallel
+from kagome.halo.epoch_rows import ExchangePolicy
 
 GOOD: Final = 0.9
 """Cosine of the two gradients at which the next probe may come later."""
@@ -88,6 +89,11 @@ class PrecisionLevel:
     def exact(self) -> bool:
         """Whether no information is lost."""
         return self.waits and not self.chooses and not self.codes
+
+    def policy(self, *, probes: bool = False) -> ExchangePolicy:
+        """Return the policy of exchange, for a probe or for training."""
+        codec, backward = Codec(self.codec), Codec(self.codec_backward)
+        return ExchangePolicy(codec, backward, self.waits, self.chooses, probes)
 
     def text(self) -> str:
         """Describe the level in a few words."""

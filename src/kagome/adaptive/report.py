@@ -46,7 +46,7 @@ class ExchangeReport:
 
     Args:
         world: All ranks.
-        crossing: The exchange with the other parts, as the settings say.
+        exchange: The exchange with the other parts, as the settings say.
         gradients: The gradients whose sums it reports on.
         stages: The codec between stages, as the settings say; None where there is one stage.
     """
@@ -54,24 +54,24 @@ class ExchangeReport:
     def __init__(
         self,
         world: Channel,
-        crossing: CompressedExchange,
+        exchange: CompressedExchange,
         gradients: Gradients,
         stages: StageCodec | None = None,
     ) -> None:
-        self.world, self.crossing, self.gradients, self.stages = world, crossing, gradients, stages
+        self.world, self.exchange, self.gradients, self.stages = world, exchange, gradients, stages
         self.codecs: dict[str, str] = {}
         """The codec by kind of traffic, also of what is sent unencoded."""
-        if crossing.size > 1:
+        if exchange.size > 1:
             # Feature slices read a halo where a layer's columns meet.
-            for kind in ("halo", "transpose") if crossing.settings.tensor > 1 else ("halo",):
-                self.codecs[kind] = crossing.codec.name
-                self.codecs[f"{kind} backward"] = crossing.codec_backward.name
+            for kind in ("halo", "transpose") if exchange.state.settings.tensor > 1 else ("halo",):
+                self.codecs[kind] = exchange.policy.codec.name
+                self.codecs[f"{kind} backward"] = exchange.policy.codec_backward.name
         if stages is not None:
             self.codecs["stage"] = stages.codec.name
         summed = gradients.codec if gradients.channel.size > 1 else "none"
         if summed != "none":
             self.codecs["weights"] = summed
-        self._rows = not crossing.exact or (stages is not None and not stages.exact)
+        self._rows = not exchange.exact or (stages is not None and not stages.exact)
         self.exact = not self._rows and summed == "none"
         """Whether everything is sent unencoded, and nothing is late."""
         self._errors: dict[str, float] = {}
@@ -79,20 +79,20 @@ class ExchangeReport:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Exclude from the report what a probe sends in a block: without codecs there would be no probe."""
-        crossing, stages = self.crossing, self.stages
-        kept, summed = crossing.take_counts(), self.gradients.take_uncoded()
+        exchange, stages = self.exchange, self.stages
+        kept, summed = exchange.take_counts(), self.gradients.take_uncoded()
         before = None if stages is None else stages.take_counts()
         try:
             yield
         finally:
-            crossing.crossed = kept
+            exchange.state.counts = kept
             self.gradients.uncoded = summed
             if stages is not None and before is not None:
-                stages.crossed = before
+                stages.counts = before
 
     def take(self) -> dict[str, int]:
         """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
-        crossed = self.crossing.take_counts()
+        crossed = self.exchange.take_counts()
         taken, summed = {"halo": crossed}, self.gradients.take_uncoded()
         if self.stages is not None:
             taken["stage"] = self.stages.take_counts()
@@ -118,7 +118,7 @@ class ExchangeReport:
         """
         if self.exact:
             return {"max_age": oldest, "crossing": None}
-        told: Any = self.world.gather_objects((self.crossing.known.oldest, self._errors), "what crossed")
+        told: Any = self.world.gather_objects((self.exchange.known.oldest, self._errors), "what crossed")
         ages, errors = zip(*told, strict=True)
         by_site: defaultdict[str, list[float]] = defaultdict(list)
         for of_rank in errors:
@@ -130,13 +130,13 @@ class ExchangeReport:
             probes |= {"last_cosine": found[-1].cosine, "lowest_cosine": least.cosine}
             probes |= {"lowest_epoch": least.epoch}
         probes["climbed"] = [{"epoch": probe.epoch, "text": probe.text()} for probe in ladder.climbed]
-        crossing = {
+        exchange = {
             "codecs": dict(self.codecs),
             "errors": {site: fmean(values) for site, values in by_site.items()},
             "oldest_age": max(ages),
             "probes": probes,
         }
-        return {"max_age": max(oldest, *ages), "crossing": crossing}
+        return {"max_age": max(oldest, *ages), "crossing": exchange}
 
     def sentence(self, found: Sequence[Found] | None, ladder: PrecisionController) -> tuple[str, ...]:
         """Return the note for the end of a run, if anything was encoded or late.
@@ -148,7 +148,7 @@ class ExchangeReport:
         if self.exact:
             return ()
         said = "crossing: " + ", ".join(f"{kind} {codec}" for kind, codec in self.codecs.items())
-        settings, plain = self.crossing.settings, Parallel()
+        settings, plain = self.exchange.state.settings, Parallel()
         others = [name for name in OTHERS if getattr(settings, name) != getattr(plain, name)]
         said += "".join(f", {name}={getattr(settings, name)}" for name in others)
         if found is None or not self._rows:

@@ -13,29 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kagome.comm.codec import Codec, lost_share
+from kagome.comm.exchange import DeferredWork, Work
 from kagome.config import CodecName
-from kagome.halo.compressed_exchange import MEASURED_EVERY, MEASURED_ROWS, Crossed
+from kagome.halo.encoded_exchange import MEASURED_EVERY, MEASURED_ROWS
+from kagome.halo.epoch_rows import CompressionCounts
 from kagome.model.trace.shapes import Value
 
 
-class IncomingValues(Protocol):
-    """The part of a started receive that this module needs."""
-
-    def wait(self) -> Tensor:
-        """Wait for the message and return its bytes."""
-
-
-@dataclass(frozen=True)
-class EncodedValues:
-    """An encoded message in flight.
+def decoded_values(message: Work, codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> Work:
+    """Return the value of an encoded message in transit, which the first wait decodes.
 
     Args:
         message: The message's bytes.
@@ -44,16 +36,12 @@ class EncodedValues:
         dtype: The number type of the value.
     """
 
-    message: IncomingValues
-    codec: Codec
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def decoded() -> Tensor:
+        sent = message.wait()
+        rows = torch.empty(shape[0], _width(shape), dtype=dtype, device=sent.device)
+        return codec.decode(sent, rows).view(shape)
 
-    def wait(self) -> Tensor:
-        """Wait for the message and return the decoded value."""
-        message = self.message.wait()
-        rows = torch.empty(self.shape[0], _width(self.shape), dtype=self.dtype, device=message.device)
-        return self.codec.decode(message, rows).view(self.shape)
+    return DeferredWork(decoded)
 
 
 class StageCodec:
@@ -67,7 +55,7 @@ class StageCodec:
 
     def __init__(self, name: CodecName | None, seed: int, stage: int) -> None:
         self.codec, self.seed, self.stage = Codec(name or "none"), seed, stage
-        self.crossed = Crossed()
+        self.counts = CompressionCounts()
         self._measured: set[str] = set()
 
     @property
@@ -84,9 +72,9 @@ class StageCodec:
         finally:
             self.codec = before
 
-    def take_counts(self) -> Crossed:
+    def take_counts(self) -> CompressionCounts:
         """Return what was sent since the last call."""
-        taken, self.crossed = self.crossed, Crossed()
+        taken, self.counts = self.counts, CompressionCounts()
         return taken
 
     def size(self, value: Value, shape: tuple[int, ...]) -> int | None:
@@ -131,7 +119,7 @@ class StageCodec:
             some = torch.arange(0, flat.size(0), max(flat.size(0) // MEASURED_ROWS, 1), device=flat.device)
             lost = lost_share(self.codec, flat[some], stamps[some], key, where)
             if lost is not None:
-                self.crossed.errors[site] = lost
+                self.counts.errors[site] = lost
         return message
 
     def _draws(self, name: str, epoch: int, *, backward: bool) -> int:

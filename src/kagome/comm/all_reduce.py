@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kagome.comm.codec import aligned
 from kagome.comm.stats import Kind
-from kagome.comm.work import Work
+from kagome.comm.work import ChannelWork
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
@@ -99,10 +99,10 @@ class AllReduceWork:
         second: The second round, once it has begun.
     """
 
-    first: Work
+    first: ChannelWork
     values: Values | None = None
     bounds: Sequence[tuple[int, int]] = ()
-    second: Work | None = None
+    second: ChannelWork | None = None
 
     @property
     def rounds(self) -> int:
@@ -196,7 +196,7 @@ def start_all_reduce(
     """
     flat, size, count = tensor.detach().contiguous(), channel.size, tensor.numel()
     if size == 1:
-        return AllReduceWork(Work(flat, channel, action, kind))
+        return AllReduceWork(ChannelWork(flat, channel, action, kind))
     values = Values.of(flat, cast, exact)
     if not channel.lanes and values.cast == values.dtype:
         return AllReduceWork(channel.begin_all_reduce(flat.clone(), "sum", action, kind))

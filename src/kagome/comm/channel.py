@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,16 +16,14 @@ from torch import Tensor
 
 from kagome.comm import all_reduce as summing, serialization, streamed_exchange
 from kagome.comm.all_reduce import AllReduceWork
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import ExchangeRequest, Op, SegmentSizes, swap_counts
 from kagome.comm.peers import PeerGroup
 from kagome.comm.stats import KINDS, Kind
 from kagome.comm.transport.process_group import Transport
-from kagome.comm.work import SendWork, Sheets, Work
+from kagome.comm.work import ChannelWork, SendWork
 from kagome.errors import CommError, KagomeError
 
-__all__ = ["KINDS", "AllReduceWork", "Channel", "Kind", "Op", "SendWork", "Work"]
-
-Op = Literal["sum", "max", "min"]
+__all__ = ["KINDS", "AllReduceWork", "Channel", "ChannelWork", "Kind", "Op", "SendWork"]
 
 
 class Channel(PeerGroup):
@@ -87,49 +84,8 @@ class Channel(PeerGroup):
         )
         return self._patient
 
-    def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-    ) -> Tensor:
-        """Send each peer its rows and return those received: :meth:`start_exchange` and its wait."""
-        return self.start_exchange(
-            rows, send_counts, recv_counts, action=action, kind=kind, header=header
-        ).wait()
-
-    def start_exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-        pick: Tensor | None = None,
-        trip: Trip | None = None,
-    ) -> Work:
-        """Begin to send each peer its rows and to receive the peers' rows. Not differentiable.
-
-        Args:
-            rows: Rows for rank 0, then for rank 1, and so on. They must not change before the wait ends.
-            send_counts: Number of rows for each rank, this one included.
-            recv_counts: Number of rows from each rank, this one included.
-            action: Name of the operation, for error messages: ``halo forward of conv1.x, epoch 3``.
-            kind: Traffic kind that its bytes are counted under.
-            header: Up to five numbers (direction, epoch, site, width, gradient) that must be equal on both
-                sides. They and the row counts are compared before any row is sent. Either all ranks give a
-                header or none does.
-            pick: Indices of the rows to send, in this order; all rows if None.
-            trip: Description of the exchange for carriers that encode or delay rows; unused here.
-
-        Returns:
-            The exchange in progress.
+    def start(self, rows: Tensor, request: ExchangeRequest) -> ChannelWork:
+        """Begin to send each peer its rows and to receive the peers' rows: see :meth:`Exchange.start`.
 
         Raises:
             CommError: If a peer's header or row counts differ, or a peer was late or its connection was lost.
@@ -138,34 +94,36 @@ class Channel(PeerGroup):
 
         Cost: the bytes of the rows for other ranks; with a header, 64 bytes more for each peer.
         """
+        send_counts, recv_counts, index = request.send_counts, request.recv_counts, request.index
         if len(send_counts) != self.size or len(recv_counts) != self.size:
             raise ValueError(
                 f"{self.size} counts each way are needed, one a rank: {send_counts}, {recv_counts}"
             )
-        count = rows.size(0) if pick is None else pick.numel()
+        count = rows.size(0) if index is None else index.numel()
         if sum(send_counts) != count or send_counts[self.rank] != recv_counts[self.rank]:
             raise ValueError(f"{count} rows cannot be sent as {send_counts} and come as {recv_counts}")
+        action, kind = request.action, request.kind
         if self.size == 1:
-            return Work(rows if pick is None else rows.index_select(0, pick), self, action, kind)
+            return ChannelWork(request.selected(rows), self, action, kind)
         with self.timed(kind):
-            if header is not None:
-                streamed_exchange.compare(self, header, send_counts, recv_counts, action)
+            if request.header is not None:
+                streamed_exchange.compare(self, request.header, send_counts, recv_counts, action)
             rows = rows.detach()
-            rows = rows if pick is None else self._picked(rows, pick, send_counts)
+            rows = rows if index is None else self._selected(rows, index, send_counts)
             rows = rows.to(self.wire).contiguous()
             return self.start_parts(list(torch.split(rows, list(send_counts))), recv_counts, action, kind)
 
     start_bytes = streamed_exchange.start_bytes
 
-    def _picked(self, rows: Tensor, pick: Tensor, send_counts: Sequence[int]) -> Tensor:
+    def _selected(self, rows: Tensor, index: Tensor, send_counts: Sequence[int]) -> Tensor:
         """Copy the selected rows into one block for sending, in shared memory if a peer reads them there."""
-        room, size = None, rows[:1].nbytes * pick.numel()
+        room, size = None, rows[:1].nbytes * index.numel()
         if self._wire is not None and rows.device.type == "cpu" and size:
             room = self._wire.room(size, send_counts)
         if room is None:
-            return rows.index_select(0, pick)
-        packed = room.view(rows.dtype).view(pick.numel(), *rows.shape[1:])
-        return torch.index_select(rows, 0, pick, out=packed)
+            return rows.index_select(0, index)
+        packed = room.view(rows.dtype).view(index.numel(), *rows.shape[1:])
+        return torch.index_select(rows, 0, index, out=packed)
 
     def start_send(
         self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False
@@ -197,7 +155,7 @@ class Channel(PeerGroup):
         wire = self._one_to_one(peer)
         with self.timed(kind):
             rows = rows.detach().to(self.wire).contiguous()
-            pending = Work(rows.new_empty(0), self, action, kind, kept=[rows])
+            pending = ChannelWork(rows.new_empty(0), self, action, kind, kept=[rows])
             self._add(kind, rows.nbytes)
             try:
                 work = wire.send(peer, _as_bytes(rows), backward=backward)
@@ -218,7 +176,7 @@ class Channel(PeerGroup):
         action: str,
         kind: Kind = "stage",
         backward: bool = False,
-    ) -> Work:
+    ) -> ChannelWork:
         """Begin to receive what a peer's :meth:`start_send` of the same pass sends.
 
         Args:
@@ -236,7 +194,7 @@ class Channel(PeerGroup):
             CommError: If the connection to the peer was lost.
         """
         wire = self._one_to_one(peer)
-        pending = Work(torch.empty(tuple(shape), dtype=dtype, device=self.wire), self, action, kind)
+        pending = ChannelWork(torch.empty(tuple(shape), dtype=dtype, device=self.wire), self, action, kind)
         try:
             work = wire.receive(peer, _as_bytes(pending.rows), backward=backward)
         except RuntimeError as error:
@@ -279,13 +237,13 @@ class Channel(PeerGroup):
         with self.timed(kind):
             return self.begin_all_reduce(result.to(self.wire), op, action, kind).arrived()
 
-    def begin_all_reduce(self, values: Tensor, op: Op, action: str, kind: Kind) -> Work:
+    def begin_all_reduce(self, values: Tensor, op: Op, action: str, kind: Kind) -> ChannelWork:
         """Begin the process group's own all-reduce in place. The values must be on its transport device."""
         assert self._group is not None
         self._add(kind, 2 * (self.size - 1) * values.nbytes // self.size)
         reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
         work = self._group.allreduce([values], reduce, timedelta(seconds=self.timeout))
-        return Work(values, self, action, kind, [(None, work)])
+        return ChannelWork(values, self, action, kind, [(None, work)])
 
     start_all_reduce = summing.start_all_reduce
 
@@ -304,7 +262,7 @@ class Channel(PeerGroup):
         result = result.to(self.wire)
         if self.rank == src:
             self._add(kind, (self.size - 1) * result.nbytes)
-        pending = Work(result, self, action, kind)
+        pending = ChannelWork(result, self, action, kind)
         pending.works.append(
             (None, self._group.broadcast(_as_bytes(result), src, timedelta(seconds=self.timeout)))
         )
@@ -331,9 +289,7 @@ class Channel(PeerGroup):
         if self.size == 1:
             return [rows]
         rows = rows.detach().to(self.wire).contiguous()
-        ones = [1] * self.size
-        mine = torch.full((self.size,), rows.size(0), dtype=torch.int64, device=self.wire)
-        counts = self.exchange(mine, ones, ones, action=f"{action} (row counts)", kind="other").tolist()
+        counts = swap_counts(self, [rows.size(0)] * self.size, f"{action} (row counts)")
         gets = [dst in (None, rank) for rank in range(self.size)]
         parts = [rows if get else rows[:0] for get in gets]
         counts = counts if gets[self.rank] else [0] * self.size
@@ -386,13 +342,13 @@ class Channel(PeerGroup):
         action: str,
         kind: Kind,
         fill: Callable[[int, int], None] | None = None,
-        sheets: tuple[Sheets, Sheets] | None = None,
-    ) -> Work:
+        segments: tuple[SegmentSizes, SegmentSizes] | None = None,
+    ) -> ChannelWork:
         """Begin to send one part to each peer.
 
         Parts are contiguous, on the sending device, and have one trailing shape.
 
-        ``fill``, if given, writes each part just before it is sent. ``sheets``, if given, holds the byte
+        ``fill``, if given, writes each part just before it is sent. ``segments``, if given, holds the byte
         counts of the segments that go to each peer and come from it; each segment is a message of its own.
         """
         received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]))
@@ -400,9 +356,9 @@ class Channel(PeerGroup):
         if fill is not None:
             fill(self.rank, 0)
         slots[self.rank].copy_(parts[self.rank])
-        pending = Work(received, self, action, kind, kept=parts)
+        pending = ChannelWork(received, self, action, kind, kept=parts)
         self._add(kind, sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank))
-        out, into = sheets or ([(part.nbytes,) for part in parts], [(slot.nbytes,) for slot in slots])
+        out, into = segments or ([(part.nbytes,) for part in parts], [(slot.nbytes,) for slot in slots])
         sent, come = _cut(parts, out), _cut(slots, into)
         assert self._wire is not None
         try:
@@ -421,8 +377,8 @@ class Channel(PeerGroup):
         return pending
 
 
-def _cut(tensors: Sequence[Tensor], sheets: Sheets) -> list[Sequence[Tensor]]:
-    return [_as_bytes(each).split(list(sizes)) for each, sizes in zip(tensors, sheets, strict=True)]
+def _cut(tensors: Sequence[Tensor], segments: SegmentSizes) -> list[Sequence[Tensor]]:
+    return [_as_bytes(each).split(list(sizes)) for each, sizes in zip(tensors, segments, strict=True)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

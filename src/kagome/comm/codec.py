@@ -37,10 +37,10 @@ CASTS: Final[dict[CodecName, torch.dtype]] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-SHEETS: Final = 4
+SEGMENTS: Final = 4
 """Segments of a message to one peer. While one is in transit, the sender encodes the next and the receiver
 decodes the one before."""
-LEAST_SHEET: Final = 128 * 1024
+LEAST_SEGMENT: Final = 128 * 1024
 """Approximate minimum size of a segment in bytes, because each message has a fixed cost."""
 FINER: Final[tuple[CodecName, ...]] = ("onebit", "int2", "int4", "int8", "bf16", "none")
 """The codecs in order of precision, from the fewest bits to the rows' own type."""
@@ -81,12 +81,12 @@ class Codec:
             return HEADER * rows + ops.groups(rows, self.bits) * width
         return rows * width * CASTS.get(self.name, dtype).itemsize
 
-    def sheets(self, rows: int, width: int, dtype: torch.dtype) -> list[int]:
+    def segments(self, rows: int, width: int, dtype: torch.dtype) -> list[int]:
         """Return the number of rows in each segment, which both sides compute alike.
 
         The encoded segments together take as many bytes as a message of all rows.
         """
-        count = min(max(self.size(rows, width, dtype) // LEAST_SHEET, 1), SHEETS)
+        count = min(max(self.size(rows, width, dtype) // LEAST_SEGMENT, 1), SEGMENTS)
         step = -(-rows // count)
         step += -step % 8  # rows that share bytes must be in one segment
         return [min(step, rows - first) for first in range(0, rows, step or 1)] or [0]

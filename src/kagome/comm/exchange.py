@@ -1,23 +1,38 @@
-"""Exchange route: which rows of one exchange go where, for carriers that encode or delay them.
+"""Exchange: the one interface by which rows go from rank to rank, its request and its handle.
 
-Where it sits: ``halo`` passes one with each exchange. ``halo.compressed_exchange`` reads it; a plain channel
-ignores it.
+Where it sits: ``channel`` and the in-process channels carry a request out. ``halo``, ``historical`` and
+``profile`` have wrappers with the same interface, which encode, delay, record or replace the rows and pass
+the rest on.
+
+::
+
+    halo, feature slices ──request──> recorder ──> codec, staleness, selection ──> channel ──> peers
+                         <───work──
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from kagome.comm.stats import Kind
+
+Op = Literal["sum", "max", "min"]
 Blocks = Sequence[tuple[int, int]]
 """Number of rows and columns, for each peer."""
+SegmentSizes = Sequence[Sequence[int]]
+"""Bytes of each segment of each peer's message."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
-    """Description of one exchange of one site.
+class SiteExchange:
+    """Which exchange of a model a request is, for wrappers that encode or delay rows.
 
     Args:
         site: Key of the site, the same in every forward pass.
@@ -26,9 +41,11 @@ class Trip:
         epoch: The training epoch, from 1.
         training: Whether the exchange belongs to the forward and backward pass of a training epoch.
         stamps: A number for each row that is sent, the same for any number of ranks: the vertex id.
-        reads: Number of local edges that read each received row; empty if that is not known.
+        reads: Number of local edges that read each received row; None if that is not known.
         blocks: Rows and columns of the block sent to each peer and of the block received from each. Given
             only if blocks of different widths are exchanged instead of rows of one width.
+        late: Whether the rows are read in the next epoch.
+        whole: Whether every row is to be sent, whatever a selection says.
     """
 
     site: Hashable
@@ -36,8 +53,10 @@ class Trip:
     epoch: int
     training: bool
     stamps: Tensor
-    reads: Tensor
+    reads: Tensor | None = None
     blocks: tuple[Blocks, Blocks] | None = None
+    late: bool = False
+    whole: bool = False
 
     @property
     def name(self) -> str:
@@ -47,6 +66,155 @@ class Trip:
         return f"{module}{times} {'backward' if self.backward else 'forward'}"
 
     @property
+    def key(self) -> tuple[Hashable, int]:
+        """Site and direction, under which wrappers keep what outlives an epoch."""
+        return self.site, self.direction
+
+    @property
     def backward(self) -> bool:
         """Whether the exchange carries gradients."""
         return self.direction % 2 == 1
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRequest:
+    """One exchange of rows between all ranks of a group.
+
+    Args:
+        send_counts: Number of rows for each rank, the own one included.
+        recv_counts: Number of rows from each rank, the own one included.
+        action: Name of the operation, for error messages: ``halo forward of conv1.x, epoch 3``.
+        kind: Traffic kind that its bytes are counted under.
+        header: Up to five numbers (direction, epoch, site, width, gradient) that must be equal on both sides.
+            They and the row counts are compared before any row is sent. Either all ranks give a header or
+            none does.
+        index: Indices of the rows to send, in this order; all rows if None.
+        site: Which exchange of a model this is; None for an exchange that is no part of a model's pass.
+    """
+
+    send_counts: Sequence[int]
+    recv_counts: Sequence[int]
+    action: str
+    kind: Kind = "halo"
+    header: tuple[int, ...] | None = None
+    index: Tensor | None = None
+    site: SiteExchange | None = None
+
+    def selected(self, rows: Tensor) -> Tensor:
+        """Return the rows to send: a copy of those that ``index`` names, or the rows themselves."""
+        return rows if self.index is None else rows.index_select(0, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class BytesRequest:
+    """One exchange of bytes that are written segment by segment while earlier segments are in transit.
+
+    Args:
+        write: Called once for each segment, with the receiving rank (the own one included, but only ranks
+            that receive any bytes), the segment's number, and the buffer for its bytes, which is on the
+            model's device.
+        sizes: Bytes of each segment for each rank. The number of segments is the same for all peers and on
+            all ranks; empty ones come last.
+        expected: Bytes of each segment from each rank.
+        action: Name of the operation, for error messages.
+        kind: Traffic kind that its bytes are counted under.
+        header: Numbers that all ranks compare first, as in :class:`ExchangeRequest`.
+    """
+
+    write: Callable[[int, int, Tensor], None]
+    sizes: SegmentSizes
+    expected: SegmentSizes
+    action: str
+    kind: Kind = "halo"
+    header: tuple[int, ...] | None = None
+
+
+class Work(ABC):
+    """Rows that were asked for and will be waited for, as torch's ``Work``."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Wait for the rows and return them. A second call returns at once."""
+
+    @contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """Wait for the rows and lend them for a block of code, which neither keeps nor changes them.
+
+        A work that can read them where they lie, without a copy, does so.
+        """
+        yield self.wait()
+
+
+class DeferredWork(Work):
+    """Rows that a function returns when they are first waited for.
+
+    Args:
+        compute: The function, called once.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self._compute: Callable[[], Tensor] | None = compute
+        self.rows: Tensor | None = None
+        """The rows; None before the first wait."""
+
+    def wait(self) -> Tensor:
+        """Return the rows; the first call computes them."""
+        if self._compute is not None:
+            self.rows, self._compute = self._compute(), None
+        assert self.rows is not None
+        return self.rows
+
+
+class BytesWork(Protocol):
+    """Bytes in transit that arrive segment by segment."""
+
+    def parts(self, expected: SegmentSizes) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield a rank, the number of its segment and the segment's bytes, each as soon as it has arrived."""
+
+
+class Exchange(Protocol):
+    """What exchanges rows between the ranks of a group: a channel, or a wrapper around one."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the group."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the group."""
+
+    def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
+        """Begin to send rows for rank 0, then for rank 1, and so on, and to receive the peers' rows.
+
+        It is not differentiable. The rows must not change before the wait ends.
+
+        Shapes: rows [sum(send_counts), ...], or [*, ...] with an index -> [sum(recv_counts), ...].
+        """
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Op = "sum",
+        *,
+        action: str,
+        kind: Kind = "statistics",
+        key: Hashable = None,
+    ) -> Tensor:
+        """Return the sum, maximum or minimum over all ranks.
+
+        ``key`` names the operation, the same in every epoch.
+        """
+
+
+class BytesExchange(Exchange, Protocol):
+    """An exchange that also sends bytes as soon as they are written."""
+
+    def start_bytes(self, request: BytesRequest) -> BytesWork:
+        """Begin to send each peer bytes that are written just before that, and receive the peers' bytes."""
+
+
+def swap_counts(exchange: Exchange, counts: Sequence[int], action: str) -> list[int]:
+    """Tell each rank a number, and return the number that each rank tells this one."""
+    ones = [1] * exchange.size
+    told = torch.tensor(counts, dtype=torch.int64).unsqueeze(1)
+    return exchange.start(told, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()

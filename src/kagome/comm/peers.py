@@ -19,7 +19,7 @@ from kagome.comm.transport import failures
 from kagome.comm.transport.process_group import TorchWork, Transport
 from kagome.comm.transport.shared_memory import SharedMemory
 from kagome.comm.watchdog import Watchdog
-from kagome.comm.work import Work
+from kagome.comm.work import ChannelWork
 from kagome.errors import KagomeError
 
 
@@ -114,7 +114,7 @@ class PeerGroup:
     def _add(self, kind: Kind, count: int) -> None:
         self.traffic.bytes[kind] += count
 
-    def finish(self, pending: Work, most: int | None = None) -> None:
+    def finish(self, pending: ChannelWork, most: int | None = None) -> None:
         """Wait for the remaining messages of an exchange.
 
         Args:

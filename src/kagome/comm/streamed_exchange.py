@@ -12,76 +12,60 @@ they are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kagome.comm.stats import Kind
+from kagome.comm.exchange import BytesRequest, SegmentSizes
 from kagome.comm.transport import failures
-from kagome.comm.work import Sheets, Work
+from kagome.comm.work import ChannelWork
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
 
 
-def start_bytes(
-    channel: Channel,
-    write: Callable[[int, int, Tensor], None],
-    sizes: Sheets,
-    expected: Sheets,
-    *,
-    action: str,
-    kind: Kind = "halo",
-    header: tuple[int, ...] | None = None,
-) -> Work:
+def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
     """Begin to send each peer bytes that are written just before they are sent, and to receive the peers'.
 
     Args:
         channel: The channel to send through.
-        write: Called once for each segment, with the receiving rank (this one included, but only ranks that
-            receive any bytes), the segment's number, and the buffer for its bytes, which is on the model's
-            device.
-        sizes: Bytes of each segment for each rank. The number of segments is the same for all peers and on
-            all ranks; empty ones come last.
-        expected: Bytes of each segment from each rank.
-        action: Name of the operation, for error messages.
-        kind: Traffic kind that its bytes are counted under.
-        header: The header, as :meth:`Channel.start_exchange` takes it.
+        request: What is written and expected.
 
     Returns:
-        The exchange in progress; :meth:`Work.parts` yields each peer's bytes as they arrive.
+        The exchange in progress; :meth:`ChannelWork.parts` yields each peer's bytes as they arrive.
 
     Raises:
         CommError: If a peer's header or sizes differ, or a peer was late or its connection was lost.
     """
-    if header is not None and channel.size > 1:
+    sizes, expected, action, kind = request.sizes, request.expected, request.action, request.kind
+    if request.header is not None and channel.size > 1:
         with channel.timed(kind):
-            compare(channel, header, [sum(each) for each in sizes], [sum(each) for each in expected], action)
+            compare(channel, request.header, [sum(each) for each in sizes], [sum(each) for each in expected], action)
     totals = [sum(each) for each in sizes]
     parts = list(torch.empty(sum(totals), dtype=torch.uint8, device=channel.wire).split(totals))
     apart = {peer for peer in range(channel.size) if channel.streams(peer)}
 
-    def fill(peer: int, sheet: int) -> None:
+    def fill(peer: int, segment: int) -> None:
         places = parts[peer].split(list(sizes[peer]))
-        for number in (sheet,) if peer in apart else range(len(places)):
+        for number in (segment,) if peer in apart else range(len(places)):
             place = places[number]
             if place.numel() and channel.wire == channel.device:
-                write(peer, number, place)
+                request.write(peer, number, place)
             elif place.numel():
                 written = torch.empty_like(place, device=channel.device)
-                write(peer, number, written)
+                request.write(peer, number, written)
                 place.copy_(written)
 
-    def posted(sheets: Sheets) -> Sheets:
+    def posted(segments: SegmentSizes) -> SegmentSizes:
         return [
-            each if peer in apart else (sum(each), *[0] * (len(each) - 1)) for peer, each in enumerate(sheets)
+            each if peer in apart else (sum(each), *[0] * (len(each) - 1)) for peer, each in enumerate(segments)
         ]
 
     if channel.size == 1:
         fill(0, 0)
-        return Work(parts[0], channel, action, kind)
+        return ChannelWork(parts[0], channel, action, kind)
     coming = [sum(each) for each in expected]
     pending = channel.start_parts(parts, coming, action, kind, fill, (posted(sizes), posted(expected)))
     pending.apart = frozenset(apart)

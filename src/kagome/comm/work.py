@@ -1,4 +1,4 @@
-"""Work: a communication operation that was started on a channel and will be waited for.
+"""Channel work: a communication operation that was started on a channel and will be waited for.
 
 Where it sits: ``channel`` creates these; the caller computes something else between the start and the wait.
 """
@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kagome.comm.exchange import SegmentSizes, Work
 from kagome.comm.stats import Kind
 from kagome.comm.transport.process_group import IncomingMessage, TorchWork
 
 if TYPE_CHECKING:
     from kagome.comm.channel import Channel
 
-Sheets = Sequence[Sequence[int]]
-"""Bytes of each segment of each peer's message."""
-
 
 @dataclass
-class Work:
+class ChannelWork(Work):
     """An exchange in progress; ``wait`` returns its rows.
 
     Args:
@@ -63,8 +61,8 @@ class Work:
             return self.arrived()
 
     @contextmanager
-    def lent(self) -> Iterator[Tensor]:
-        """Lend the rows for a block, instead of :meth:`wait`; they must not be kept or written to.
+    def borrow(self) -> Iterator[Tensor]:
+        """Lend the rows for a block of code, instead of :meth:`wait`.
 
         If they all come from one rank of this host, they are read in that rank's memory.
 
@@ -88,7 +86,7 @@ class Work:
         finally:
             coming.give_back()
 
-    def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
+    def parts(self, expected: SegmentSizes) -> Iterator[tuple[int, int, Tensor]]:
         """Yield each rank's segments as they arrive, while others are in transit; instead of :meth:`wait`.
 
         Args:
@@ -107,11 +105,11 @@ class Work:
             for slot, each in zip(self.rows.split([sum(each) for each in expected]), expected, strict=True)
         ]
 
-        def sheets(peer: int) -> range:
+        def segments(peer: int) -> range:
             return range(max(sum(1 for size in expected[peer] if size), 1))
 
         comes = sum(
-            len(sheets(peer)) if peer in self.apart else 1
+            len(segments(peer)) if peer in self.apart else 1
             for peer in range(channel.size)
             if sum(expected[peer]) and peer != channel.rank
         )
@@ -120,14 +118,14 @@ class Work:
             self.wait()
             awaited = []
         for there in (rank for rank in range(channel.size) if rank not in awaited):
-            for sheet in sheets(there):
-                yield there, sheet, slots[there][sheet].to(channel.device)
+            for segment in segments(there):
+                yield there, segment, slots[there][segment].to(channel.device)
         come = Counter[int]()
         for peer in (peer for peer in awaited if peer is not None):
             with channel.timed(self.kind):
                 channel.finish(self, 1)
-            for sheet in (come[peer],) if peer in self.apart else sheets(peer):
-                yield peer, sheet, slots[peer][sheet].to(channel.device)
+            for segment in (come[peer],) if peer in self.apart else segments(peer):
+                yield peer, segment, slots[peer][segment].to(channel.device)
             come[peer] += 1
         self.wait()
 
@@ -147,7 +145,7 @@ class SendWork:
         pending: The operation to wait for.
     """
 
-    pending: Work
+    pending: ChannelWork
 
     def wait(self) -> None:
         """Wait until the message has gone.

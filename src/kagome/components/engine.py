@@ -42,7 +42,7 @@ class Engine(Protocol):
         """The channel to the ranks of the other parts."""
 
     @property
-    def crossing(self) -> CompressedExchange:
+    def exchange(self) -> CompressedExchange:
         """The exchange that brings rows from other parts."""
 
     @property

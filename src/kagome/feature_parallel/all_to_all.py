@@ -22,7 +22,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kagome.halo.exchange import Carrier, UnderWay, through
+from kagome.comm.exchange import Exchange, Work
+from kagome.halo.exchange import through
 from kagome.halo.forward_pass import ForwardPass, Site
 
 APART, BACK, TOGETHER, BACK_TOGETHER = 4, 5, 6, 7
@@ -120,7 +121,7 @@ class AllToAll:
         device: Device of the rows.
     """
 
-    def __init__(self, counts: Sequence[int], channel: Carrier, device: torch.device | str = "cpu") -> None:
+    def __init__(self, counts: Sequence[int], channel: Exchange, device: torch.device | str = "cpu") -> None:
         self.counts, self.channel, self.device = tuple(counts), channel, device
         self.total = sum(self.counts)
 
@@ -184,7 +185,7 @@ class AllToAll:
 
     def start_apart(
         self, rows: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
-    ) -> UnderWay:
+    ) -> Work:
         """Start to send all columns of own rows and receive this rank's columns of all rows; no gradient.
 
         Shapes:
@@ -194,24 +195,23 @@ class AllToAll:
         counts = self.counts if lot is None else lot.counts
         rows = rows if lot is None else rows.index_select(0, lot.own)
         mine, own = cut.taken(rank), counts[rank]
-        begun = self.channel.start_exchange(
-            torch.cat([rows[:, cut.of(peer)].reshape(-1) for peer in ranks]),
+        request = site.request(
+            _words(direction),
+            direction,
             [own * cut.taken(peer) for peer in ranks],
             [count * mine for count in counts],
-            action=site.action(_words(direction)),
+            width=cut.width,
+            stamps=self._own_places if lot is None else self._repeated(lot.all, lot.counts),
             kind="transpose",
-            header=site.header(direction, cut.width),
-            trip=site.trip(
-                direction,
-                self._own_places if lot is None else self._repeated(lot.all, lot.counts),
-                blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
-            ),
+            blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
         )
+        numbers = torch.cat([rows[:, cut.of(peer)].reshape(-1) for peer in ranks])
+        begun = self.channel.start(numbers, request)
         return _Shaped(begun, lambda come: come.view(sum(counts), mine))
 
     def start_together(
         self, part: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
-    ) -> UnderWay:
+    ) -> Work:
         """Start to send this rank's columns of all rows and receive all columns of own rows; no gradient.
 
         Shapes:
@@ -222,19 +222,17 @@ class AllToAll:
         counts = self.counts if lot is None else lot.counts
         mine, own = cut.taken(rank), counts[rank]
         comes = [own * cut.taken(peer) for peer in ranks]
-        begun = self.channel.start_exchange(
-            part.reshape(-1),
+        request = site.request(
+            _words(direction),
+            direction,
             [count * mine for count in counts],
             comes,
-            action=site.action(_words(direction)),
+            width=cut.width,
+            stamps=self._places if lot is None else lot.all,
             kind="transpose",
-            header=site.header(direction, cut.width),
-            trip=site.trip(
-                direction,
-                self._places if lot is None else lot.all,
-                blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
-            ),
+            blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
         )
+        begun = self.channel.start(part.reshape(-1), request)
 
         def side_by_side(come: Tensor) -> Tensor:
             out = part.new_zeros(own, cut.width) if cut.overlaps else part.new_empty(own, cut.width)
@@ -249,10 +247,10 @@ class AllToAll:
         return _Shaped(begun, side_by_side)
 
 
-class _Shaped:
+class _Shaped(Work):
     """An exchange in progress, with a function that shapes what is received."""
 
-    def __init__(self, begun: UnderWay, do: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, begun: Work, do: Callable[[Tensor], Tensor]) -> None:
         self._begun, self._do = begun, do
 
     def wait(self) -> Tensor:
@@ -260,9 +258,9 @@ class _Shaped:
         return self._do(self._begun.wait())
 
     @contextmanager
-    def lent(self) -> Iterator[Tensor]:
+    def borrow(self) -> Iterator[Tensor]:
         """Yield the shaped rows for the length of a block."""
-        with self._begun.lent() as come:
+        with self._begun.borrow() as come:
             yield self._do(come)
 
 

@@ -23,8 +23,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kagome.comm.exchange import Exchange, ExchangeRequest, swap_counts
 from kagome.feature_parallel.all_to_all import AllToAll, SliceCut, by_head, even, everything
-from kagome.halo.exchange import Carrier, HaloExchange
+from kagome.halo.exchange import HaloExchange
 from kagome.kernels.base.csr import Structure
 
 
@@ -138,13 +139,8 @@ def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
     counts = _counts(plan.own, channel)
     begin = sum(counts[team.first : channel.rank])
     own = torch.arange(begin, begin + plan.own, device=plan.send.device)
-    halo = channel.exchange(
-        own[plan.send].unsqueeze(1),
-        plan.send_counts,
-        plan.recv_counts,
-        action="places of halo rows",
-        kind="other",
-    ).view(-1)
+    request = ExchangeRequest(plan.send_counts, plan.recv_counts, "places of halo rows", "other")
+    halo = channel.start(own[plan.send].unsqueeze(1), request).wait().view(-1)
     if tensor == channel.size:
         return RowPlaces(team, counts, torch.cat([own, halo]), None)
     # A row of another part is named by its group and its index there, folded into one number.
@@ -162,25 +158,20 @@ def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
     return RowPlaces(team, team.inside(counts), torch.cat([own, place]), rows)
 
 
-def _beyond(beyond: Tensor, base: Tensor, total: int, team: TensorGroup, channel: Carrier) -> HaloExchange:
+def _beyond(beyond: Tensor, base: Tensor, total: int, team: TensorGroup, channel: Exchange) -> HaloExchange:
     """Return the exchange of this rank's columns of other parts' rows, with ranks of the same columns."""
     want = [0] * channel.size
     edges = torch.searchsorted(beyond, base).tolist()
     for group, (begin, end) in enumerate(pairwise(edges)):
         want[team.alike(group)] = end - begin
-    ones: Sequence[int] = [1] * channel.size
-    told = channel.exchange(
-        torch.tensor(want).unsqueeze(1), ones, ones, action="counts of other parts' rows", kind="other"
-    )
-    give = told.view(-1).tolist()
+    give = swap_counts(channel, want, "counts of other parts' rows")
     begins = base[torch.searchsorted(base, beyond, right=True) - 1]
-    asked = channel.exchange(
-        (beyond - begins).unsqueeze(1), want, give, action="places of other parts' rows", kind="other"
-    )
+    request = ExchangeRequest(want, give, "places of other parts' rows", "other")
+    asked = channel.start((beyond - begins).unsqueeze(1), request).wait()
     return SlicedRows(total, beyond.numel(), asked.view(-1), tuple(give), tuple(want), channel)
 
 
-def slicing_of(structure: Structure, places: RowPlaces, channel: Carrier) -> EdgeLayout:
+def slicing_of(structure: Structure, places: RowPlaces, channel: Exchange) -> EdgeLayout:
     """Collect the edges of all ranks of the group from each rank's own edges. All ranks call it.
 
     Cost:
@@ -200,16 +191,13 @@ def slicing_of(structure: Structure, places: RowPlaces, channel: Carrier) -> Edg
     )
 
 
-def _told(rows: Tensor, team: TensorGroup, channel: Carrier) -> Tensor:
+def _told(rows: Tensor, team: TensorGroup, channel: Exchange) -> Tensor:
     """Gather the rows of all ranks of the group, by rank."""
     counts = team.inside(_counts(rows.size(0), channel))
     sends = team.inside([rows.size(0)] * channel.size)
-    return channel.exchange(
-        rows.repeat(team.tensor, 1), sends, counts, action="edges of all ranks", kind="other"
-    )
+    request = ExchangeRequest(sends, counts, "edges of all ranks", "other")
+    return channel.start(rows.repeat(team.tensor, 1), request).wait()
 
 
-def _counts(mine: int, channel: Carrier) -> tuple[int, ...]:
-    ones: Sequence[int] = [1] * channel.size
-    told = torch.full((channel.size, 1), mine)
-    return tuple(channel.exchange(told, ones, ones, action="counts", kind="other").view(-1).tolist())
+def _counts(mine: int, channel: Exchange) -> tuple[int, ...]:
+    return tuple(swap_counts(channel, [mine] * channel.size, "counts"))

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kagome.comm.exchange import Exchange, Work
 from kagome.errors import ConfigError, ModelError
 from kagome.feature_parallel.all_to_all import (
     APART,
@@ -38,7 +39,6 @@ from kagome.feature_parallel.all_to_all import (
     SliceCut,
 )
 from kagome.feature_parallel.edge_layout import EdgeLayout
-from kagome.halo.exchange import Carrier, UnderWay
 from kagome.halo.forward_pass import ForwardPass, Site
 from kagome.kernels import ops
 from kagome.kernels.base.csr import CsrLayout, Structure
@@ -245,12 +245,12 @@ class Hop:
         """Number of columns of this rank."""
         return self.cut.taken(self.way.channel.rank)
 
-    def apart(self, rows: Tensor, lot: RowBlock, direction: int) -> UnderWay:
+    def apart(self, rows: Tensor, lot: RowBlock, direction: int) -> Work:
         """Start to send own whole rows of a block, and to receive this rank's columns of the whole block."""
         assert self.site is not None
         return self.way.start_apart(rows, self.cut, self.site, direction, lot)
 
-    def together(self, part: Tensor, lot: RowBlock, direction: int) -> UnderWay:
+    def together(self, part: Tensor, lot: RowBlock, direction: int) -> Work:
         """Start to send this rank's columns of a block to the owners of its rows."""
         assert self.site is not None
         return self.way.start_together(part, self.cut, self.site, direction, lot)
@@ -279,7 +279,7 @@ class TileBound:
         self.bytes, self.device, self.gauge = bytes, device, MemoryGauge()
         self._chunks: WeakTensorMap[Any] = WeakTensorMap()
 
-    def used(self, channel: Carrier) -> dict[str, int]:
+    def used(self, channel: Exchange) -> dict[str, int]:
         """Return the peak working memory over all ranks, for the summary. All ranks call it."""
         peak = torch.tensor(self.gauge.peak, device=self.device)
         most = channel.all_reduce(peak, "max", action="working memory", kind="other")
@@ -330,7 +330,7 @@ class _Hop(torch.autograd.Function):
         own = hop.way.counts[hop.way.channel.rank]
         out = rows.new_empty((own, hop.cut.width) if hop.last else (total, hop.mine))
         coming = hop.apart(rows, chunks[0].brings, APART) if hop.first and chunks else None
-        going: tuple[RowBlock, UnderWay] | None = None
+        going: tuple[RowBlock, Work] | None = None
         for place, chunk in enumerate(chunks):
             if coming is not None:
                 part[chunk.brings.all] = coming.wait()
@@ -368,7 +368,7 @@ class _Hop(torch.autograd.Function):
         g_rows = g.new_zeros(own, hop.cut.width) if hop.first and to_rows else lies
         g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
         coming = hop.apart(g, chunks[-1].writes, BACK_TOGETHER) if hop.last and chunks else None
-        going: tuple[RowBlock, UnderWay] | None = None
+        going: tuple[RowBlock, Work] | None = None
         for place in reversed(range(len(chunks))):
             chunk = chunks[place]
             if coming is not None:
@@ -421,7 +421,7 @@ def walked(layout: CsrLayout) -> tuple[Tensor, Tensor]:
     return layout.column, layout.edge
 
 
-def _laid(out: Tensor, going: tuple[RowBlock, UnderWay] | None) -> None:
+def _laid(out: Tensor, going: tuple[RowBlock, Work] | None) -> None:
     """Wait for received own rows and write them to their places."""
     if going is not None:
         out[going[0].own] = going[1].wait()

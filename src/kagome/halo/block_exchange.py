@@ -1,7 +1,7 @@
 """Block exchange: encoded blocks of a different width for each peer, between vertex and feature slices.
 
-Where it sits: ``compressed_exchange`` sends and receives blocks where a ``Trip`` says that it consists of
-them. A rank's block for itself is not encoded.
+Where it sits: ``compressed_exchange`` puts it in front of ``comm``'s channel for exchanges that consist of
+blocks. A rank's block for itself is not encoded.
 
 ::
 
@@ -10,135 +10,126 @@ them. A rank's block for itself is not encoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import Kind
 from kagome.comm.codec import Codec
-from kagome.comm.exchange import Trip
-from kagome.halo.encoded_message import EncodingChoice, Parts, padded
-from kagome.halo.exchange import UnderWay
+from kagome.comm.exchange import (
+    BytesExchange,
+    BytesRequest,
+    BytesWork,
+    DeferredWork,
+    ExchangeRequest,
+    SiteExchange,
+    Work,
+)
+from kagome.halo.encoded_exchange import ErrorMeter
+from kagome.halo.encoded_message import padded, plain
+from kagome.halo.epoch_rows import CompressionState
 
 Shape = tuple[int, int]
 """Number of rows and columns of a block."""
 
 
-def start(
-    way: EncodingChoice,
-    codec: Codec,
-    numbers: Tensor,
-    sends: Sequence[int],
-    comes: Sequence[int],
-    trip: Trip,
-    keys: Sequence[int],
-    *,
-    action: str,
-    kind: Kind,
-    header: tuple[int, ...] | None,
-) -> UnderWay:
-    """Begin an exchange of blocks; its wait returns the numbers, block after block.
+class BlockExchange:
+    """An exchange of blocks in place of rows; its wait returns the numbers, block after block.
 
     Args:
-        way: The channel to the peers.
-        codec: Codec for the blocks that it shortens.
-        numbers: The numbers to send, block after block.
-        sends: Number of numbers for each peer.
-        comes: Number of numbers from each peer.
-        trip: Description of the exchange, with the shapes of its blocks.
-        keys: Seed of the random draws for each peer's block.
-        action: Name of the operation, for error messages.
-        kind: Traffic kind that its bytes are counted under.
-        header: Numbers that ranks compare before the exchange.
+        channel: The channel to the peers.
+        state: Policy and counts of this rank.
+        meter: Measures the codecs' error.
     """
-    assert trip.blocks is not None
-    (out, come), dtype = trip.blocks, numbers.dtype
-    to, of = (codecs_of(codec, shapes, way.rank, dtype) for shapes in (out, come))
-    if all(each.exact for each in (*to, *of)):
-        return way.start_exchange(numbers, sends, comes, action=action, kind=kind, header=header)
-    block = numbers.split([rows * width for rows, width in out])
-    stamps = trip.stamps.split([rows for rows, _ in out])
 
-    def write(peer: int, sheet: int, message: Tensor) -> None:
-        rows = to[peer].sheets(*out[peer], dtype)
-        mine = slice(sum(rows[:sheet]), sum(rows[: sheet + 1]))
-        numbers, stamp = block[peer].view(out[peer])[mine], stamps[peer][mine]
-        to[peer].encode(numbers, None, stamp, keys[peer], message, where=action)
+    def __init__(self, channel: BytesExchange, state: CompressionState, meter: ErrorMeter) -> None:
+        self.channel, self.state, self.meter = channel, state, meter
 
-    sizes, expected = sheets_of(to, out, dtype), sheets_of(of, come, dtype)
-    begun = way.start_bytes(write, sizes, expected, action=action, kind=kind, header=header)
-    return ComingBlocks(begun, of, come, numbers)
+    def start(self, numbers: Tensor, request: ExchangeRequest) -> Work:
+        """Begin an exchange of blocks, in which each peer gets as many columns as it holds."""
+        site, rank, dtype = request.site, self.channel.rank, numbers.dtype
+        assert site is not None
+        assert site.blocks is not None
+        self.state.counts.sliced += (numbers.numel() - request.send_counts[rank]) * numbers.itemsize
+        codec = self.state.policy.codec_for(site)
+        out, come = (_Blocks.of(codec, shapes, rank, dtype) for shapes in site.blocks)
+        if all(each.exact for each in (*out.codecs, *come.codecs)):
+            return self.channel.start(numbers, request)
+        # Each pair of ranks has its own draws, since every peer gets other columns of a row.
+        size = self.channel.size
+        keys = [self.state.draws_of(site, rank * size + peer) for peer in range(size)]
+        self._measure(codec, out, numbers, site, keys, request.action)
+        blocks = out.split(numbers)
+        stamps = site.stamps.split([rows for rows, _ in out.shapes])
 
+        def write(peer: int, segment: int, message: Tensor) -> None:
+            mine = out.rows(peer, segment, dtype)
+            codec, where = out.codecs[peer], request.action
+            codec.encode(blocks[peer][mine], None, stamps[peer][mine], keys[peer], message, where=where)
 
-def sample_of(codec: Codec, numbers: Tensor, trip: Trip, rank: int) -> tuple[Tensor, Tensor, int] | None:
-    """Return the first encoded block, the stamps of its rows, and its peer; None if no block is encoded."""
-    assert trip.blocks is not None
-    shapes = trip.blocks[0]
-    codecs = codecs_of(codec, shapes, rank, numbers.dtype)
-    for peer, (rows, width) in enumerate(shapes):
-        if rows and not codecs[peer].exact:
-            before = sum(many * columns for many, columns in shapes[:peer])
-            first = sum(many for many, _ in shapes[:peer])
-            block = numbers[before : before + rows * width].view(rows, width)
-            return block, trip.stamps[first : first + rows], peer
-    return None
+        written = BytesRequest(
+            write, out.segments(dtype), come.segments(dtype), request.action, request.kind, request.header
+        )
+        begun = self.channel.start_bytes(written)
+        return DeferredWork(lambda: come.decoded(begun, numbers))
 
-
-def codecs_of(codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dtype) -> tuple[Codec, ...]:
-    """Return the codec of each peer's block.
-
-    This rank's own block is not encoded, nor one whose header would cost more than encoding saves.
-    """
-    none = Codec("none")
-    return tuple(
-        codec if peer != rank and codec.shortens(width, dtype) else none
-        for peer, (_, width) in enumerate(shapes)
-    )
-
-
-def sheets_of(codecs: Sequence[Codec], shapes: Sequence[Shape], dtype: torch.dtype) -> list[list[int]]:
-    """Return the bytes of each segment of each block."""
-    return [
-        padded([codec.size(rows, shape[1], dtype) for rows in codec.sheets(*shape, dtype)])
-        for codec, shape in zip(codecs, shapes, strict=True)
-    ]
+    def _measure(
+        self, codec: Codec, out: _Blocks, numbers: Tensor, site: SiteExchange, keys: Sequence[int], action: str
+    ) -> None:
+        """Measure the codec's error on the first block that is encoded."""
+        first = 0
+        for peer, (block, (rows, _)) in enumerate(zip(out.split(numbers), out.shapes, strict=True)):
+            if rows and not out.codecs[peer].exact:
+                part = replace(site, stamps=site.stamps[first : first + rows])
+                self.meter.measure(plain(codec, [rows]), block, None, part, keys[peer], action)
+                return
+            first += rows
 
 
-@dataclass
-class ComingBlocks:
-    """An exchange of encoded blocks in progress.
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks that go to all peers, or come from them.
 
     Args:
-        bytes: The encoded bytes in progress.
         codecs: Codec of each block.
         shapes: Shape of each block.
-        like: A tensor with the numbers' type and device.
-        numbers: The decoded numbers, once they have arrived.
     """
 
-    bytes: Parts
     codecs: Sequence[Codec]
     shapes: Sequence[Shape]
-    like: Tensor
-    numbers: Tensor | None = None
 
-    def wait(self) -> Tensor:
-        """Wait for the blocks and return the decoded numbers, block after block."""
-        if self.numbers is None:
-            counts = [rows * width for rows, width in self.shapes]
-            out = self.like.new_empty(sum(counts))
-            blocks = out.split(counts)
-            for peer, sheet, part in self.bytes.parts(sheets_of(self.codecs, self.shapes, out.dtype)):
-                rows = self.codecs[peer].sheets(*self.shapes[peer], out.dtype)
-                mine = slice(sum(rows[:sheet]), sum(rows[: sheet + 1]))
-                self.codecs[peer].decode(part, blocks[peer].view(self.shapes[peer])[mine])
-            self.numbers = out
-        return self.numbers
+    @classmethod
+    def of(cls, codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dtype) -> _Blocks:
+        """Return blocks of which those are encoded that go to a peer and become shorter."""
+        none = Codec("none")
+        codecs = [
+            codec if peer != rank and codec.shortens(width, dtype) else none
+            for peer, (_, width) in enumerate(shapes)
+        ]
+        return cls(codecs, shapes)
 
-    @contextmanager
-    def lent(self) -> Iterator[Tensor]:
-        """Lend the decoded numbers for a block of code."""
-        yield self.wait()
+    def split(self, numbers: Tensor) -> list[Tensor]:
+        """Return the view of each block."""
+        parts = numbers.split([rows * width for rows, width in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def segments(self, dtype: torch.dtype) -> list[list[int]]:
+        """Return the bytes of each segment of each block."""
+        return [
+            padded([codec.size(rows, shape[1], dtype) for rows in codec.segments(*shape, dtype)])
+            for codec, shape in zip(self.codecs, self.shapes, strict=True)
+        ]
+
+    def rows(self, peer: int, segment: int, dtype: torch.dtype) -> slice:
+        """Return the rows of a block that one of its segments holds."""
+        rows = self.codecs[peer].segments(*self.shapes[peer], dtype)
+        return slice(sum(rows[:segment]), sum(rows[: segment + 1]))
+
+    def decoded(self, begun: BytesWork, like: Tensor) -> Tensor:
+        """Wait for the blocks and return their numbers, of the type and device of ``like``."""
+        out = like.new_empty(sum(rows * width for rows, width in self.shapes))
+        blocks = self.split(out)
+        for peer, segment, part in begun.parts(self.segments(out.dtype)):
+            self.codecs[peer].decode(part, blocks[peer][self.rows(peer, segment, out.dtype)])
+        return out

@@ -12,16 +12,15 @@ Where it sits: ``intercept.interceptor`` puts a ``RecordedRows`` in front of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from kagome.comm.channel import Kind, Op
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import DeferredWork, Exchange, ExchangeRequest, Op, Work
+from kagome.comm.stats import Kind
 from kagome.errors import ModelError
-from kagome.halo.exchange import Carrier, UnderWay
 
 Tape = list[tuple[str, Any]]
 """Recorded operations in order: the name of each and its result."""
@@ -36,7 +35,7 @@ class RecordedRows:
         channel: The channel to the peers.
     """
 
-    def __init__(self, channel: Carrier) -> None:
+    def __init__(self, channel: Exchange) -> None:
         self.channel = channel
         self._tape: Tape | None = None
         self._place: int | None = None
@@ -105,53 +104,14 @@ class RecordedRows:
 
     # What ----------------------------------------------------------------------------------------
 
-    def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-    ) -> Tensor:
-        """Exchange rows between all ranks, with a count for each peer. The result must not be written to."""
+    def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
+        """Begin an exchange of rows, or return the recorded one. Its rows must not be written to."""
 
-        def ask() -> Tensor:
-            return self.channel.exchange(
-                rows, send_counts, recv_counts, action=action, kind=kind, header=header
-            )
+        def ask() -> Work:
+            begun = self.channel.start(rows, request)
+            return begun if self._tape is None else DeferredWork(begun.wait)
 
-        return self._once(action, ask)
-
-    def start_exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-        pick: Tensor | None = None,
-        trip: Trip | None = None,
-    ) -> UnderWay:
-        """Begin an exchange of rows; its wait returns those received."""
-
-        def ask() -> UnderWay:
-            begun = self.channel.start_exchange(
-                rows,
-                send_counts,
-                recv_counts,
-                action=action,
-                kind=kind,
-                header=header,
-                pick=pick,
-                trip=trip,
-            )
-            return begun if self._tape is None else _Rows(begun)
-
-        return self._once(action, ask)
+        return self._once(request.action, ask)
 
     def all_reduce(
         self,
@@ -196,34 +156,10 @@ class RecordedRows:
         return self._tape[self._place - 1][1]  # type: ignore[no-any-return]
 
 
-class _Rows:
-    """An exchange in progress that keeps its rows once they have arrived."""
-
-    def __init__(self, begun: UnderWay) -> None:
-        self._begun: UnderWay | None = begun
-        self._rows: Tensor | None = None
-
-    @property
-    def rows(self) -> Tensor | None:
-        """The received rows; None before the first wait."""
-        return self._rows
-
-    def wait(self) -> Tensor:
-        """Wait for the rows and return them."""
-        if self._begun is not None:
-            self._rows, self._begun = self._begun.wait(), None
-        assert self._rows is not None
-        return self._rows
-
-    def lent(self) -> AbstractContextManager[Tensor]:
-        """Lend the received rows for a block of code."""
-        return nullcontext(self.wait())
-
-
 def tensors_of(tape: Tape) -> Iterator[Tensor]:
     """Yield the tensors that a record holds."""
     for _, value in tape:
-        found = value.rows if isinstance(value, _Rows) else value
+        found = value.rows if isinstance(value, DeferredWork) else value
         if isinstance(found, Tensor):
             yield found
 

@@ -1,16 +1,21 @@
-"""Rows of earlier epochs: the late rows, codec errors and selections that a compressed exchange keeps.
+"""Compression state: a rank's policy of exchange, its rows of earlier epochs and its counts.
 
-Where it sits: ``compressed_exchange`` has one, which creates its stale rows and selections. A checkpoint
-saves it.
+Where it sits: ``compressed_exchange`` has one, which its wrappers for staleness, encoding and blocks share. A
+checkpoint saves the rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Final
 
 from torch import Tensor
 
+from kagome.comm.codec import Codec
+from kagome.comm.exchange import SiteExchange
+from kagome.config import Parallel
 from kagome.errors import CheckpointError
 from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows, State
 from kagome.halo.row_selection import Selection, Skip
@@ -142,6 +147,88 @@ class EpochRows:
         for key, (rows, when) in self.residuals.items():
             if when == epoch:
                 yield "residual", key, {"rows": rows}
+
+
+@dataclass(frozen=True)
+class ExchangePolicy:
+    """How rows are exchanged at present.
+
+    Args:
+        codec: Codec of rows in the forward pass.
+        codec_backward: Codec of gradients.
+        waits: Whether no row is late; such an epoch does not use the stale rows at all.
+        chooses: Whether only some rows are sent, or rows get different numbers of bits.
+        probes: Whether a probe measures the effect of late rows. Rows are then late even in an epoch that
+            would wait for them.
+    """
+
+    codec: Codec
+    codec_backward: Codec
+    waits: bool
+    chooses: bool
+    probes: bool = False
+
+    @classmethod
+    def of(cls, settings: Parallel) -> ExchangePolicy:
+        """Return the policy that settings ask for."""
+        return cls(
+            Codec(settings.codec),
+            Codec(settings.codec_backward or settings.codec),
+            settings.max_age == 0,
+            settings.halo_sample < 1 or settings.skip_drift > 0 or settings.adaptive_bits,
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether all rows are sent unchanged and none is late."""
+        return self.codec.exact and self.codec_backward.exact and self.waits and not self.chooses
+
+    def codec_for(self, site: SiteExchange) -> Codec:
+        """Return the codec of an exchange's direction."""
+        return self.codec_backward if site.backward else self.codec
+
+
+@dataclass
+class CompressionCounts:
+    """Counts of what was exchanged since they were last taken.
+
+    Args:
+        plain: Bytes that the rows would have had without encoding.
+        sliced: The same count for feature slices.
+        errors: For each site and pass, the norm of the codec's error over the norm of the rows, on a sample.
+    """
+
+    plain: int = 0
+    sliced: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class CompressionState:
+    """What the wrappers of one rank's exchange share.
+
+    Args:
+        settings: Settings of codecs, selections, maximum age and smoothing.
+        seed: Seed of the codecs' random draws.
+        policy: How rows are exchanged at present.
+        rows: Rows of earlier epochs.
+        counts: Counts since they were last taken.
+    """
+
+    settings: Parallel
+    seed: int
+    policy: ExchangePolicy
+    rows: EpochRows = field(default_factory=EpochRows)
+    counts: CompressionCounts = field(default_factory=CompressionCounts)
+
+    def draws_of(self, site: SiteExchange, rank: int) -> int:
+        """Return a 64-bit seed of an exchange's draws.
+
+        For values at halo rows it differs between the ranks that read them.
+        """
+        reader = rank if site.direction > 1 else -1
+        text = repr((self.seed, site.epoch, site.site, site.direction, reader)).encode()
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 def _refuse_others(state: State, rows: tuple[int, int], where: str) -> None:

@@ -21,85 +21,18 @@ with a backward: its transpose. The token of the forward pass goes through it as
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import Kind, Op
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import Exchange, ExchangeRequest, Work, swap_counts
 from kagome.halo.forward_pass import ForwardPass, Site, inside
 
 Way = Callable[[Tensor], Tensor]
-
-
-class UnderWay(Protocol):
-    """The part of an exchange in progress that this module needs."""
-
-    def wait(self) -> Tensor:
-        """Wait for the rows and return them."""
-
-    def lent(self) -> AbstractContextManager[Tensor]:
-        """Lend the rows for a block of code that neither keeps nor changes them."""
-
-
-class Carrier(Protocol):
-    """The part of a channel that this module needs: see :class:`kagome.comm.channel.Channel`."""
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank in the group."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the group."""
-
-    def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-    ) -> Tensor:
-        """Exchange rows between all ranks, with a count for each peer."""
-
-    def start_exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-        pick: Tensor | None = None,
-        trip: Trip | None = None,
-    ) -> UnderWay:
-        """Begin an exchange of the rows that ``pick`` names; its wait returns the received rows.
-
-        ``trip`` describes the exchange to carriers that encode or delay rows.
-        """
-
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: Op = "sum",
-        *,
-        action: str,
-        kind: Kind = "statistics",
-        key: Hashable = None,
-    ) -> Tensor:
-        """Return the sum, maximum or minimum over all ranks.
-
-        ``key`` names the operation, the same in every epoch.
-        """
 
 
 @dataclass(frozen=True)
@@ -128,7 +61,7 @@ class HaloExchange:
     send: Tensor
     send_counts: tuple[int, ...]
     recv_counts: tuple[int, ...]
-    channel: Carrier
+    channel: Exchange
     ids: Tensor | None = None
     reads: Tensor | None = None
 
@@ -174,40 +107,43 @@ class HaloExchange:
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows, without gradient."""
         words = "halo forward" if direction == 0 else "halo backward"
-        with self.fetch(rows, site, words, direction).lent() as halo:
+        with self.fetch(rows, site, words, direction).borrow() as halo:
             return torch.cat([rows, halo])
 
     def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Send the values at halo rows to their owners, who add them; without gradient."""
         words = "halo sums forward" if direction == 0 else "halo backward"
-        with self.give(rows[self.own :].contiguous(), site, words, direction + 2).lent() as come:
+        with self.give(rows[self.own :].contiguous(), site, words, direction + 2).borrow() as come:
             return self.add(come, rows[: self.own].clone())
 
-    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
         """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
-        return self.channel.start_exchange(
-            rows,
+        request = site.request(
+            words,
+            direction,
             self.send_counts,
             self.recv_counts,
-            action=site.action(words),
-            header=site.header(direction, self.agreed(rows.size(1))),
-            pick=self.send,
-            trip=site.trip(direction, self.stamps[0], self.reads),
+            width=self.agreed(rows.size(1)),
+            stamps=self.stamps[0],
+            index=self.send,
+            reads=self.reads,
         )
+        return self.channel.start(rows, request)
 
-    def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+    def give(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
         """Begin to send values at halo rows ``[H, W]`` to their owners.
 
         :meth:`add` takes the received values.
         """
-        return self.channel.start_exchange(
-            away,
+        request = site.request(
+            words,
+            direction,
             self.recv_counts,
             self.send_counts,
-            action=site.action(words),
-            header=site.header(direction, self.agreed(away.size(1))),
-            trip=site.trip(direction, self.stamps[1]),
+            width=self.agreed(away.size(1)),
+            stamps=self.stamps[1],
         )
+        return self.channel.start(away, request)
 
     def agreed(self, width: int) -> int:
         """Return the part of a width that all ranks of the channel agree on."""
@@ -234,12 +170,12 @@ class HaloWork:
     plan: HaloExchange
     site: Site
 
-    def fetch(self, rows: Tensor) -> UnderWay:
+    def fetch(self, rows: Tensor) -> Work:
         """Begin to fetch the halo rows of own rows ``[n, ...]``: ``[H, W]``."""
         flat = rows.detach().reshape(rows.size(0), _columns(rows))
         return self.plan.fetch(flat, self.site, "halo forward", 0)
 
-    def give(self, away: Tensor) -> UnderWay:
+    def give(self, away: Tensor) -> Work:
         """Begin to send gradients at halo rows ``[H, ...]`` to their owners and receive those of own rows."""
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
         return self.plan.give(flat, self.site, "halo backward", 3)
@@ -284,7 +220,7 @@ def through(rows: Tensor, turn: ForwardPass, there: Way, back: Way) -> Tensor:
     return out
 
 
-def total(part: Tensor, turn: ForwardPass, channel: Carrier, name: str, what: str = "total") -> Tensor:
+def total(part: Tensor, turn: ForwardPass, channel: Exchange, name: str, what: str = "total") -> Tensor:
     """Return the sum of a small tensor over all ranks, with gradient. The transpose is the same sum.
 
     Args:
@@ -326,7 +262,7 @@ def summing(
     back: Callable[..., tuple[Tensor | None, ...]],
     inputs: tuple[Tensor | None, ...],
     turn: ForwardPass,
-    channel: Carrier,
+    channel: Exchange,
     name: str,
 ) -> Tensor:
     """Run a function that sums over all ranks inside, forward and backward, as a norm with global statistics.
@@ -409,17 +345,16 @@ def differentiated(
     return tuple(by_place.get(place) for place in range(len(inputs)))
 
 
-def agree(channel: Carrier, site: Site, part: Tensor) -> None:
+def agree(channel: Exchange, site: Site, part: Tensor) -> None:
     """In a checked forward pass, verify that all ranks are at the same reduction, of the same size."""
     header = site.header(4, part.numel())
     if header is not None:
         none = [0] * channel.size
-        channel.exchange(
-            part.new_empty(0, 1), none, none, action=site.action("agree"), kind="other", header=header
-        )
+        request = ExchangeRequest(none, none, site.action("agree"), "other", header)
+        channel.start(part.new_empty(0, 1), request).wait()
 
 
-def all_rows(ids: Tensor, channel: Carrier) -> HaloExchange:
+def all_rows(ids: Tensor, channel: Exchange) -> HaloExchange:
     """Return the lists by which every rank reads all rows of every other, for attention over all vertices.
 
     Args:
@@ -429,13 +364,13 @@ def all_rows(ids: Tensor, channel: Carrier) -> HaloExchange:
     Cost:
         8 bytes for each row to every other rank.
     """
-    own, ones = ids.numel(), [1] * channel.size
-    mine = torch.full((channel.size, 1), own)
-    counts = channel.exchange(mine, ones, ones, action="counts", kind="other").squeeze(1).tolist()
-    recv = [0 if peer == channel.rank else int(count) for peer, count in enumerate(counts)]
+    own = ids.numel()
+    counts = swap_counts(channel, [own] * channel.size, "counts")
+    recv = [0 if peer == channel.rank else count for peer, count in enumerate(counts)]
     send = [0 if peer == channel.rank else own for peer in range(channel.size)]
     places = torch.arange(own, device=ids.device).repeat(channel.size - 1)
     sent = ids[places].unsqueeze(1)
-    theirs = channel.exchange(sent, send, recv, action="ids of rows", kind="other").squeeze(1)
+    naming = ExchangeRequest(send, recv, "ids of rows", "other")
+    theirs = channel.start(sent, naming).wait().squeeze(1)
     known, reads = torch.cat([ids, theirs]), torch.ones_like(theirs)
     return HaloExchange(own, sum(recv), places, tuple(send), tuple(recv), channel, known, reads)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from kagome.comm.exchange import Blocks, Trip
+from kagome.comm.exchange import Blocks, Exchange, ExchangeRequest, SiteExchange
+from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 
 if TYPE_CHECKING:
     from kagome.halo.comm_recorder import RecordedRows
-    from kagome.halo.exchange import Carrier
 
 SiteKey = tuple[str, int]
 SumKey = tuple[SiteKey, str]
@@ -259,18 +259,45 @@ class Site:
         """
         return (direction, self.epoch, self.number, width, int(self.grad)) if self.checked else None
 
-    def trip(
+    def request(
         self,
+        words: str,
         direction: int,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        width: int,
         stamps: Tensor,
+        kind: Kind = "halo",
+        index: Tensor | None = None,
         reads: Tensor | None = None,
         blocks: tuple[Blocks, Blocks] | None = None,
-    ) -> Trip:
-        """Return the description of the site's exchange in one direction, for the carrier."""
-        known = stamps.new_empty(0) if reads is None else reads
-        return Trip(self.key, direction, self.epoch, self.trains, stamps, known, blocks)
+    ) -> ExchangeRequest:
+        """Return the request for the site's exchange in one direction.
 
-    def sum(self, channel: Carrier, part: Tensor, words: str) -> Tensor:
+        Args:
+            words: What is exchanged, for error messages: ``halo forward``.
+            direction: As in :class:`SiteExchange`, whose other arguments are the same too.
+            send_counts: Number of rows for each rank.
+            recv_counts: Number of rows from each rank.
+            width: Columns of a row, on which all ranks agree.
+            stamps: The ids of the rows that are sent.
+            kind: Traffic kind that its bytes are counted under.
+            index: Indices of the rows to send; all rows if None.
+            reads: Number of edges that read each received row.
+            blocks: Blocks of different widths in place of rows.
+        """
+        return ExchangeRequest(
+            send_counts,
+            recv_counts,
+            self.action(words),
+            kind,
+            self.header(direction, width),
+            index,
+            SiteExchange(self.key, direction, self.epoch, self.trains, stamps, reads, blocks),
+        )
+
+    def sum(self, channel: Exchange, part: Tensor, words: str) -> Tensor:
         """Return the sum of a tensor over the channel's ranks.
 
         ``words`` that end in "backward" mark gradients.

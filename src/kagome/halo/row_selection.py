@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from kagome.comm.codec import BITS, Codec
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import SiteExchange
 from kagome.config import CodecName
 from kagome.errors import CommError
-from kagome.halo.encoded_message import Letters, Piece, plain
+from kagome.halo.encoded_message import MessageLayout, Piece, plain
 from kagome.halo.resumed_rows import State
 
 FIT_EVERY: Final = 50
@@ -47,8 +47,8 @@ class SelectionPlan:
         ground: Values of rows that are not received; zeros if None.
     """
 
-    out: Letters
-    come: Letters
+    out: MessageLayout
+    come: MessageLayout
     notes: Sequence[Tensor] = ()
     ground: Tensor | None = None
 
@@ -57,11 +57,11 @@ class Selection(Protocol):
     """The choice of rows of one site in one direction."""
 
     def plan(
-        self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
+        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
     ) -> SelectionPlan:
         """Return the content of this epoch's exchange.
 
-        ``rows`` are in the order of sending; ``whole`` asks for all of them.
+        ``rows`` are in the order of sending.
         """
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
@@ -88,20 +88,20 @@ class SampledRows:
         self.share, self.seed, self.rank, self.codec = share, seed, rank, codec
 
     def plan(
-        self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
+        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
     ) -> SelectionPlan:
         """Select the same rows in both directions and at all sites of an epoch."""
-        if whole:
+        if site.whole:
             return SelectionPlan(plain(self.codec, sends), plain(self.codec, comes))
-        to_readers = trip.direction < 2
+        to_readers = site.direction < 2
 
-        def letters(counts: Sequence[int], *, owned: bool) -> Letters:
+        def layout(counts: Sequence[int], *, owned: bool) -> MessageLayout:
             # A row is sent by its owner, and its gradient back to the owner: the draws go by (owner, reader).
             pairs = [(self.rank, peer) if owned else (peer, self.rank) for peer in range(len(counts))]
-            pieces = [[self._piece(trip.epoch, pair, n)] for pair, n in zip(pairs, counts, strict=True)]
-            return Letters(pieces, counts, [0] * len(counts))
+            pieces = [[self._piece(site.epoch, pair, n)] for pair, n in zip(pairs, counts, strict=True)]
+            return MessageLayout(pieces, counts, [0] * len(counts))
 
-        return SelectionPlan(letters(sends, owned=to_readers), letters(comes, owned=not to_readers))
+        return SelectionPlan(layout(sends, owned=to_readers), layout(comes, owned=not to_readers))
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Do nothing, since samples need no state."""
@@ -144,24 +144,24 @@ class Skip:
         self._last = 0
 
     def plan(
-        self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
+        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
     ) -> SelectionPlan:
         """Select the rows announced in the last epoch; all rows if none were announced."""
         sent = self._sent
-        if whole or sent is None or sent.shape != rows.shape or trip.epoch != self._last + 1:
+        if site.whole or sent is None or sent.shape != rows.shape or site.epoch != self._last + 1:
             sent, self._goes, self._comes, self._table = rows.clone(), None, None, None
-            self._when = torch.full((rows.size(0),), trip.epoch)
-        self._last, self._counts = trip.epoch, tuple(comes)
+            self._when = torch.full((rows.size(0),), site.epoch)
+        self._last, self._counts = site.epoch, tuple(comes)
         goes, coming = self._goes, self._comes
         if goes is not None:
-            self._when[goes] = trip.epoch
+            self._when[goes] = site.epoch
             sent[goes.to(rows.device)] = rows[goes.to(rows.device)]
         self._sent = sent
         moved = (rows - sent).norm(dim=1) > self.share * rows.norm(dim=1)
         # A row that is not sent in the next epoch either is still read, one epoch late, in the one after.
-        self._goes = moved.cpu() | (trip.epoch + 2 - self._when > self.limit)
+        self._goes = moved.cpu() | (site.epoch + 2 - self._when > self.limit)
         notes = [_packed(part).to(rows.device) for part in self._goes.split(list(sends))]
-        return SelectionPlan(self._letters(goes, sends), self._letters(coming, comes), notes, self._table)
+        return SelectionPlan(self._layout(goes, sends), self._layout(coming, comes), notes, self._table)
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Record which rows were received, and which will be received next.
@@ -198,12 +198,12 @@ class Skip:
         self._goes, self._table, self._comes = state["goes"], state["table"], state["comes"]
         self._counts, self._last, self.oldest = state["counts"], state["last"], state["oldest"]
 
-    def _letters(self, chosen: Tensor | None, counts: Sequence[int]) -> Letters:
+    def _layout(self, chosen: Tensor | None, counts: Sequence[int]) -> MessageLayout:
         noted = [-(-count // 8) for count in counts]
         if chosen is None:
-            return Letters([[Piece(self.codec)] for _ in counts], counts, noted)
+            return MessageLayout([[Piece(self.codec)] for _ in counts], counts, noted)
         parts = chosen.split(list(counts))
-        return Letters([[Piece(self.codec, part.nonzero().view(-1))] for part in parts], counts, noted)
+        return MessageLayout([[Piece(self.codec, part.nonzero().view(-1))] for part in parts], counts, noted)
 
 
 class Fit:
@@ -220,12 +220,12 @@ class Fit:
         self._comes: Tensor | None = None
 
     def plan(
-        self, trip: Trip, rows: Tensor, sends: Sequence[int], comes: Sequence[int], *, whole: bool
+        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
     ) -> SelectionPlan:
         """Encode each row with its bits, and announce the bits of the coming epochs once in each period."""
-        announces = trip.epoch % FIT_EVERY == ANNOUNCED
-        out = self._letters(self._goes, sends, announces=announces)
-        come = self._letters(self._comes, comes, announces=announces)
+        announces = site.epoch % FIT_EVERY == ANNOUNCED
+        out = self._layout(self._goes, sends, announces=announces)
+        come = self._layout(self._comes, comes, announces=announces)
         if not announces:
             return SelectionPlan(out, come)
         spans = rows.amax(1) - rows.amin(1) if rows.numel() else rows.new_zeros(rows.size(0))
@@ -248,10 +248,10 @@ class Fit:
         """Continue with the bits of another selection."""
         self._goes, self._comes = state["goes"], state["comes"]
 
-    def _letters(self, chosen: Tensor | None, counts: Sequence[int], *, announces: bool) -> Letters:
+    def _layout(self, chosen: Tensor | None, counts: Sequence[int], *, announces: bool) -> MessageLayout:
         noted = list(counts) if announces else [0] * len(counts)
         if chosen is None:
-            return Letters([[Piece(self.codec)] for _ in counts], counts, noted)
+            return MessageLayout([[Piece(self.codec)] for _ in counts], counts, noted)
         pieces = [
             [
                 Piece(Codec(name), (part == place).nonzero().view(-1))
@@ -260,7 +260,7 @@ class Fit:
             ]
             for part in chosen.split(list(counts))
         ]
-        return Letters(pieces, counts, noted)
+        return MessageLayout(pieces, counts, noted)
 
 
 def shared_out(worth: Tensor, mean: int) -> Tensor:

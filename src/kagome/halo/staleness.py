@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kagome.comm.exchange import Work
 from kagome.errors import CommError
-from kagome.halo.exchange import UnderWay
 from kagome.halo.resumed_rows import State
 
 SAMPLE = 512
@@ -41,7 +41,7 @@ class StaleRows:
     smoothing: float = 0.0
     rows: Tensor | None = None
     epoch: int = 0
-    coming: tuple[UnderWay, int] | None = None
+    coming: tuple[Work, int] | None = None
     drift: float | None = None
     """How far the mean of the sampled rows moved in the last epoch, over its length."""
     oldest: int = 0
@@ -56,7 +56,7 @@ class StaleRows:
             self.coming = None
             self._take(coming.wait(), epoch)
 
-    def turn(self, begun: UnderWay, epoch: int, *, synchronous: bool) -> Tensor:
+    def turn(self, begun: Work, epoch: int, *, synchronous: bool) -> Tensor:
         """Return the rows for an epoch: the last ones received, or those of the exchange just begun."""
         self.settle()
         # Rows of this same epoch come from a forward pass that was restarted, which may send other rows here.

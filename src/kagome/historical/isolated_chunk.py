@@ -13,17 +13,15 @@ training, on a sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import Kind, Op
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import DeferredWork, ExchangeRequest, Op, Work
+from kagome.comm.stats import Kind
 from kagome.errors import ModelError
-from kagome.halo.exchange import UnderWay
-from kagome.historical.tables import Later
 
 STAND_IN: Final = 2
 """Value of every sum in a chunk without vertices. No row of the chunk reads it. Dividing by it, or by it
@@ -51,41 +49,16 @@ class IsolatedChannel:
         """Returns the name of the running layer, for error messages; set by a caller that knows it."""
         self._factor = vertices / own if own else 0.0
 
-    def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-    ) -> Tensor:
+    def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
         """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
-        if not any(send_counts):
-            return rows[:0]
-        raise ModelError(
-            "chunks that know nothing of each other read their own rows",
-            f"a layer asks for more: {action}",
-            where=self.where(),
-            hint="chunks=1, or another layer",
-        )
-
-    def start_exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-        pick: Tensor | None = None,
-        trip: Trip | None = None,
-    ) -> UnderWay:
-        """Start an exchange with the result, or the error, of :meth:`exchange`."""
-        found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
-        return Later(lambda: found)
+        if any(request.send_counts):
+            raise ModelError(
+                "chunks that know nothing of each other read their own rows",
+                f"a layer asks for more: {request.action}",
+                where=self.where(),
+                hint="chunks=1, or another layer",
+            )
+        return DeferredWork(lambda: rows[:0])
 
     def all_reduce(
         self,

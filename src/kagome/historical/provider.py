@@ -19,14 +19,14 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import Kind, Op
+from kagome.comm.exchange import DeferredWork, Op, Work
+from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, ChunkStep
-from kagome.halo.exchange import UnderWay
 from kagome.halo.forward_pass import Site, of_gradients
 from kagome.halo.table_view import TableIndex, TableView
 from kagome.historical.lockstep import Lockstep, Place
-from kagome.historical.tables import Later, SiteTable, Tables
+from kagome.historical.tables import SiteTable, Tables
 from kagome.kernels import ops
 
 
@@ -89,7 +89,7 @@ class HistoricalRows:
         }
         self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
+    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
         """Write own rows, exchange this step's rows, and return a view of the table's fresh and old rows."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.table(site, rows)
@@ -107,13 +107,13 @@ class HistoricalRows:
 
         def settle() -> Tensor:
             if coming is not None:
-                with coming.lent() as halo:
+                with coming.borrow() as halo:
                     current.index_copy_(0, step.recv.to(tables.device), halo)
             return table.rows
 
         return TableView(settle, self.sources[chunk.number], tables.by_edge)
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
+    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
         """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
@@ -127,11 +127,11 @@ class HistoricalRows:
 
         def add() -> Tensor:
             if coming is not None:
-                with coming.lent() as come:
+                with coming.borrow() as come:
                     gradients.index_add_(0, step.send.to(tables.device), come)
             return gradients.narrow(0, chunk.first, chunk.own)
 
-        return Later(add)
+        return DeferredWork(add)
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
         """Return the last epoch's reduction over all chunks: a constant, whose gradients are zeros."""
@@ -155,25 +155,20 @@ class HistoricalRows:
     def _exchange(
         self,
         rows: Tensor,
-        pick: Tensor,
+        index: Tensor,
         sends: tuple[int, ...],
         comes: tuple[int, ...],
         site: Site,
         words: str,
         direction: int,
-    ) -> UnderWay | None:
-        if self.tables.channel.size == 1:
+    ) -> Work | None:
+        tables = self.tables
+        if tables.channel.size == 1:
             return None
-        pick = pick.to(self.tables.device)
-        return self.tables.channel.start_exchange(
-            rows,
-            sends,
-            comes,
-            action=site.action(words),
-            header=site.header(direction, rows.size(1)),
-            pick=pick,
-            trip=site.trip(direction, self.tables.ids[pick]),
-        )
+        index = index.to(tables.device)
+        stamps, width = tables.ids[index], rows.size(1)
+        request = site.request(words, direction, sends, comes, width=width, stamps=stamps, index=index)
+        return tables.channel.start(rows, request)
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return where a chunk's fresh reads are in the table, their indices, and their gradient factors."""
@@ -202,7 +197,7 @@ class ExactRows:
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
+    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
         """Write own rows; once all chunks have, exchange halo rows and return a view of the table."""
         tables = self.tables
         table = tables.table(site, rows)
@@ -212,15 +207,16 @@ class ExactRows:
         def settle() -> None:
             plan, size = tables.chunks, tables.channel.size
             if size > 1:
-                with tables.channel.start_exchange(
-                    current,
+                request = site.request(
+                    words,
+                    0,
                     plan.send_counts,
                     plan.recv_counts,
-                    action=site.action(words),
-                    header=site.header(0, rows.size(1)),
-                    pick=tables.send,
-                    trip=site.trip(0, tables.ids[tables.send]),
-                ).lent() as halo:
+                    width=rows.size(1),
+                    stamps=tables.ids[tables.send],
+                    index=tables.send,
+                )
+                with tables.channel.start(current, request).borrow() as halo:
                     current[plan.own :].copy_(halo)
 
         def met() -> Tensor:
@@ -229,7 +225,7 @@ class ExactRows:
 
         return TableView(met, tables.whereabouts[chunk.number], tables.by_edge)
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
+    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
         """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
         tables = self.tables
         table = tables.sites[site.key]
@@ -243,21 +239,22 @@ class ExactRows:
         def settle() -> None:
             plan, size = tables.chunks, tables.channel.size
             if size > 1:
-                with tables.channel.start_exchange(
-                    gradients[plan.own :],
+                request = site.request(
+                    words,
+                    3,
                     plan.recv_counts,
                     plan.send_counts,
-                    action=site.action(words),
-                    header=site.header(3, away.size(1)),
-                    trip=site.trip(3, tables.ids[plan.own :]),
-                ).lent() as come:
+                    width=away.size(1),
+                    stamps=tables.ids[plan.own :],
+                )
+                with tables.channel.start(gradients[plan.own :], request).borrow() as come:
                     gradients.index_add_(0, tables.send, come)
 
         def add() -> Tensor:
             self._meet(_place(site, words), settle)
             return gradients.narrow(0, chunk.first, chunk.own)
 
-        return Later(add)
+        return DeferredWork(add)
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
         """Reduce over the chunks of this rank, then over the parts."""

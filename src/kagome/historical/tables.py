@@ -21,11 +21,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import Kind, Op
-from kagome.comm.exchange import Trip
+from kagome.comm.exchange import DeferredWork, Exchange, ExchangeRequest, Op, Work
+from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, Chunks
-from kagome.halo.exchange import Carrier, HaloExchange, UnderWay
+from kagome.halo.exchange import HaloExchange
 from kagome.halo.forward_pass import Site, SiteKey
 from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows
 from kagome.halo.table_view import TableIndex
@@ -65,37 +65,13 @@ class SiteTable:
     kept: bool = False
 
 
-@dataclass
-class Later:
-    """Rows computed by a function when they are first waited for.
-
-    Args:
-        done: The function that returns the rows.
-        rows: The rows, once computed.
-    """
-
-    done: Callable[[], Tensor]
-    rows: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Return the rows; the first call computes them."""
-        if self.rows is None:
-            self.rows = self.done()
-        return self.rows
-
-    @contextmanager
-    def lent(self) -> Iterator[Tensor]:
-        """Yield the rows for the length of a block."""
-        yield self.wait()
-
-
 class Supplier(Protocol):
     """The provider that answers the chunks' reads, gradients and sums in an epoch."""
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> UnderWay:
+    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> UnderWay:
+    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
         """Take the gradients of rows that a chunk read; return those of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
@@ -116,7 +92,7 @@ class Tables:
     """
 
     def __init__(
-        self, chunks: Chunks, pieces: Sequence[Chunk], channel: Carrier, device: torch.device
+        self, chunks: Chunks, pieces: Sequence[Chunk], channel: Exchange, device: torch.device
     ) -> None:
         self.chunks, self.channel, self.device = chunks, channel, device
         self.sites: dict[SiteKey, SiteTable] = {}
@@ -141,10 +117,10 @@ class Tables:
         if channel.size == 1:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, len(chunks.pieces), dtype=torch.bool)
         mine = chunks.chunk_of[chunks.send].unsqueeze(1).to(self.device)
-        there, back = (chunks.send_counts, chunks.recv_counts), (chunks.recv_counts, chunks.send_counts)
-        halo_chunk = channel.exchange(mine, *there, action="chunks of the halo", kind="other")
+        sends, comes = chunks.send_counts, chunks.recv_counts
+        halo_chunk = channel.start(mine, ExchangeRequest(sends, comes, "chunks of the halo", "other")).wait()
         readers = chunks.read_by.to(torch.uint8).to(self.device)
-        sent = channel.exchange(readers, *back, action="readers of what is sent", kind="other")
+        sent = channel.start(readers, ExchangeRequest(comes, sends, "readers of what is sent", "other")).wait()
         return halo_chunk.squeeze(1).cpu(), sent.cpu().bool()
 
     @property
@@ -247,7 +223,7 @@ class Tables:
                 self.current(table).copy_(self.last(table))
         self.now = 1 - self.now
 
-    def drift(self, world: Carrier) -> float:
+    def drift(self, world: Exchange) -> float:
         """Return the mean relative change of rows since the last kept epoch. All ranks call it.
 
         Call it after an exact pass was kept.
@@ -308,13 +284,13 @@ class ChunkRows(HaloExchange):
     chunk: Chunk | None = None
     tables: Tables | None = None
 
-    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
         """Start to fetch the rows that this chunk reads in other chunks and parts."""
         chunk, tables = self._known()
         assert tables.supplier is not None
         return tables.supplier.fetch(chunk, rows.detach(), site, words)
 
-    def give(self, away: Tensor, site: Site, words: str, direction: int) -> UnderWay:
+    def give(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
         """Pass on the gradients of the rows that this chunk read."""
         chunk, tables = self._known()
         if direction == 2:
@@ -355,41 +331,16 @@ class ChunkChannel:
         count = len(tables.chunks.pieces)
         self.rank, self.size = tables.channel.rank * count + chunk.number, tables.channel.size * count
 
-    def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-    ) -> Tensor:
+    def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
         """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
-        if not any(send_counts):
-            return rows[:0]
-        raise ModelError(
-            "chunks read their neighbours' rows by the edges into them",
-            f"a layer asks for more: {action}",
-            where=self.where(),
-            hint="chunks=1, or another layer",
-        )
-
-    def start_exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-        pick: Tensor | None = None,
-        trip: Trip | None = None,
-    ) -> UnderWay:
-        """Start an exchange with the result, or the error, of :meth:`exchange`."""
-        found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
-        return Later(lambda: found)
+        if any(request.send_counts):
+            raise ModelError(
+                "chunks read their neighbours' rows by the edges into them",
+                f"a layer asks for more: {request.action}",
+                where=self.where(),
+                hint="chunks=1, or another layer",
+            )
+        return DeferredWork(lambda: rows[:0])
 
     def all_reduce(
         self,

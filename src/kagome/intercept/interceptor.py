@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from kagome.comm.exchange import Exchange, ExchangeRequest
 from kagome.deferred import rewrite_rules
 from kagome.deferred.lazy_tensor import refuse_in_function, refuse_transform
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sparse_adjacency import adjacency_of
 from kagome.halo.comm_recorder import RecordedRows
-from kagome.halo.exchange import Carrier, HaloExchange, agree, all_rows, summing, total
+from kagome.halo.exchange import HaloExchange, agree, all_rows, summing, total
 from kagome.halo.forward_pass import ForwardPass, transformed
 from kagome.intercept import sparse_adjacency
 from kagome.intercept.deferral import Deferral
@@ -70,7 +71,7 @@ class Interceptor(Deferral, TorchFunctionMode):
     def __init__(
         self,
         part: Partition,
-        channel: Carrier,
+        channel: Exchange,
         *,
         device: torch.device | str = "cpu",
         seed: int = 0,
@@ -452,7 +453,7 @@ class Interceptor(Deferral, TorchFunctionMode):
     def goes_beyond(self, what: str) -> None:
         """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
         none = torch.empty(0, 1, device=self.device)
-        self.channel.exchange(none, [0], [0], action=what, kind="other")  # observers of the channel see it
+        self.channel.start(none, ExchangeRequest([0], [0], what, "other"))  # observers of the channel see it
 
     @contextmanager
     def run_once(self) -> Iterator[None]:

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kagome.comm.in_process.thread_group import Come, ThreadChannel, ThreadGroup
+from kagome.comm.exchange import ExchangeRequest
+from kagome.comm.in_process.thread_group import EndedWork, ThreadChannel, ThreadGroup
 from kagome.components.model_setup import twin_of
 from kagome.components.task import undisturbed
 from kagome.config import Train
@@ -186,10 +187,10 @@ class _Noting(ThreadChannel):
         """Bytes of halo rows sent so far."""
         return self.bytes["halo"]
 
-    def start_exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Come:
-        """Start an exchange as :meth:`ThreadChannel.start_exchange` does, and record its rows and bytes."""
+    def start(self, rows: Tensor, request: ExchangeRequest) -> EndedWork:
+        """Start an exchange as :meth:`ThreadChannel.start` does, and record its rows and bytes."""
         before = self.halo
-        come = super().start_exchange(rows, *counts, **rest)
+        come = super().start(rows, request)
         self.gone.append((rows.detach(), self.halo - before))
         return come
 

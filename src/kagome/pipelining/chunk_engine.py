@@ -126,9 +126,9 @@ class ChunkEngine:
         self._settle()
         self.guard = None if self.chunks.tables is None else guard_of(parallel)
         self.undo = Rollback(model, self.owners.parameters, self.owners.moving())
-        self.crossing, guarded = self.chunks.crossing, self.guard is not None
+        self.exchange, guarded = self.chunks.exchange, self.guard is not None
         self.ways = ExchangePolicy(
-            self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded
+            self.exchange, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded
         )
         self.passes = Executor(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
@@ -241,7 +241,7 @@ class ChunkEngine:
 
     def carried(self, epoch: int) -> EpochState:
         """Return what the next epoch may read of this one: rows of other chunks, and controller states."""
-        known, tables = self.ways.crossing.known, self.chunks.tables
+        known, tables = self.ways.exchange.known, self.chunks.tables
         guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried(epoch)]
         if self.guard is not None and tables is not None:
             guards["history"] = self.guard.state_dict()
@@ -272,11 +272,11 @@ class ChunkEngine:
             kept = self.undo.recall(recall or NOTHING, told.epoch)
             every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
             self.guard.go_on(rows=recall is not None, kept=every)
-        return said_of(recall, late=self.ways.crossing.late, history=self.guard is not None)
+        return said_of(recall, late=self.ways.exchange.late, history=self.guard is not None)
 
     def _forget(self, recall: ResumedRows) -> None:
         """Drop the rows of earlier epochs, except those resumed from a checkpoint."""
-        self.ways.crossing.forget(recall)
+        self.ways.exchange.forget(recall)
         if self.chunks.tables is not None:
             self.chunks.tables.forget(recall)
 
@@ -330,7 +330,7 @@ class ChunkEngine:
             mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
             mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
-        self.ways.crossing.moved(moved, epoch)
+        self.ways.exchange.moved(moved, epoch)
         task.check_finite(value, epoch)
         if self.guard is not None:
             turn = self.guard.done(kind, value)
@@ -357,16 +357,16 @@ class ChunkEngine:
     def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
         """Return the gradient that an epoch of this kind would have; buffers stay unchanged."""
         with self.owners.buffers.unmoved(), self.aim.objective.tried():
-            self._gradient(epoch, kind, self.ways.ladder.rung, asks=True)
+            self._gradient(epoch, kind, self.ways.ladder.rung, probes=True)
         return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
 
-    def _gradient(self, epoch: int, kind: Epoch, rung: PrecisionLevel, *, asks: bool = False) -> float:
+    def _gradient(self, epoch: int, kind: Epoch, rung: PrecisionLevel, *, probes: bool = False) -> float:
         """Run all chunks forward and backward and sum gradients; return this rank's share of the loss."""
         for parameter in self.model.parameters():
             parameter.grad = None
         with (
             task.draws_of(self.settings.seed, epoch),
-            self.ways.using(rung, asks=asks),
+            self.ways.using(rung, probes=probes),
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
             jobs = self._trained(epoch, kind)
@@ -463,7 +463,7 @@ class ChunkEngine:
             A transfer of the scores from the last stage to the others.
         """
         self.model.train(False)
-        self.crossing.settle()  # any number of evaluations may follow
+        self.exchange.settle()  # any number of evaluations may follow
         if self.chunks.count > 1:
             jobs = self.passes.in_lockstep(epoch, training=False)
         else:

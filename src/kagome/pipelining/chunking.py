@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import Exchange
 from kagome.config import Parallel
 from kagome.errors import ConfigError
 from kagome.feature_parallel.tiled_reduce import TileBound
@@ -19,7 +20,6 @@ from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep, alone, cut_p
 from kagome.graph.partition.merged_chunks import at_once, bare, together
 from kagome.graph.partition.partition import Partition
 from kagome.halo.compressed_exchange import CompressedExchange
-from kagome.halo.exchange import Carrier
 from kagome.historical.isolated_chunk import IsolatedChannel
 from kagome.historical.provider import ExactRows, HistoricalRows, Left
 from kagome.historical.tables import ChunkChannel, ChunkRows, Tables
@@ -43,7 +43,7 @@ class Chunking:
             else the same as ``scopes``.
         tables: The rows and gradients that outlive a chunk; None where the part is one chunk.
         rows: The part's row at each position of the chunks laid end to end.
-        crossing: The exchange with the other parts.
+        exchange: The exchange with the other parts.
         settings: How to split.
         seed: The seed of the run.
     """
@@ -52,7 +52,7 @@ class Chunking:
     apart: tuple[Interceptor, ...]
     tables: Tables | None
     rows: Tensor
-    crossing: CompressedExchange
+    exchange: CompressedExchange
     settings: Parallel
     seed: int
     _planned: dict[tuple[int, bool, bool], tuple[ChunkStep, ...]] = field(default_factory=dict, repr=False)
@@ -86,7 +86,7 @@ class Chunking:
         cut = sum(int((source >= own).sum()) for source, own in sources)
         device = self.scopes[0].device
         found = torch.tensor([cut, sum(source.numel() for source, _ in sources)], device=device)
-        among, edges = self.crossing.all_reduce(found, action="count cut edges", kind="other").tolist()
+        among, edges = self.exchange.all_reduce(found, action="count cut edges", kind="other").tolist()
         return float(among / max(edges, 1))
 
     def program_order(self, epoch: int, part: int) -> tuple[int, ...]:
@@ -184,9 +184,9 @@ def chunked(
         _refuse_empty(part, count)
     # Independent chunks read no rows of other parts either.
     cut = Parallel() if drops and count > 1 else settings
-    crossing = CompressedExchange(channel, cut, seed, late=channel.patient)
+    exchange = CompressedExchange(channel, cut, seed, late=channel.patient)
 
-    def scope(piece: Partition, way: Carrier, rows: ChunkRows | None) -> Interceptor:
+    def scope(piece: Partition, way: Exchange, rows: ChunkRows | None) -> Interceptor:
         return Interceptor(
             piece,
             way,
@@ -200,11 +200,11 @@ def chunked(
         )
 
     if count == 1:
-        whole = scope(part, crossing, None)
+        whole = scope(part, exchange, None)
         if settings.memory_gib is not None:
             whole.bound = TileBound(int(settings.memory_gib * 2**30), device)
         rows = torch.arange(part.own.numel())
-        return Chunking((whole,), (whole,), None, rows, crossing, settings, seed)
+        return Chunking((whole,), (whole,), None, rows, exchange, settings, seed)
     method: str = settings.partitioner
     if method == "auto":
         method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
@@ -214,7 +214,7 @@ def chunked(
     pieces: tuple[Chunk, ...] = chunks.pieces
     if single:
         pieces, chunks = (together(chunks),), bare(chunks)
-    tables = Tables(chunks, pieces, crossing, device)
+    tables = Tables(chunks, pieces, exchange, device)
     scopes = []
     for piece in pieces:
         end = ChunkChannel(piece, tables)
@@ -225,7 +225,7 @@ def chunked(
     apart = scopes
     if drops:
         apart = [_apart(piece, tables, scope) for piece in chunks.pieces]
-    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, crossing, settings, seed)
+    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, exchange, settings, seed)
 
 
 def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interceptor]) -> Interceptor:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kagome.adaptive.stage_codec import EncodedValues, StageCodec
+from kagome.adaptive.stage_codec import StageCodec, decoded_values
 from kagome.comm.channel import Channel
-from kagome.comm.work import SendWork, Work
+from kagome.comm.exchange import Work
+from kagome.comm.work import SendWork
 from kagome.pipelining.stage_run import StageCode, StageRun
 from kagome.schedule.actions import Action, ActionKind
 
@@ -44,7 +45,7 @@ class StageTransfers:
         self.codes, self.pipe, self.ranks, self.jobs = codes, pipe, ranks, jobs
         self.epoch, self.codec = epoch, codec
         self._here: dict[Action, list[tuple[str, Tensor]]] = {}
-        self._coming: dict[Action, list[tuple[str, Work | EncodedValues]]] = {}
+        self._coming: dict[Action, list[tuple[str, Work]]] = {}
         self._leaving: list[SendWork] = []
 
     def post(self, actions: Iterable[Action]) -> None:
@@ -53,7 +54,7 @@ class StageTransfers:
             if self.ranks[action.other] != self.pipe.rank:
                 self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
 
-    def _begun(self, name: str, action: Action) -> Work | EncodedValues:
+    def _begun(self, name: str, action: Action) -> Work:
         """Start one receive; ``wait`` of the result returns the value."""
         code, job = self.codes[action.stage], self.jobs[action.stage, action.chunk]
         value = code.survey.values[name]
@@ -68,7 +69,7 @@ class StageTransfers:
         )
         if self.codec is None or size is None:
             return coming
-        return EncodedValues(coming, self.codec.codec, shape, dtype)
+        return decoded_values(coming, self.codec.codec, shape, dtype)
 
     def names(self, action: Action) -> list[str]:
         """Return the names of the values that a SEND or RECV transfers."""
@@ -104,7 +105,7 @@ class StageTransfers:
         """Return the tensor that is sent for a value: encoded, or the value itself."""
         if self.codec is None:
             return value
-        self.codec.crossed.plain += value.nbytes
+        self.codec.counts.plain += value.nbytes
         size = self.codec.size(self.codes[action.stage].survey.values[name], tuple(value.shape))
         if size is None:
             return value

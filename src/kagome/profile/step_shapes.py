@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kagome.comm.channel import Channel, Kind as Traffic, Op
-from kagome.comm.exchange import Trip
-from kagome.comm.work import Work
+from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest, Op
+from kagome.comm.work import ChannelWork
 from kagome.components.task import draws_of, unmoved
 from kagome.config import Train
 from kagome.graph.partition.partition import Partition, partition
@@ -63,27 +63,17 @@ class Asked(Channel):
         """Note a layer together with the user's line that calls it."""
         (self.layers if notes is None else notes).append("; ".join(filter(None, (layer, user_line()))))
 
-    def exchange(self, rows: Tensor, *counts: Sequence[int], **rest: Any) -> Tensor:
-        """Exchange as :meth:`Channel.exchange` does, and note the layer, which reads beyond its in-edges."""
-        self.note(self.where())
-        return super().exchange(rows, *counts, **rest)
+    def start(self, rows: Tensor, request: ExchangeRequest) -> ChannelWork:
+        """Return the rows that the rank sends to itself, and zeros in place of those from the other rank.
 
-    def start_exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Traffic = "halo",
-        header: tuple[int, ...] | None = None,
-        pick: Tensor | None = None,
-        trip: Trip | None = None,
-    ) -> Work:
-        """Return the rows that the rank sends to itself, and zeros in place of those from the other rank."""
-        rows = rows if pick is None else rows.index_select(0, pick)
-        kept, come = rows[: send_counts[0]], rows.new_zeros(sum(recv_counts[1:]), *rows.shape[1:])
-        return Work(torch.cat([kept, come]), self, action, kind)
+        An exchange that is no site's is that of a layer which reads beyond its in-edges, and is noted.
+        """
+        if request.site is None:
+            self.note(self.where())
+        rows = request.selected(rows)
+        own, theirs = rows[: request.send_counts[0]], sum(request.recv_counts[1:])
+        come = rows.new_zeros(theirs, *rows.shape[1:])
+        return ChannelWork(torch.cat([own, come]), self, request.action, request.kind)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, key: Hashable = None, **rest: Any) -> Tensor:
         """Return this rank's own share, and note the layer if it reads vertices named by number."""

@@ -186,7 +186,7 @@ class _SumOverRoad(torch.autograd.Function):
             each = weight if factor is None else coming.weights(factor, edges)
             ops.sum_rows(coming.where.layout(edges), coming.table(), each, scale, into=out)
         else:
-            with coming.lent() if halo is None else nullcontext(halo) as come:
+            with coming.borrow() if halo is None else nullcontext(halo) as come:
                 come = _times(come.view(-1, *rows.shape[1:]), far)
                 ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
         ctx.edges, ctx.scale, ctx.factor, ctx.road, ctx.turn = edges, scale, factor, road, ref(turn)
@@ -215,7 +215,7 @@ class _SumOverRoad(torch.autograd.Function):
             ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
             g_weight = g_weight.view_as(weight)
         if g_rows is not None:
-            with coming.lent() as come:
+            with coming.borrow() as come:
                 road.add(come, g_rows)
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kagome.comm.exchange import Exchange, ExchangeRequest, swap_counts
 from kagome.graph.partition.partition import Partition
-from kagome.halo.exchange import Carrier, HaloExchange
+from kagome.halo.exchange import HaloExchange
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class EdgeView:
 
 
 def in_view(
-    part: Partition, channel: Carrier, device: torch.device, rows: HaloExchange | None = None
+    part: Partition, channel: Exchange, device: torch.device, rows: HaloExchange | None = None
 ) -> EdgeView:
     """Return the in-edges of a part's own vertices, as the partition holds them.
 
@@ -72,7 +73,7 @@ def in_view(
     )
 
 
-def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
+def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
     """Fetch the out-edges of own vertices from ranks that hold them as in-edges. All ranks call it.
 
     Cost:
@@ -84,10 +85,10 @@ def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
     to = holder.to(view.ids.device)[view.edge_index[0]]
     places = order = torch.argsort(to, stable=True)
     give = torch.bincount(to, minlength=channel.size).tolist()
-    take = _swap_counts(give, channel)
+    take = swap_counts(channel, give, "counts")
 
     def send(values: Tensor) -> Tensor:
-        return channel.exchange(values[order], give, take, action="out-edges", kind="other")
+        return channel.start(values[order], ExchangeRequest(give, take, "out-edges", "other")).wait()
 
     ends = send(
         torch.stack([*(view.ids[view.edge_index[k]] for k in (1, 0)), view.edge_ids.to(to.device)], dim=1)
@@ -105,8 +106,9 @@ def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
     halo_key = torch.unique(torch.stack([origin[away], read[away]], dim=1), dim=0)
     halo = halo_key[:, 1]
     recv_counts = torch.bincount(halo_key[:, 0], minlength=channel.size).tolist()
-    send_counts = _swap_counts(recv_counts, channel)
-    asked = channel.exchange(halo.unsqueeze(1), recv_counts, send_counts, action="out-edges", kind="other")
+    send_counts = swap_counts(channel, recv_counts, "counts")
+    request = ExchangeRequest(recv_counts, send_counts, "out-edges", "other")
+    asked = channel.start(halo.unsqueeze(1), request).wait()
     source = torch.empty_like(read)
     source[~away] = torch.searchsorted(mine, read[~away])
     by_id = torch.argsort(halo)
@@ -133,7 +135,7 @@ def out_view(view: EdgeView, channel: Carrier) -> EdgeView:
     )
 
 
-def _across(places: Tensor, give: list[int], take: list[int], channel: Carrier) -> HaloExchange:
+def _across(places: Tensor, give: list[int], take: list[int], channel: Exchange) -> HaloExchange:
     """Return the exchange of edge values that other ranks hold with their in-edges.
 
     Args:
@@ -156,13 +158,6 @@ def _picked(places: Tensor, give: list[int], take: list[int], across: HaloExchan
     begin, before = sum(give[:me]), sum(take[:me])
     away = torch.arange(across.own, across.own + across.halo, device=places.device)
     return torch.cat([away[:before], places[begin : begin + give[me]], away[before:]])
-
-
-def _swap_counts(give: list[int], channel: Carrier) -> list[int]:
-    """Exchange counts: from how many rows I send to each peer, to how many each peer sends me."""
-    ones = [1] * channel.size
-    counts = torch.tensor(give, dtype=torch.long).unsqueeze(1)
-    return [int(c) for c in channel.exchange(counts, ones, ones, action="counts", kind="other").squeeze(1)]
 
 
 def pair_ids(source: Tensor, target: Tensor) -> Tensor:

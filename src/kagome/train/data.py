@@ -19,6 +19,7 @@ from torch_geometric.data import Data
 
 from kagome import config
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.mesh import Mesh
 from kagome.errors import DataError, KagomeError, PartitionError
 from kagome.graph.datasets.load import load_data
@@ -190,7 +191,8 @@ def _refuse_unlike_lists(
     unlike = (sends != expects.t()).nonzero().tolist()
     if not unlike:
         ids = part.own[part.send].to(channel.device)
-        came = channel.exchange(ids, part.send_counts, part.recv_counts, action="compare the ranks' halos")
+        request = ExchangeRequest(part.send_counts, part.recv_counts, "compare the ranks' halos")
+        came = channel.start(ids, request).wait()
         differs = not torch.equal(came.cpu(), part.halo)
         ranks = channel.gather_objects(differs, "compare the ranks' halos")
         unlike = [[rank] for rank, each in enumerate(ranks) if each]

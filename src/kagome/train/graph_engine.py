@@ -84,10 +84,10 @@ class GraphEngine:
     ) -> None:
         self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
         self.aim, self.objective = aim, aim.objective
-        self.crossing = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
+        self.exchange = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
         self.scope = Interceptor(
             part,
-            self.crossing,
+            self.exchange,
             device=channel.device,
             seed=settings.seed,
             handlers=HANDLERS,
@@ -119,9 +119,9 @@ class GraphEngine:
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
         self._watched = parallel if channel.size > 1 else Parallel()
         self.ladder = PrecisionController(self._watched)
-        self.tally = ExchangeReport(channel, self.crossing, self.gradients)
+        self.tally = ExchangeReport(channel, self.exchange, self.gradients)
         self.ahead = ForwardReuse(model)
-        if not self.crossing.exact:
+        if not self.exchange.exact:
             self.ahead.allowed = False  # training reads approximate rows, evaluation exact ones
         self._checked = False
         self.saved: Mapping[str, int] | None = None
@@ -153,7 +153,7 @@ class GraphEngine:
     def carried(self, epoch: int) -> EpochState:
         """Return the state that the next epoch may read, and that of the precision controller."""
         return EpochState.of(
-            self.layout, {"ladder": self.ladder.state_dict()}, self.crossing.known.carried(epoch)
+            self.layout, {"ladder": self.ladder.state_dict()}, self.exchange.known.carried(epoch)
         )
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
@@ -168,8 +168,8 @@ class GraphEngine:
         """
         self.ladder = PrecisionController(self._watched, told.guards.get("ladder"))
         recall = told.recall(self.layout, self.channel, self.channel.device)
-        self.crossing.forget(recall or NOTHING)
-        return said_of(recall, late=self.crossing.late)
+        self.exchange.forget(recall or NOTHING)
+        return said_of(recall, late=self.exchange.late)
 
     def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
         """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""
@@ -287,7 +287,7 @@ class GraphEngine:
         """Compute the gradient from compressed or stale rows, then the exact one, and compare the two."""
         rung = self.ladder.rung
         with Buffers(self.model).unmoved(), self.objective.tried():
-            self._gradient(epoch, stop, rung, asks=True)
+            self._gradient(epoch, stop, rung, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
         with self.tally.aside():
             found = self._gradient(epoch, stop, EXACT)
@@ -300,15 +300,14 @@ class GraphEngine:
             self._notes.append(said)
 
     def _gradient(
-        self, epoch: int, stop: bool, rung: PrecisionLevel | None = None, *, asks: bool = False
+        self, epoch: int, stop: bool, rung: PrecisionLevel | None = None, *, probes: bool = False
     ) -> tuple[float, float]:
         """Run forward, backward and the sum of gradients; return the loss and the number of stop requests."""
         rung = rung or self.ladder.rung
-        ways = {"waits": rung.waits, "chooses": rung.chooses, "asks": asks}
         compares = self.ahead.asks
         with (
             draws_of(self.settings.seed, epoch),
-            self.crossing.using(rung.codec, rung.codec_backward, **ways),
+            self.exchange.using(rung.policy(probes=probes)),
         ):
             forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
@@ -328,7 +327,7 @@ class GraphEngine:
                 0.0 if lost is None else lost.detach(),
                 float(stop),
                 float(compares and self.ahead.differs(forward)),
-                *self.crossing.drifts,
+                *self.exchange.drifts,
             )
             with (
                 self.phases.phase("backward", epoch),
@@ -342,7 +341,7 @@ class GraphEngine:
         with self.phases.phase("weights", epoch):
             value, stops, doubts, *drift = self.gradients.finish()
             self.gradients.tell_hooks()
-        self.crossing.moved(drift, epoch)
+        self.exchange.moved(drift, epoch)
         if compares:
             self.ahead.allowed = not doubts
         return value, stops
@@ -458,7 +457,7 @@ class GraphEngine:
         Shapes:
             ``[n, ...]`` as the model returns it, or a nested structure of such tensors.
         """
-        self.crossing.settle()  # any number of evaluations may follow
+        self.exchange.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
         if isinstance(out, Tensor):
             self.ahead.evaluated(out)

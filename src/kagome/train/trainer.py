@@ -476,7 +476,7 @@ class Trainer:
             loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
             last = epoch == epochs or stopped
             if evaluates := last or epoch % self.train.eval_every == 0:
-                self.engine.crossing.settle()  # waiting for late rows counts to this epoch
+                self.engine.exchange.settle()  # waiting for late rows counts to this epoch
         self._say_all(self.engine.take_notes())
         self.costs.end(epoch, loss, self.engine.take_uncoded())
         val = None

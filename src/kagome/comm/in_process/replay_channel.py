@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from kagome.comm.in_process.thread_group import Come, ThreadChannel, ThreadGroup
+from kagome.comm.in_process.thread_group import EndedWork, ThreadChannel, ThreadGroup
 
 
-class _Timed(Come):
+class _Timed(EndedWork):
     """An exchange that records how long its rank did other work before it waited for the rows."""
 
     def __init__(self, rows: Tensor, channel: ReplayChannel) -> None:
@@ -35,11 +35,6 @@ class _Timed(Come):
             self._channel.meanwhile += self._channel.clock() - self._begun
             self._begun = 0.0
         return super().wait()
-
-    def lent(self) -> AbstractContextManager[Tensor]:
-        """Lend the rows for a block of code, and count the time as :meth:`wait` does."""
-        self.wait()
-        return super().lent()
 
 
 class ReplayChannel(ThreadChannel):
@@ -83,7 +78,7 @@ class ReplayChannel(ThreadChannel):
             yield rank == self.rank
             super()._share(None)
 
-    def _started(self, rows: Tensor) -> Come:
+    def _ended(self, rows: Tensor) -> EndedWork:
         return _Timed(rows, self)
 
     def _share(self, value: Any) -> list[Any]:

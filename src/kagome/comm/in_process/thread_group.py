@@ -10,16 +10,15 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kagome.comm.channel import KINDS, Kind, Op
-from kagome.comm.exchange import Trip
-from kagome.comm.work import Sheets
+from kagome.comm.exchange import BytesRequest, ExchangeRequest, Op, SegmentSizes, Work
+from kagome.comm.stats import KINDS, Kind
 from kagome.errors import CommError, KagomeError
 
 T = TypeVar("T")
@@ -105,7 +104,7 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-class Come:
+class EndedWork(Work):
     """An exchange that has already ended."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -115,17 +114,13 @@ class Come:
         """Return the rows that the other ranks sent; they arrived before this object was created."""
         return self.rows
 
-    def lent(self) -> AbstractContextManager[Tensor]:
-        """Lend the received rows for a block of code."""
-        return nullcontext(self.rows)
-
-    def parts(self, expected: Sheets) -> Iterator[tuple[int, int, Tensor]]:
+    def parts(self, expected: SegmentSizes) -> Iterator[tuple[int, int, Tensor]]:
         """Yield each rank's number, the number of its segment, and the rows of that segment."""
         slots = self.wait().split([sum(each) for each in expected])
         for peer, (slot, each) in enumerate(zip(slots, expected, strict=True)):
-            for sheet, part in enumerate(slot.split(list(each))):
-                if part.numel() or sheet == 0:
-                    yield peer, sheet, part
+            for segment, part in enumerate(slot.split(list(each))):
+                if part.numel() or segment == 0:
+                    yield peer, segment, part
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,7 @@ class _Gone:
 
 
 @dataclass
-class _Letter:
+class _Message(Work):
     """A point-to-point message that is still to be received."""
 
     group: ThreadGroup
@@ -153,10 +148,6 @@ class _Letter:
         if self.found is None:
             self.found = self._taken()
         return self.found
-
-    def lent(self) -> AbstractContextManager[Tensor]:
-        """Lend the received rows for a block of code."""
-        return nullcontext(self.wait())
 
     def _taken(self) -> Tensor:
         group, (peer, rank, *_) = self.group, self.key
@@ -205,66 +196,37 @@ class ThreadChannel:
             if theirs != mine:
                 raise CommError(f"rank {self.rank} is at {mine}", f"rank {peer} is at {theirs}")
 
-    def exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-    ) -> Tensor:
-        """Exchange rows between all ranks. Headers are always compared, since it costs nothing here."""
-        parts = torch.split(rows.detach(), list(send_counts))
-        self.bytes[kind] += sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank)
+    def start(self, rows: Tensor, request: ExchangeRequest) -> EndedWork:
+        """Exchange rows between all ranks; they have come when this returns.
+
+        Headers are always compared, since it costs nothing here.
+        """
+        rows = request.selected(rows.detach())
+        parts = torch.split(rows, list(request.send_counts))
+        self.bytes[request.kind] += sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank)
+        header, action = request.header, request.action
         offers = self._share((header, action, parts))
         self._agree([f"{doing!r} {theirs}" for theirs, doing, _ in offers], f"{action!r} {header}")
         received = [offer[2][self.rank] for offer in offers]
         counts = [part.size(0) for part in received]
-        if counts != list(recv_counts):
-            raise CommError(f"{action!r} expects {list(recv_counts)} rows", f"{counts} came")
+        if counts != list(request.recv_counts):
+            raise CommError(f"{action!r} expects {list(request.recv_counts)} rows", f"{counts} came")
         # A rank that sends no rows to this one may offer rows of another width, so empty parts are dropped.
-        return torch.cat([part for part in received if part.size(0)] or [rows.detach()[:0]])
+        return self._ended(torch.cat([part for part in received if part.size(0)] or [rows[:0]]))
 
-    def start_exchange(
-        self,
-        rows: Tensor,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-        pick: Tensor | None = None,
-        trip: Trip | None = None,
-    ) -> Come:
-        """Exchange rows as :meth:`exchange` does, with the result ready at once."""
-        rows = rows.detach() if pick is None else rows.detach().index_select(0, pick)
-        found = self.exchange(rows, send_counts, recv_counts, action=action, kind=kind, header=header)
-        return self._started(found)
-
-    def start_bytes(
-        self,
-        write: Callable[[int, int, Tensor], None],
-        sizes: Sheets,
-        expected: Sheets,
-        *,
-        action: str,
-        kind: Kind = "halo",
-        header: tuple[int, ...] | None = None,
-    ) -> Come:
-        """Exchange bytes that ``write`` produces, with the result ready at once."""
-        out, come = ([sum(each) for each in some] for some in (sizes, expected))
+    def start_bytes(self, request: BytesRequest) -> EndedWork:
+        """Exchange bytes as :class:`BytesRequest` describes; they have come when this returns."""
+        out, come = ([sum(each) for each in some] for some in (request.sizes, request.expected))
         message = torch.empty(sum(out), dtype=torch.uint8)
-        for peer, letter in enumerate(message.split(out)):
-            for sheet, part in enumerate(letter.split(list(sizes[peer]))):
-                if part.numel():
-                    write(peer, sheet, part)
-        return self.start_exchange(message, out, come, action=action, kind=kind, header=header)
+        for peer, part in enumerate(message.split(out)):
+            for number, segment in enumerate(part.split(list(request.sizes[peer]))):
+                if segment.numel():
+                    request.write(peer, number, segment)
+        rows = ExchangeRequest(out, come, request.action, request.kind, request.header)
+        return self.start(message, rows)
 
-    def _started(self, rows: Tensor) -> Come:
-        return Come(rows)
+    def _ended(self, rows: Tensor) -> EndedWork:
+        return EndedWork(rows)
 
     def start_send(
         self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False
@@ -286,10 +248,10 @@ class ThreadChannel:
         action: str,
         kind: Kind = "stage",
         backward: bool = False,
-    ) -> _Letter:
+    ) -> _Message:
         """Begin to receive the rows that one rank leaves for this one."""
         key = self._next(peer, self.rank, backward)
-        return _Letter(self.group, key, torch.empty(tuple(shape), dtype=dtype), action)
+        return _Message(self.group, key, torch.empty(tuple(shape), dtype=dtype), action)
 
     def _next(self, sender: int, receiver: int, backward: bool) -> tuple[int, int, bool, int]:
         if sender == receiver or not 0 <= sender + receiver - self.rank < self.size:

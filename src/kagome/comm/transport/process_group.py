@@ -39,13 +39,13 @@ class Mark(NamedTuple):
         message: Number of messages begun on this lane, counted for each peer and direction if the message is
             point-to-point. Both sides count alike, with or without shared memory.
         token: Number of the message in the mailbox, which outlives a transport; 0 without shared memory.
-        sheet: Number of the segment, for a message sent in several.
+        segment: Number of the segment, for a message sent in several.
     """
 
     lane: int
     message: int
     token: int
-    sheet: int = 0
+    segment: int = 0
 
 
 class Transport:
@@ -98,24 +98,24 @@ class Transport:
             give[mine], take[mine] = give[mine][:0], take[mine][:0]
             yield None, lambda: self.group.alltoall(take, give)
             return
-        sheets, token = range(len(sent[0])), 0 if self.shelf is None else self.shelf.box.count(self.lane)
+        segments, token = range(len(sent[0])), 0 if self.shelf is None else self.shelf.box.count(self.lane)
         self._count += 1
-        marks = [Mark(self.lane, self._count, token, sheet) for sheet in sheets]
+        marks = [Mark(self.lane, self._count, token, segment) for segment in segments]
         # Receives first, so that arriving bytes have a buffer; each rank begins with another peer.
-        for sheet in sheets:
+        for segment in segments:
             for peer in self._ring(-1):
-                if come[peer][sheet].numel():
-                    yield peer, partial(self._receive, peer, come[peer][sheet], marks[sheet])
+                if come[peer][segment].numel():
+                    yield peer, partial(self._receive, peer, come[peer][segment], marks[segment])
         near = [peer for peer in self._ring(1) if self.near(peer)]
         for peer in near:
             write(peer, 0)
         laid = self._laid({peer: each[0] for peer, each in enumerate(sent)})
-        for sheet in sheets:
+        for segment in segments:
             for peer in self._ring(1):
-                if sent[peer][sheet].numel():
+                if sent[peer][segment].numel():
                     if peer not in near:
-                        write(peer, sheet)  # while the segments before it are in transit
-                    yield peer, partial(self._send, peer, sent[peer][sheet], marks[sheet], laid.get(peer))
+                        write(peer, segment)  # while the segments before it are in transit
+                    yield peer, partial(self._send, peer, sent[peer][segment], marks[segment], laid.get(peer))
 
     def send(self, peer: int, message: Tensor, *, backward: bool) -> TorchWork | None:
         """Begin a message to one peer, in the order of the messages sent there in the same pass.
@@ -171,7 +171,7 @@ class Transport:
         """Begin to send or receive a message through a socket."""
         # Order (7 bits), lane (2), size and segment (22, hashed): messages that do not belong together never
         # match, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
-        size = (8 * message.numel() + mark.sheet) * 2654435761 % 2**32
+        size = (8 * message.numel() + mark.segment) * 2654435761 % 2**32
         tag = (mark.message % 128) << 24 | mark.lane << 22 | size >> 10
         begin = self.group.send if send else self.group.recv
         work: TorchWork = begin([message], peer, tag)
@@ -216,7 +216,7 @@ class Transport:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
 
 
-def _nothing(peer: int, sheet: int) -> None:
+def _nothing(peer: int, segment: int) -> None:
     """Write nothing: the bytes are in place already."""
 
 

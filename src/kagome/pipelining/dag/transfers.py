@@ -13,7 +13,8 @@ from typing import Final
 import torch
 
 from kagome.comm.channel import Channel
-from kagome.comm.work import SendWork, Work
+from kagome.comm.exchange import Work
+from kagome.comm.work import SendWork
 from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
 from kagome.pipelining.dag.sample_layout import SampleLayout
