@@ -18,11 +18,11 @@ from kagome.comm.work import ChannelWork
 from kagome.config import CodecName, Parallel
 from kagome.errors import ModelError
 from kagome.halo.compressed_exchange import CompressedExchange
-from kagome.halo.epoch_rows import ExchangePolicy
+from kagome.halo.epoch_rows import ExchangeMode
 
 WORLDS = [2, 3]
 CODED: list[CodecName] = ["fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
-PLAIN = ExchangePolicy(Codec("none"), Codec("none"), waits=True, chooses=False)
+PLAIN = ExchangeMode(Codec("none"), Codec("none"), waits=True, chooses=False)
 LATE = {"max_age": 1, "codec": "none"}
 
 
@@ -228,7 +228,7 @@ def test_with_error_feedback_the_sum_of_what_came_stays_by_that_of_what_was_sent
 
 def late(channel: Channel, name: CodecName, direction: int) -> None:
     way, size, rank = crossing(channel, codec=name, max_age=1), channel.size, channel.rank
-    assert not way.policy.waits
+    assert not way.mode.waits
     came = []
     for epoch in range(1, 6):
         case = Case(size, direction=direction, epoch=epoch)
@@ -292,11 +292,11 @@ def modes(channel: Channel) -> None:
     assert not way.exact
     assert torch.equal(come(4), coded_in(4))  # sync_every
     assert torch.equal(come(5), coded_in(4))
-    with suppress(ZeroDivisionError), way.using(ExchangePolicy(Codec("int2"), Codec("none"), False, False)):
+    with suppress(ZeroDivisionError), way.using(ExchangeMode(Codec("int2"), Codec("none"), False, False)):
         assert torch.equal(come(6), coded_in(5))
         raise ZeroDivisionError
     assert torch.equal(come(7), coded_in(6, "int2"))
-    with way.using(ExchangePolicy(Codec("bf16"), Codec("bf16"), True, False)):
+    with way.using(ExchangeMode(Codec("bf16"), Codec("bf16"), True, False)):
         assert torch.equal(come(8), coded_in(8, "bf16"))
     assert torch.equal(come(9), coded_in(7))  # two epochs old: the line knows nothing of epoch 8
     assert way.known.oldest == 2

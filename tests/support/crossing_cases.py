@@ -16,7 +16,7 @@ from kagome.comm.codec import Codec
 from kagome.comm.exchange import ExchangeRequest, SiteExchange
 from kagome.config import CodecName, Parallel
 from kagome.halo.compressed_exchange import CompressedExchange
-from kagome.halo.epoch_rows import CompressionState, ExchangePolicy
+from kagome.halo.epoch_rows import CompressionState, ExchangeMode
 
 OWN, WIDTH, SEED = 9, 7, 5
 
@@ -113,7 +113,7 @@ class Case:
 
 def draws(site: SiteExchange, rank: int) -> int:
     """Seed of the draws of a rank's exchange."""
-    return CompressionState(Parallel(), SEED, ExchangePolicy.of(Parallel())).draws_of(site, rank)
+    return CompressionState(Parallel(), SEED, ExchangeMode.of(Parallel())).draws_of(site, rank)
 
 
 def crossing(channel: Channel, **settings: Any) -> CompressedExchange:

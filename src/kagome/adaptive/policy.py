@@ -91,7 +91,7 @@ class ExchangePolicy:
                 yield
             return
         with (
-            self.exchange.using(rung.policy(probes=probes)),
+            self.exchange.using(rung.mode(probes=probes)),
             self.stages.using("none" if rung.exact else self._stage),
         ):
             yield

@@ -44,7 +44,7 @@ from typing import Any, Final, Literal
 
 from kagome.comm.codec import FINER, Codec
 from kagome.config import CodecName, Parallel
-from kagome.halo.epoch_rows import ExchangePolicy
+from kagome.halo.epoch_rows import ExchangeMode
 
 GOOD: Final = 0.9
 """Cosine of the two gradients at which the next probe may come later."""
@@ -90,10 +90,10 @@ class PrecisionLevel:
         """Whether no information is lost."""
         return self.waits and not self.chooses and not self.codes
 
-    def policy(self, *, probes: bool = False) -> ExchangePolicy:
-        """Return the policy of exchange, for a probe or for training."""
+    def mode(self, *, probes: bool = False) -> ExchangeMode:
+        """Return the mode of exchange, for a probe or for training."""
         codec, backward = Codec(self.codec), Codec(self.codec_backward)
-        return ExchangePolicy(codec, backward, self.waits, self.chooses, probes)
+        return ExchangeMode(codec, backward, self.waits, self.chooses, probes)
 
     def text(self) -> str:
         """Describe the level in a few words."""

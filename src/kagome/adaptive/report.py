@@ -64,8 +64,8 @@ class ExchangeReport:
         if exchange.size > 1:
             # Feature slices read a halo where a layer's columns meet.
             for kind in ("halo", "transpose") if exchange.state.settings.tensor > 1 else ("halo",):
-                self.codecs[kind] = exchange.policy.codec.name
-                self.codecs[f"{kind} backward"] = exchange.policy.codec_backward.name
+                self.codecs[kind] = exchange.mode.codec.name
+                self.codecs[f"{kind} backward"] = exchange.mode.codec_backward.name
         if stages is not None:
             self.codecs["stage"] = stages.codec.name
         summed = gradients.codec if gradients.channel.size > 1 else "none"

@@ -39,7 +39,7 @@ class BlockExchange:
 
     Args:
         channel: The channel to the peers.
-        state: Policy and counts of this rank.
+        state: Mode and counts of this rank.
         meter: Measures the codecs' error.
     """
 
@@ -52,7 +52,7 @@ class BlockExchange:
         assert site is not None
         assert site.blocks is not None
         self.state.counts.sliced += (numbers.numel() - request.send_counts[rank]) * numbers.itemsize
-        codec = self.state.policy.codec_for(site)
+        codec = self.state.mode.codec_for(site)
         out, come = (_Blocks.of(codec, shapes, rank, dtype) for shapes in site.blocks)
         if all(each.exact for each in (*out.codecs, *come.codecs)):
             return self.channel.start(numbers, request)

@@ -1,7 +1,7 @@
-"""Compressed exchange: rows that are encoded, selected or late, as a rank's policy of the epoch says.
+"""Compressed exchange: rows that are encoded, selected or late, as a rank's mode in the epoch says.
 
 Where it sits: in front of ``comm``'s channel and below ``exchange``, ``historical.tables`` and
-``comm_recorder``, which do not know about it. Each policy is a wrapper with the interface of
+``comm_recorder``, which do not know about it. Each technique is a wrapper with the interface of
 ``comm.exchange.Exchange``:
 
 ::
@@ -32,7 +32,7 @@ from kagome.comm.stats import Kind
 from kagome.config import Parallel
 from kagome.halo.block_exchange import BlockExchange
 from kagome.halo.encoded_exchange import EncodedExchange, ErrorMeter
-from kagome.halo.epoch_rows import CompressionCounts, CompressionState, EpochRows, ExchangePolicy
+from kagome.halo.epoch_rows import CompressionCounts, CompressionState, EpochRows, ExchangeMode
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.halo.staleness import StaleRows
 
@@ -42,7 +42,7 @@ class StaleExchange:
 
     Args:
         inner: Carries the rows.
-        state: Policy and rows of earlier epochs of this rank.
+        state: Mode and rows of earlier epochs of this rank.
     """
 
     def __init__(self, inner: EncodedExchange, state: CompressionState) -> None:
@@ -53,13 +53,13 @@ class StaleExchange:
         """Begin an exchange of a site's rows; its wait returns the rows for this epoch."""
         site, state = request.site, self.state
         assert site is not None
-        if state.policy.waits:
+        if state.mode.waits:
             self._settle(site)
             return self.inner.start(rows, request)
         line = self._line(site, sum(request.recv_counts), rows)
         self._settle(site)
         synchronous = self._synchronous(site.epoch)
-        if state.policy.chooses:
+        if state.mode.chooses:
             line.settle()  # the notes received with it say which rows come next
         late = replace(request, site=replace(site, late=True, whole=synchronous))
         begun = self.inner.start(rows, late)
@@ -69,7 +69,7 @@ class StaleExchange:
         """Return whether this epoch waits for rows that might be late."""
         every = self.state.settings.sync_every
         due = isinstance(every, int) and epoch % every == 0
-        return not self.state.policy.probes and (due or self.state.rows.synchronous)
+        return not self.state.mode.probes and (due or self.state.rows.synchronous)
 
     def _line(self, site: SiteExchange, count: int, rows: Tensor) -> StaleRows:
         def make() -> StaleRows:
@@ -86,7 +86,7 @@ class StaleExchange:
         A message that is not received blocks those sent long after it.
         """
         lines = self.state.rows.lines
-        if self.state.policy.waits and site.key in lines:
+        if self.state.mode.waits and site.key in lines:
             lines[site.key].settle()
         if site.epoch != self._epoch:
             self._epoch = site.epoch
@@ -109,7 +109,7 @@ class CompressedExchange:
         self, channel: BytesExchange, settings: Parallel, seed: int, *, late: BytesExchange | None = None
     ) -> None:
         self.channel = channel
-        self.state = state = CompressionState(settings, seed, ExchangePolicy.of(settings))
+        self.state = state = CompressionState(settings, seed, ExchangeMode.of(settings))
         meter = ErrorMeter(state)
         self._rows = StaleExchange(EncodedExchange(channel, late or channel, state, meter), state)
         self._blocks = BlockExchange(channel, state, meter)
@@ -125,9 +125,9 @@ class CompressedExchange:
         return self.channel.size
 
     @property
-    def policy(self) -> ExchangePolicy:
+    def mode(self) -> ExchangeMode:
         """How rows are exchanged at present."""
-        return self.state.policy
+        return self.state.mode
 
     @property
     def known(self) -> EpochRows:
@@ -137,12 +137,12 @@ class CompressedExchange:
     @property
     def exact(self) -> bool:
         """Whether all rows are sent unchanged and none is late."""
-        return self.size == 1 or self.policy.exact
+        return self.size == 1 or self.mode.exact
 
     @property
     def late(self) -> bool:
         """Whether rows may be those of an earlier epoch."""
-        return self.size > 1 and not self.policy.waits
+        return self.size > 1 and not self.mode.waits
 
     @property
     def drifts(self) -> tuple[float, ...]:
@@ -161,13 +161,13 @@ class CompressedExchange:
         self.known.moved(drift / max(ranks, 1.0), epoch)
 
     @contextmanager
-    def using(self, policy: ExchangePolicy) -> Iterator[None]:
-        """Exchange rows by another policy inside the block; all ranks enter it."""
-        before, self.state.policy = self.state.policy, policy
+    def using(self, mode: ExchangeMode) -> Iterator[None]:
+        """Exchange rows in another mode inside the block; all ranks enter it."""
+        before, self.state.mode = self.state.mode, mode
         try:
             yield
         finally:
-            self.state.policy = before
+            self.state.mode = before
 
     def settle(self) -> None:
         """Receive what is still in transit. The rows that are read do not change."""
@@ -189,7 +189,7 @@ class CompressedExchange:
     def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
         """Begin an exchange of rows.
 
-        They are encoded and delayed as the policy says if they are a site's in a training epoch.
+        They are encoded and delayed as the mode says if they are a site's in a training epoch.
         """
         site = request.site
         if site is None or not site.training or self.size == 1 or not rows.is_floating_point():

@@ -65,7 +65,7 @@ class EncodedExchange:
     Args:
         channel: The channel to the peers.
         late: The channel for rows that are read in the next epoch.
-        state: Policy, rows of earlier epochs and counts of this rank.
+        state: Mode, rows of earlier epochs and counts of this rank.
         meter: Measures the codecs' error.
     """
 
@@ -75,15 +75,15 @@ class EncodedExchange:
         self.channel, self.late, self.state, self.meter = channel, late, state, meter
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
-        """Begin an exchange of a site's rows, encoded as the policy says."""
+        """Begin an exchange of a site's rows, encoded as the mode says."""
         site, state = request.site, self.state
         assert site is not None
         count = rows.size(0) if request.index is None else request.index.numel()
         state.counts.plain += count * rows.size(1) * rows.itemsize
-        codec = state.policy.codec_for(site)
+        codec = state.mode.codec_for(site)
         if not codec.shortens(rows.size(1), rows.dtype):
             codec = Codec("none")
-        selection = self._selection(site, codec, request) if state.policy.chooses else None
+        selection = self._selection(site, codec, request) if state.mode.chooses else None
         way = self.late if site.late else self.channel
         if codec.exact and selection is None:
             return way.start(rows, request)

@@ -1,4 +1,4 @@
-"""Compression state: a rank's policy of exchange, its rows of earlier epochs and its counts.
+"""Compression state: a rank's mode of exchange, its rows of earlier epochs and its counts.
 
 Where it sits: ``compressed_exchange`` has one, which its wrappers for staleness, encoding and blocks share. A
 checkpoint saves the rows.
@@ -150,7 +150,7 @@ class EpochRows:
 
 
 @dataclass(frozen=True)
-class ExchangePolicy:
+class ExchangeMode:
     """How rows are exchanged at present.
 
     Args:
@@ -169,8 +169,8 @@ class ExchangePolicy:
     probes: bool = False
 
     @classmethod
-    def of(cls, settings: Parallel) -> ExchangePolicy:
-        """Return the policy that settings ask for."""
+    def of(cls, settings: Parallel) -> ExchangeMode:
+        """Return the mode that settings ask for."""
         return cls(
             Codec(settings.codec),
             Codec(settings.codec_backward or settings.codec),
@@ -210,14 +210,14 @@ class CompressionState:
     Args:
         settings: Settings of codecs, selections, maximum age and smoothing.
         seed: Seed of the codecs' random draws.
-        policy: How rows are exchanged at present.
+        mode: How rows are exchanged at present.
         rows: Rows of earlier epochs.
         counts: Counts since they were last taken.
     """
 
     settings: Parallel
     seed: int
-    policy: ExchangePolicy
+    mode: ExchangeMode
     rows: EpochRows = field(default_factory=EpochRows)
     counts: CompressionCounts = field(default_factory=CompressionCounts)
 

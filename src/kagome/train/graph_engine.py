@@ -307,7 +307,7 @@ class GraphEngine:
         compares = self.ahead.asks
         with (
             draws_of(self.settings.seed, epoch),
-            self.exchange.using(rung.policy(probes=probes)),
+            self.exchange.using(rung.mode(probes=probes)),
         ):
             forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
