@@ -227,7 +227,7 @@ def trained(
     with trainer:
         told = trainer.fit()
         seconds = sorted(record.seconds for record in trainer.records)
-        ladder = trainer.engine.ladder
+        ladder = trainer.engine.controller.precision
         return {
             "test": told["test_metric"],
             "val": told["val_metric"],

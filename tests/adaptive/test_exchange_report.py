@@ -116,7 +116,7 @@ def test_a_rung_that_was_climbed_is_told(ranks):
 
 
 def climbing(channel: Channel) -> Any:
-    with mock.patch.object(precision, "FAIR_CODED", 2.0):
+    with mock.patch.object(precision, "CODED_FAIR", 2.0):
         return run(channel, {"codec": "onebit"}, 5)
 
 

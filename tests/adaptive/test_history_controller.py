@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from kagome.adaptive.history import FAIR, GOOD, OFTEN, HistoryController, HistoryProbe
+from kagome.adaptive.history import HistoryController, HistoryProbe
+from kagome.adaptive.thresholds import HISTORY_FAIR, HISTORY_GOOD, OFTEN
 
 
 def course(
@@ -89,7 +90,7 @@ def test_careful_history_is_taken_up_again():
 
 
 def test_between_good_and_fair_nothing_changes():
-    found = course(HistoryController(20), [(GOOD + FAIR) / 2] * 100, 30)
+    found = course(HistoryController(20), [(HISTORY_GOOD + HISTORY_FAIR) / 2] * 100, 30)
     assert found == ["exact", "probe", *["refresh", "probe"] * 14]
 
 

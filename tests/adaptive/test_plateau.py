@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, strategies as st
 
-from kagome.adaptive.plateau import BACK, BEGINS, PATIENT, ProgressMonitor, Verdict
+from kagome.adaptive.plateau import ProgressMonitor, Verdict
+from kagome.adaptive.thresholds import BACK, BEGINS, PATIENT
 
 
 def course(plateau: ProgressMonitor, losses: list[float], first: int = 1) -> list[tuple[bool, str]]:

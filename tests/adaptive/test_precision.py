@@ -17,15 +17,12 @@ from kagome import Parallel, Trainer
 from kagome.adaptive import precision
 from kagome.adaptive.precision import (
     EXACT,
-    FAIR,
-    FAIR_CODED,
-    GOOD,
-    LONGEST,
     PrecisionController,
     PrecisionLevel,
     StalenessProbe,
     rungs_of,
 )
+from kagome.adaptive.thresholds import CODED_FAIR, LONGEST, ROWS_FAIR, ROWS_GOOD
 from kagome.comm.channel import Channel
 from pipelines import SEED, data, model
 from training import QUIET, settings
@@ -126,14 +123,14 @@ def test_good_rows_are_probed_ever_less():
 
 
 def test_rows_between_good_and_fair_are_probed_a_little_less():
-    between = (GOOD + FAIR_CODED) / 2
+    between = (ROWS_GOOD + CODED_FAIR) / 2
     probed, rungs, said = course(PrecisionController(Parallel(codec="int8")), [between] * 100, 40)
     assert [b - a for a, b in pairwise(probed)] == list(range(1, len(probed)))
     assert len(set(rungs)) == 1
     assert not said
 
 
-@pytest.mark.parametrize("bad", [0.0, FAIR_CODED - 0.01, -1.0, float("nan")])
+@pytest.mark.parametrize("bad", [0.0, CODED_FAIR - 0.01, -1.0, float("nan")])
 def test_bad_rows_go_one_rung_up_at_once_and_never_above_exact(bad):
     found = PrecisionController(Parallel(codec="onebit", max_age=1))
     probed, rungs, said = course(found, [bad] * 100, 30)
@@ -234,7 +231,7 @@ def test_what_codes_is_looked_at_before_it_is_tried_again():
 
 
 def test_late_rows_without_a_codec_have_nothing_to_look_at_in_the_first_epoch():
-    probed, _, said = course(PrecisionController(Parallel(max_age=1)), [(FAIR + FAIR_CODED) / 2], 8)
+    probed, _, said = course(PrecisionController(Parallel(max_age=1)), [(ROWS_FAIR + CODED_FAIR) / 2], 8)
     assert probed[:3] == [2, 3, 5]
     assert not said, "a codec's noise is judged more strictly"
 
@@ -283,8 +280,8 @@ class Remembering(Noted):
 def guarded(channel: Channel, fair: float, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Train where probes are bad below a cosine."""
     with (
-        mock.patch.object(precision, "FAIR", fair),
-        mock.patch.object(precision, "FAIR_CODED", fair),
+        mock.patch.object(precision, "ROWS_FAIR", fair),
+        mock.patch.object(precision, "CODED_FAIR", fair),
         Trainer(
             model("sage"),
             data(),
@@ -295,7 +292,7 @@ def guarded(channel: Channel, fair: float, parallel: dict[str, Any], epochs: int
         ) as trainer,
     ):
         summary = trainer.fit(epochs)
-        found = trainer.engine.ladder
+        found = trainer.engine.controller.precision
         return told(trainer, summary) | {
             "before": trainer.optimizer.before,
             "rung": found.rung,

@@ -31,19 +31,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from kagome.adaptive.plateau import ProgressMonitor, Verdict
+from kagome.adaptive.thresholds import HISTORY_FAIR, HISTORY_GOOD, OFTEN
 from kagome.config import Parallel
 
 Epoch = Literal["history", "refresh", "exact", "probe"]
-
-GOOD: Final = 0.95
-"""Cosine of the two gradients at which the next probe may come later; below it epochs are careful."""
-FAIR: Final = 0.85
-"""Cosine below which careful epochs are not trusted."""
-OFTEN: Final = 4
-"""The most careful epochs before a probe; after a bad probe half as many from then on.
-
-While history is good, a probe comes after one period of history, but not before this many epochs.
-"""
 
 STATE: Final = (
     *("careful_from", "exact_epochs", "oldest", "epochs"),
@@ -182,14 +173,14 @@ class HistoryController:
         """
         before = self._trusted
         self.found.append(found)
-        if found.cosine < GOOD and not self.careful:
+        if found.cosine < HISTORY_GOOD and not self.careful:
             self.careful_from, self._span = found.epoch, 1
             return (
                 f"epoch {found.epoch}: from here on rows of other chunks are one epoch old, and gradients of "
                 f"that epoch pass on ({found.text()})"
             )
         self._span = self._spanned(found.cosine)
-        if found.cosine >= FAIR:
+        if found.cosine >= HISTORY_FAIR:
             self._rest = 1
             if not before:
                 return f"epoch {found.epoch}: history is used again ({found.text()})"
@@ -232,25 +223,20 @@ class HistoryController:
 
     @property
     def _trusted(self) -> bool:
-        return not self.found or self.found[-1].cosine >= FAIR
+        return not self.found or self.found[-1].cosine >= HISTORY_FAIR
 
     def _spanned(self, cosine: float) -> int:
         """Return after how many epochs the next probe comes."""
-        if cosine < FAIR:
+        if cosine < HISTORY_FAIR:
             self._most = max(self._span // 2, 1)
             return self._most
-        if cosine >= GOOD:
+        if cosine >= HISTORY_GOOD:
             return min(2 * self._span, self._most if self.careful else max(self.period, OFTEN))
         return self._span
 
 
-def guard_of(parallel: Parallel, state: Mapping[str, Any] | None = None) -> HistoryController | None:
-    """Return the controller of history, where chunks have any.
-
-    Args:
-        parallel: The settings.
-        state: The state of an earlier run's controller.
-    """
+def history_controller(parallel: Parallel) -> HistoryController | None:
+    """Return the controller of history, where the settings let chunks read any."""
     if parallel.cross_chunk != "history":
         return None
-    return HistoryController(parallel.history_epochs, watch=parallel.guard, state=state)
+    return HistoryController(parallel.history_epochs, watch=parallel.guard)

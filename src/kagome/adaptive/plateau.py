@@ -25,19 +25,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from kagome.adaptive.thresholds import BACK, BEGINS, BEGUN, LEARNS, PATIENT
+
 Weights = Literal["step", "keep", "undo"]
 """What happens to the weights: a step; a step after a copy is saved; or the saved copy instead."""
-
-BEGUN: Final = 0.98
-"""Share of the first epoch's loss below which a model has begun to learn."""
-BEGINS: Final = 20
-"""Epochs in which a model must begin to learn; after them epochs are exact."""
-LEARNS: Final = 0.9
-"""Share of the first loss below which history is tried again; a factor more after each fall back."""
-BACK: Final = 5
-"""A model has fallen back when its loss is half the way back for this many epochs."""
-PATIENT: Final = 100
-"""The most exact epochs in a row; then as many have history."""
 
 STATE: Final = (
     *("held_epochs", "undone", "first", "share", "learned", "above", "below", "back"),

@@ -8,9 +8,9 @@ level.
 ::
 
     as set  ->  waiting for rows  ->  finer codecs, one after the other  ->  exact
-            a probe below FAIR goes one level up, and probes again at once
+            a probe below ROWS_FAIR goes one level up, and probes again at once
             so do late rows that were off by more than CLOSE in most of the last probes
-            probes at GOOD come ever later, after late rows off by more than CLOSE sooner again
+            probes at ROWS_GOOD come ever later, after late rows off by more than CLOSE sooner again
             what encodes or selects is probed before it is trusted: in the first epoch, and when tried again
             after the longest wait, twice, one level down is tried; after twice as many when that fails
 
@@ -27,11 +27,6 @@ One of four layers on Squirrel, which did well with two bits, would have gone ba
 times too long.
 
 Source: none. Sylvie's own logs show where it is needed: a 4-layer GAT fell to 5.8 % (papers.md, section 3).
-CLOSE lies between what we measured with late rows and no controller in 120 epochs: medians of 0.4 to 0.6 for
-a GCN of 3 layers on Squirrel and Flickr, which lost 3 and 10 points, and of 0.3 for GCNII on Squirrel, whose
-loss lagged behind; 0.2 and less on Cora, which lost nothing. Late rows are judged from the first probes on,
-although they are far off in the first epochs of many runs that they do not harm. With 16 epochs of grace
-Flickr's GCN lost 2 to 12 points, because it does not recover, and there the two gradients agree.
 """
 
 from __future__ import annotations
@@ -42,26 +37,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final, Literal
 
+from kagome.adaptive.thresholds import CLOSE, CODED_FAIR, LONGEST, RECENT, ROWS_FAIR, ROWS_GOOD
 from kagome.comm.codec import FINER, Codec
 from kagome.config import CodecName, Parallel
 from kagome.halo.epoch_rows import ExchangeMode
-
-GOOD: Final = 0.9
-"""Cosine of the two gradients at which the next probe may come later."""
-FAIR: Final = 0.5
-"""Cosine below which rows are exchanged more exactly."""
-FAIR_CODED: Final = 0.8
-"""The same cosine where a codec is used.
-
-With 0.5 the GAT on Flickr lost 3.7 points on the mean of three seeds, with 0.7 2.4 (two bits at 0.73, then a
-gradient three times too long), with 0.8 half a point.
-"""
-CLOSE: Final = 0.25
-"""Length of the gradient's error over the exact gradient's: above it, on the median, rows may not be late."""
-RECENT: Final = 3
-"""The number of probes whose median is taken."""
-LONGEST: Final = 64
-"""The most epochs from one probe to the next."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +202,7 @@ class PrecisionController:
         self._since, self._stay = 0, self._stay + (not opening)
         late = not self.rung.waits
         far = self._far() if late else 0.0
-        least = FAIR_CODED if self.rung.codes else FAIR
+        least = CODED_FAIR if self.rung.codes else ROWS_FAIR
         fair = found.cosine >= least and far <= CLOSE  # False for NaN
         if not fair:
             self._go(1)
@@ -235,7 +214,7 @@ class PrecisionController:
             return ""  # the next epoch is probed too
         if late and found.off > CLOSE:
             self._span = max(self._span // 2, 1)
-        elif found.cosine >= GOOD:
+        elif found.cosine >= ROWS_GOOD:
             self._calm += self._span >= LONGEST
             self._span = min(2 * self._span, LONGEST)
             if self.level and self._calm >= self._patience():

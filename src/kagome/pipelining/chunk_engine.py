@@ -12,7 +12,7 @@ stages or parts have chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kagome.adaptive.controller import EpochController, EpochPlan
 from kagome.adaptive.gradient_probe import agreement
-from kagome.adaptive.history import Epoch, HistoryProbe, guard_of
-from kagome.adaptive.policy import ExchangePolicy
-from kagome.adaptive.precision import EXACT, PrecisionLevel, StalenessProbe
-from kagome.adaptive.report import Found
+from kagome.adaptive.history import history_controller
+from kagome.adaptive.report import ExchangeReport
 from kagome.adaptive.rollback import Rollback
+from kagome.adaptive.stage_codec import StageCodec
 from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.mesh import Mesh
 from kagome.components import task
@@ -124,15 +124,16 @@ class ChunkEngine:
         )
         self._weighed = LossWeights(aim.objective, mesh.graph)
         self._settle()
-        self.guard = None if self.chunks.tables is None else guard_of(parallel)
         self.undo = Rollback(model, self.owners.parameters, self.owners.moving())
-        self.exchange, guarded = self.chunks.exchange, self.guard is not None
-        self.ways = ExchangePolicy(
-            self.exchange, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded
-        )
+        self.exchange, codec = self.chunks.exchange, StageCodec(parallel.codec_stage, settings.seed, mesh.stage)
+        between = codec if parallel.pipe > 1 else None
+        self.report = ExchangeReport(mesh.world, self.exchange, self.gradients, between)
+        history = None if self.chunks.tables is None else history_controller(parallel)
+        self.controller = EpochController(parallel, self.report, self._say, history=history)
+        self._drifts: tuple[float, ...] = ()
         self.passes = Executor(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
-            self.ways.stages,
+            codec,
         )
         self._checked = self._stepped = False
         self.ahead = ForwardReuse(model)
@@ -194,28 +195,19 @@ class ChunkEngine:
         words += self.chunks.text()
         return f"{words}\n{describe(self.staging.stages, self.staging.survey, self.staging.seconds)}".rstrip()
 
-    @property
-    def _found(self) -> Sequence[Found]:
-        """The results of the probes so far."""
-        return self.ways.ladder.found if self.guard is None else self.guard.found
-
     def take_uncoded(self) -> Mapping[str, int]:
         """Return the bytes that this rank would have sent without codecs since the last call, by kind."""
-        return self.ways.tally.take()
+        return self.report.take()
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the exchanges for the summary. All ranks call it."""
-        oldest, bound = 0 if self.guard is None else self.guard.oldest, self.chunks.scopes[0].bound
-        facts = self.ways.tally.facts(self._found, self.ways.ladder, oldest=oldest)
+        bound = self.chunks.scopes[0].bound
         used = {} if bound is None else bound.used(self.mesh.world)
-        used |= {} if self.guard is None else self.guard.facts()
-        return {**facts, **used, **self.offload.facts(self.mesh.world)}
+        return {**self.controller.facts(), **used, **self.offload.facts(self.mesh.world)}
 
     def sum_up(self) -> tuple[str, ...]:
         """Return the closing messages: what history, codecs and late rows were found to cost."""
-        ladder = self.ways.ladder
-        said = () if self.guard is None else self.guard.sum_up(stages=self.parallel.pipe > 1)
-        return (*said, *self.ways.tally.sentence(None if self.guard else ladder.found, ladder))
+        return self.controller.sum_up()
 
     @contextmanager
     def _put_on(self) -> Iterator[None]:
@@ -241,12 +233,10 @@ class ChunkEngine:
 
     def carried(self, epoch: int) -> EpochState:
         """Return what the next epoch may read of this one: rows of other chunks, and controller states."""
-        known, tables = self.ways.exchange.known, self.chunks.tables
-        guards, entries = {"ladder": self.ways.ladder.state_dict()}, [*known.carried(epoch)]
-        if self.guard is not None and tables is not None:
-            guards["history"] = self.guard.state_dict()
+        tables, entries = self.chunks.tables, [*self.exchange.known.carried(epoch)]
+        if self.controller.history is not None and tables is not None:
             entries += [*tables.carried(epoch), *self.undo.carried()]
-        return EpochState.of(self.layout, guards, entries)
+        return EpochState.of(self.layout, self.controller.state_dict(), entries)
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
         """Continue from a checkpoint whose weights and optimizer state have been read. All ranks call it.
@@ -259,24 +249,24 @@ class ChunkEngine:
             A message on how training continues with history and late rows.
         """
         self.owners.forget_others(optimizer)
-        self.ways.go_on(told.guards.get("ladder"))
-        self.guard = self.guard and guard_of(self.parallel, told.guards.get("history"))
+        self.controller.load_state_dict(told.guards)
+        history = self.controller.history
         recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
         self._forget(recall or NOTHING)
-        if recall is not None and self.guard is not None and tables is not None:
+        if recall is not None and history is not None and tables is not None:
             self.evaluate(told.epoch)  # it reaches all sites, and reads exactly what all forwards share
             if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
                 recall = None
                 self._forget(NOTHING)
-        if self.guard is not None:
+        if history is not None:
             kept = self.undo.recall(recall or NOTHING, told.epoch)
             every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
-            self.guard.go_on(rows=recall is not None, kept=every)
-        return said_of(recall, late=self.ways.exchange.late, history=self.guard is not None)
+            history.go_on(rows=recall is not None, kept=every)
+        return said_of(recall, late=self.exchange.late, history=history is not None)
 
     def _forget(self, recall: ResumedRows) -> None:
         """Drop the rows of earlier epochs, except those resumed from a checkpoint."""
-        self.ways.exchange.forget(recall)
+        self.exchange.forget(recall)
         if self.chunks.tables is not None:
             self.chunks.tables.forget(recall)
 
@@ -308,68 +298,79 @@ class ChunkEngine:
             ModelError: If the loss is not finite.
         """
         self.model.train(True)
-        kind: Epoch = "exact" if self.parallel.cross_chunk == "exact" else "history"
-        if self.guard is not None:
-            kind = self.guard.next()
-        if kind == "probe":
-            guess = self._guess(epoch, "history")
-            with self.ways.tally.aside():
-                lost = self._gradient(epoch, "exact", EXACT)
-            self._measure(epoch, guess)
-        elif self.ways.ladder.probes():
-            rung, guess = self.ways.ladder.rung, self._guess(epoch, kind)
-            with self.ways.tally.aside():
-                lost = self._gradient(epoch, kind, EXACT)
-            self._say(self.ways.ladder.see(StalenessProbe(epoch, rung, *self._compared(guess))))
-        else:
-            lost = self._gradient(epoch, kind, self.ways.rung(exact=kind == "exact"))
-        self._say(self.ways.ladder.done(epoch))
+        plan = self.controller.plan()
+        lost = self._gradient(epoch, plan) if plan.guess is None else self._probed(epoch, plan)
         self.saving.done()
         self._checked = True
+        value, stops = self._summed(epoch, lost, stop=stop)
+        task.check_finite(value, epoch)
+        weights = self.controller.observe(epoch, plan, value)
+        if not self.undo.heed(weights, optimizer):
+            return value, stops
+        with self.phases.phase("optimizer", epoch):
+            self._step(optimizer)
+        return value, stops
+
+    def _summed(self, epoch: int, lost: float, *, stop: bool) -> tuple[float, bool]:
+        """Return the loss over all ranks and whether any was asked to stop; sum how far rows moved."""
         with self.phases.phase("weights", epoch):
-            mine = torch.tensor([lost, float(stop), *self.ways.moved(epoch)], dtype=torch.float64)
+            mine = torch.tensor([lost, float(stop), *self._moved(epoch)], dtype=torch.float64)
             mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
-        self.ways.exchange.moved(moved, epoch)
-        task.check_finite(value, epoch)
-        if self.guard is not None:
-            turn = self.guard.done(kind, value)
-            self._say(turn.text)
-            if not self.undo.heed(turn.weights, optimizer):
-                return value, stops > 0
-        with self.phases.phase("optimizer", epoch):
-            if self.settings.clip is not None:
-                self.owners.clip(self.gradients.parameters, self.settings.clip)
-            if self._stepped:
-                self._step(optimizer)
-            else:  # one rank may refuse the optimizer where others do not
-                by_all(self.mesh.world, lambda: self._step(optimizer), "the first update")
-                self._stepped = True
+        self.exchange.moved(moved, epoch)
         return value, stops > 0
 
+    def _moved(self, epoch: int) -> list[float]:
+        """Return how far rows of this part moved, if needed: the largest drift over the part's stages."""
+        if not self._drifts:
+            return []
+        mine, self._drifts = torch.tensor(self._drifts, device=self.mesh.device), ()
+        found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()
+        return found
+
     def _step(self, optimizer: Optimizer) -> None:
+        """Clip the gradients and make the optimizer's step."""
+        if self.settings.clip is not None:
+            self.owners.clip(self.gradients.parameters, self.settings.clip)
+        if self._stepped:
+            self._step_own(optimizer)
+        else:  # one rank may refuse the optimizer where others do not
+            by_all(self.mesh.world, lambda: self._step_own(optimizer), "the first update")
+            self._stepped = True
+
+    def _step_own(self, optimizer: Optimizer) -> None:
         if self.foreign and not self._stepped:
             refuse_mixing(optimizer)
         watch_hooks(optimizer, self.foreign)
         with watched(self.foreign, "the optimizer"):
             optimizer.step()
 
-    def _guess(self, epoch: int, kind: Epoch) -> list[Tensor | None]:
-        """Return the gradient that an epoch of this kind would have; buffers stay unchanged."""
+    def _probed(self, epoch: int, plan: EpochPlan) -> float:
+        """Compute the gradient of the plan's guess and the exact one, compare them, and keep the exact one."""
+        assert plan.guess is not None
         with self.owners.buffers.unmoved(), self.aim.objective.tried():
-            self._gradient(epoch, kind, self.ways.ladder.rung, probes=True)
-        return [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
+            self._gradient(epoch, plan.guess, probes=True)
+        guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
+        with self.report.aside():
+            lost = self._gradient(epoch, plan)
+        agreed = agreement(*self.owners.products(self.gradients.parameters, guess))
+        drift = 0.0
+        if plan.kind == "probe":
+            assert self.chunks.tables is not None
+            drift = self.chunks.tables.drift(self.mesh.world)
+        self.controller.probed(epoch, plan, agreed, drift=drift)
+        return lost
 
-    def _gradient(self, epoch: int, kind: Epoch, rung: PrecisionLevel, *, probes: bool = False) -> float:
+    def _gradient(self, epoch: int, plan: EpochPlan, *, probes: bool = False) -> float:
         """Run all chunks forward and backward and sum gradients; return this rank's share of the loss."""
         for parameter in self.model.parameters():
             parameter.grad = None
         with (
             task.draws_of(self.settings.seed, epoch),
-            self.ways.using(rung, probes=probes),
+            self.controller.using(plan, probes=probes),
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
-            jobs = self._trained(epoch, kind)
+            jobs = self._trained(epoch, plan)
         self._weighed.done()
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
@@ -377,45 +378,34 @@ class ChunkEngine:
             self.gradients.tell_hooks()
         return sum(job.lost for job in jobs.values())
 
-    def _trained(self, epoch: int, kind: Epoch) -> Jobs:
+    def _trained(self, epoch: int, plan: EpochPlan) -> Jobs:
         """Run all chunks forward and backward, by the pass for this kind of epoch."""
         tables = self.chunks.tables
         if tables is None or self.parallel.cross_chunk == "drop":
             return self.passes.one_by_one(epoch, None, checked=not self._checked)
-        guard, stale = self.guard, self.parallel.stale_gradients
-        if kind == "exact":
-            leaves = guard is not None and (stale or guard.watch)
+        history, stale = self.controller.history, self.parallel.stale_gradients
+        if plan.exact:
+            leaves = history is not None and (stale or history.watch)
             jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked, stale=leaves)
         else:
-            stale = stale or (guard is not None and guard.careful)
-            supplier = self.chunks.history(epoch, refresh=kind == "refresh", stale=stale)
+            stale = stale or (history is not None and history.careful)
+            supplier = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
             tables.begin(epoch, supplier)
             jobs = self.passes.one_by_one(epoch, supplier, checked=not self._checked)
             with self.phases.phase("history", epoch):
                 tables.end()
-        if kind in ("exact", "refresh"):
+        if plan.exact or plan.kind == "refresh":
             tables.keep()
         return jobs
-
-    def _compared(self, guess: Sequence[Tensor | None]) -> tuple[float, float]:
-        """Return the cosine between a gradient and the exact one, and the ratio of their norms."""
-        return agreement(*self.owners.products(self.gradients.parameters, guess))
 
     def _say(self, said: str) -> None:
         if said:
             self._notes.append(said)
 
-    def _measure(self, epoch: int, guess: Sequence[Tensor | None]) -> None:
-        """Compare the gradient under history with the exact one, and current rows with those last known."""
-        assert self.chunks.tables is not None
-        assert self.guard is not None
-        drift = self.chunks.tables.drift(self.mesh.world)
-        self._say(self.guard.see(HistoryProbe(epoch, *self._compared(guess), drift, self.guard.age)))
-
     def _lose(self, job: StageRun) -> None:
         """Compute the loss of a stage run after its forward, if its stage computes the output."""
         self.saving.look()
-        self.ways.look()
+        self._drifts = self._drifts or self.exchange.drifts
         out = self._out(job)
         if out is None:
             return

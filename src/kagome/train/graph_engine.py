@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from kagome.adaptive.controller import EpochController, EpochPlan
 from kagome.adaptive.gradient_probe import agreement, products
-from kagome.adaptive.precision import EXACT, PrecisionController, PrecisionLevel, StalenessProbe
 from kagome.adaptive.report import ExchangeReport
 from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.channel import Channel
@@ -117,9 +117,8 @@ class GraphEngine:
         self.layout = StateLayout.of(parallel, part.fingerprint, part.own, part=channel.rank)
         learning = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
-        self._watched = parallel if channel.size > 1 else Parallel()
-        self.ladder = PrecisionController(self._watched)
-        self.tally = ExchangeReport(channel, self.exchange, self.gradients)
+        self.report = ExchangeReport(channel, self.exchange, self.gradients)
+        self.controller = EpochController(parallel, self.report, self._say, alone=channel.size == 1)
         self.ahead = ForwardReuse(model)
         if not self.exchange.exact:
             self.ahead.allowed = False  # training reads approximate rows, evaluation exact ones
@@ -153,7 +152,7 @@ class GraphEngine:
     def carried(self, epoch: int) -> EpochState:
         """Return the state that the next epoch may read, and that of the precision controller."""
         return EpochState.of(
-            self.layout, {"ladder": self.ladder.state_dict()}, self.exchange.known.carried(epoch)
+            self.layout, self.controller.state_dict(), self.exchange.known.carried(epoch)
         )
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
@@ -166,7 +165,7 @@ class GraphEngine:
         Returns:
             How the run continues with late rows.
         """
-        self.ladder = PrecisionController(self._watched, told.guards.get("ladder"))
+        self.controller.load_state_dict(told.guards)
         recall = told.recall(self.layout, self.channel, self.channel.device)
         self.exchange.forget(recall or NOTHING)
         return said_of(recall, late=self.exchange.late)
@@ -274,25 +273,26 @@ class GraphEngine:
             ConfigError: If the loss averages over rows by itself.
         """
         optimizer.zero_grad(set_to_none=True)
-        value, stops = self._probed(epoch, stop) if self.ladder.probes() else self._gradient(epoch, stop)
-        self._say(self.ladder.done(epoch))
+        plan = self.controller.plan()
+        value, stops = (self._gradient if plan.guess is None else self._probed)(epoch, plan, stop)
         check_finite(value, epoch)
+        self.controller.observe(epoch, plan, value)
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
             step_optimizer(optimizer)
         return value, stops > 0
 
-    def _probed(self, epoch: int, stop: bool) -> tuple[float, float]:
+    def _probed(self, epoch: int, plan: EpochPlan, stop: bool) -> tuple[float, float]:
         """Compute the gradient from compressed or stale rows, then the exact one, and compare the two."""
-        rung = self.ladder.rung
+        assert plan.guess is not None
         with Buffers(self.model).unmoved(), self.objective.tried():
-            self._gradient(epoch, stop, rung, probes=True)
+            self._gradient(epoch, plan.guess, stop, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
-        with self.tally.aside():
-            found = self._gradient(epoch, stop, EXACT)
+        with self.report.aside():
+            found = self._gradient(epoch, plan, stop)
         squares = products(zip(self.gradients.parameters, guess, strict=True)).tolist()
-        self._say(self.ladder.see(StalenessProbe(epoch, rung, *agreement(*squares))))
+        self.controller.probed(epoch, plan, agreement(*squares))
         return found
 
     def _say(self, said: str) -> None:
@@ -300,14 +300,13 @@ class GraphEngine:
             self._notes.append(said)
 
     def _gradient(
-        self, epoch: int, stop: bool, rung: PrecisionLevel | None = None, *, probes: bool = False
+        self, epoch: int, plan: EpochPlan, stop: bool, *, probes: bool = False
     ) -> tuple[float, float]:
         """Run forward, backward and the sum of gradients; return the loss and the number of stop requests."""
-        rung = rung or self.ladder.rung
         compares = self.ahead.asks
         with (
             draws_of(self.settings.seed, epoch),
-            self.exchange.using(rung.mode(probes=probes)),
+            self.controller.using(plan, probes=probes),
         ):
             forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
@@ -380,18 +379,18 @@ class GraphEngine:
 
     def take_uncoded(self) -> Mapping[str, int]:
         """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
-        return self.tally.take()
+        return self.report.take()
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary reports about exchanged rows and moved memory. All ranks call it."""
         bound = self.scope.bound
         used = {} if bound is None else bound.used(self.channel)
         used |= self.offload.facts(self.channel)
-        return {**self.tally.facts(self.ladder.found, self.ladder), **used}
+        return {**self.controller.facts(), **used}
 
     def sum_up(self) -> tuple[str, ...]:
         """Return the notes for the end of a run."""
-        return self.tally.sentence(self.ladder.found, self.ladder)
+        return self.controller.sum_up()
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the notes on forward passes since the last call."""
