@@ -27,8 +27,8 @@ sys.path.insert(0, str(HERE.parent))
 from cluster import Cluster  # noqa: E402
 from pipeline.speed import THREADS  # noqa: E402
 
-from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel  # noqa: E402
+from kagome.comm.exchange import ExchangeRequest  # noqa: E402
 from kagome.profile.contention import work_done  # noqa: E402
 
 SIZES = 1 << 12, 1 << 16, 1 << 20

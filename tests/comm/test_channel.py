@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.all_reduce import ONE_ROUND_BYTES
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.watchdog import Watchdog
 from kagome.errors import CommError
 from pool import Pool
@@ -89,7 +89,10 @@ def many_shapes(channel: Channel) -> list[tuple[int, ...]]:
     ones = [1] * channel.size
     flat = channel.start(torch.arange(channel.size), ExchangeRequest(ones, ones, "flat")).wait()
     cube = torch.zeros(channel.size, 3, 2).transpose(1, 2)
-    return [tuple(flat.tolist()), tuple(channel.start(cube, ExchangeRequest(ones, ones, "cube")).wait().shape)]
+    return [
+        tuple(flat.tolist()),
+        tuple(channel.start(cube, ExchangeRequest(ones, ones, "cube")).wait().shape),
+    ]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -102,7 +105,9 @@ def test_exchange_takes_any_trailing_shape(ranks, world):
 def several_at_once(channel: Channel) -> list[int]:
     ones = [1] * channel.size
     pendings = [
-        channel.start(torch.full((channel.size, 2), k * 10 + channel.rank), ExchangeRequest(ones, ones, f"number {k}"))
+        channel.start(
+            torch.full((channel.size, 2), k * 10 + channel.rank), ExchangeRequest(ones, ones, f"number {k}")
+        )
         for k in range(5)
     ]
     return [int(pending.wait()[-1, 0]) for pending in reversed(pendings)] + [int(pendings[0].wait()[0, 0])]
@@ -119,7 +124,9 @@ def held_up(channel: Channel) -> bool:
     true = torch.arange(channel.size).float().unsqueeze(1).expand(-1, 4000)
     held = [channel.start(mine + k, ExchangeRequest(ones, ones, f"held {k}")) for k in range(3)]
     for k in range(300):
-        if not torch.equal(channel.start(mine + k, ExchangeRequest(ones, ones, f"meanwhile {k}")).wait(), true + k):
+        if not torch.equal(
+            channel.start(mine + k, ExchangeRequest(ones, ones, f"meanwhile {k}")).wait(), true + k
+        ):
             return False
     return all(torch.equal(begun.wait(), true + k) for k, begun in enumerate(held))
 
@@ -131,7 +138,9 @@ def test_what_nobody_waits_for_holds_up_no_later_exchange(ranks, world):
 
 def with_header(channel: Channel) -> dict[str, int]:
     ones = [1] * channel.size
-    channel.start(torch.zeros(channel.size, 4), ExchangeRequest(ones, ones, "a", header=(0, 3, 2, 4, 1))).wait()
+    channel.start(
+        torch.zeros(channel.size, 4), ExchangeRequest(ones, ones, "a", header=(0, 3, 2, 4, 1))
+    ).wait()
     return channel.take_bytes()
 
 
@@ -153,7 +162,10 @@ def disagree(channel: Channel, what: str) -> str:
     if last and what == "rows":
         sends = [2, *ones[1:]]
     try:
-        channel.start(torch.zeros(sum(sends), width), ExchangeRequest(sends, comes, "halo forward", header=(0, 3, site, width, 1))).wait()
+        channel.start(
+            torch.zeros(sum(sends), width),
+            ExchangeRequest(sends, comes, "halo forward", header=(0, 3, site, width, 1)),
+        ).wait()
     except CommError as error:
         return str(error)
     return ""

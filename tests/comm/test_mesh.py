@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.mesh import open_mesh
 from kagome.config import Parallel
 from kagome.errors import CommError, ConfigError

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.comm.mesh import open_mesh
 from kagome.comm.watchdog import Watchdog
@@ -121,7 +121,9 @@ def both_passes(channel: Channel, shared: bool) -> bool:
             rows = rows_of(k, me) + 0.5 * backward
             sent.append(channel.start_send(rows, peer, action="there", backward=backward))
         if k % 4 == 0:
-            got = channel.start(torch.full((2, 6), float(k)), ExchangeRequest(ones, ones, "all", kind="halo")).wait()
+            got = channel.start(
+                torch.full((2, 6), float(k)), ExchangeRequest(ones, ones, "all", kind="halo")
+            ).wait()
             assert float(got.sum()) == 12.0 * k
             channel.barrier("in between")
         for backward in reversed(passes):
@@ -272,7 +274,9 @@ def piped(channel: Channel, pipe: int, shared: bool, chunks: int) -> float:
             if stage < last:
                 sent.append(line.start_send(rows + 1, stage + 1, action=f"forward {k}"))
             halo = torch.full((mesh.graph.size, 1), float(stage))
-            assert float(mesh.graph.start(halo, ExchangeRequest(ones, ones, f"halo {k}")).wait().mean()) == stage
+            assert (
+                float(mesh.graph.start(halo, ExchangeRequest(ones, ones, f"halo {k}")).wait().mean()) == stage
+            )
         for k in reversed(range(chunks)):
             back = torch.full(shape, float(k))
             if stage < last:

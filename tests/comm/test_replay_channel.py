@@ -19,7 +19,9 @@ def test_each_rank_in_its_turn_hears_again_what_it_heard() -> None:
 
         def epoch(number: int) -> list[float]:
             rows = torch.full((3, 1), 10.0 * number + rank)
-            came = channel.start(rows, ExchangeRequest([1, 1, 1], [1, 1, 1], f"epoch {number}", header=(number,))).wait()
+            came = channel.start(
+                rows, ExchangeRequest([1, 1, 1], [1, 1, 1], f"epoch {number}", header=(number,))
+            ).wait()
             total = channel.all_reduce(torch.tensor(float(number)), action=f"sums of epoch {number}")
             return [*came.flatten().tolist(), float(total)]
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.groups import open_shelf
 from kagome.comm.mesh import open_mesh
 from kagome.comm.transport.mailbox import FORWARD, Mailbox, memory_file
@@ -318,7 +318,9 @@ def mixed(channel: Channel, unwilling: int) -> list[list[float]]:
     beside.lay_on(shelf)
     ones = [1] * channel.size
     found = [
-        beside.start(torch.full((channel.size, 50), 10.0 * turn + channel.rank), ExchangeRequest(ones, ones, f"{turn}")).wait()
+        beside.start(
+            torch.full((channel.size, 50), 10.0 * turn + channel.rank), ExchangeRequest(ones, ones, f"{turn}")
+        ).wait()
         for turn in range(3)
     ]
     if shelf is not None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kagome.comm.exchange import BytesRequest
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import BytesRequest
 from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.comm.transport.process_group import Transport
 from kagome.errors import ModelError
@@ -115,7 +115,9 @@ def broken_off(channel: Channel) -> None:
             raise ModelError("numbers that can be written", "others")
 
     with pytest.raises(ModelError, match="can be written"):
-        channel.start_bytes(BytesRequest(write, [[3, 2, 0]] * channel.size, [[3, 2, 0]] * channel.size, "letters"))
+        channel.start_bytes(
+            BytesRequest(write, [[3, 2, 0]] * channel.size, [[3, 2, 0]] * channel.size, "letters")
+        )
     crossed(channel)  # nothing of it is left
 
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.stats import KINDS, Traffic
 from kagome.errors import CommError
 
@@ -22,7 +22,9 @@ def mixed(channel: Channel) -> list[float]:
     for step in range(6):
         if (step + channel.rank) % 2:
             sums += [beside.start_all_reduce(torch.full((3,), float(k)), action=f"sum {k}") for k in range(2)]
-        got = channel.start(torch.full((channel.size, 3), float(step)), ExchangeRequest(ones, ones, f"rows {step}")).wait()
+        got = channel.start(
+            torch.full((channel.size, 3), float(step)), ExchangeRequest(ones, ones, f"rows {step}")
+        ).wait()
         come.append(float(got.sum()))
         if not (step + channel.rank) % 2:
             sums += [beside.start_all_reduce(torch.full((3,), float(k)), action=f"sum {k}") for k in range(2)]

@@ -21,7 +21,9 @@ Ranks = Callable[..., list]
 ROWS, WIDTH = 40, 5
 
 
-def trip(epoch: int, stamps: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None) -> SiteExchange:
+def trip(
+    epoch: int, stamps: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None
+) -> SiteExchange:
     known = torch.empty(0, dtype=torch.long) if reads is None else reads
     return SiteExchange(("layer.x", 1), direction, epoch, True, stamps, known)
 

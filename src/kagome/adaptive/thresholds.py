@@ -15,7 +15,7 @@ from typing import Final
 ROWS_GOOD: Final = 0.9
 """Cosine at which the next probe may come later."""
 ROWS_FAIR: Final = 0.5
-"""Cosine below which rows are exchanged more exactly: a gradient that is right on the mean may be that noisy."""
+"""Cosine below which rows are exchanged more exactly; a gradient that is right on the mean may be noisy."""
 CODED_FAIR: Final = 0.8
 """The same cosine where a codec is used.
 
@@ -47,7 +47,7 @@ It is above ``ROWS_GOOD`` because history errs in one direction, epoch after epo
 drawn anew each time.
 """
 HISTORY_FAIR: Final = 0.85
-"""Cosine below which careful epochs are not trusted: errors of history grow with depth from epoch to epoch."""
+"""Cosine below which careful epochs are not trusted: errors of history grow from epoch to epoch."""
 OFTEN: Final = 4
 """Most careful epochs before a probe; after a bad probe half as many from then on.
 

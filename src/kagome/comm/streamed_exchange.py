@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kagome.comm.exchange import BytesRequest, SegmentSizes
 from kagome.comm.transport import failures
@@ -42,7 +41,13 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
     sizes, expected, action, kind = request.sizes, request.expected, request.action, request.kind
     if request.header is not None and channel.size > 1:
         with channel.timed(kind):
-            compare(channel, request.header, [sum(each) for each in sizes], [sum(each) for each in expected], action)
+            compare(
+                channel,
+                request.header,
+                [sum(each) for each in sizes],
+                [sum(each) for each in expected],
+                action,
+            )
     totals = [sum(each) for each in sizes]
     parts = list(torch.empty(sum(totals), dtype=torch.uint8, device=channel.wire).split(totals))
     apart = {peer for peer in range(channel.size) if channel.streams(peer)}
@@ -60,7 +65,8 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
 
     def posted(segments: SegmentSizes) -> SegmentSizes:
         return [
-            each if peer in apart else (sum(each), *[0] * (len(each) - 1)) for peer, each in enumerate(segments)
+            each if peer in apart else (sum(each), *[0] * (len(each) - 1))
+            for peer, each in enumerate(segments)
         ]
 
     if channel.size == 1:

@@ -75,7 +75,13 @@ class BlockExchange:
         return DeferredWork(lambda: come.decoded(begun, numbers))
 
     def _measure(
-        self, codec: Codec, out: _Blocks, numbers: Tensor, site: SiteExchange, keys: Sequence[int], action: str
+        self,
+        codec: Codec,
+        out: _Blocks,
+        numbers: Tensor,
+        site: SiteExchange,
+        keys: Sequence[int],
+        action: str,
     ) -> None:
         """Measure the codec's error on the first block that is encoded."""
         first = 0

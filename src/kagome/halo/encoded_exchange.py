@@ -42,7 +42,13 @@ class ErrorMeter:
         self._measured: set[str] = set()
 
     def measure(
-        self, layout: MessageLayout, rows: Tensor, index: Tensor | None, site: SiteExchange, key: int, action: str
+        self,
+        layout: MessageLayout,
+        rows: Tensor,
+        index: Tensor | None,
+        site: SiteExchange,
+        key: int,
+        action: str,
     ) -> None:
         """Measure the error of an exchange, if it is due; each codec has its share of all rows."""
         name = site.name
@@ -152,9 +158,7 @@ class EncodedExchange:
                 read(plan.out, peer, segment, message, restored)
 
         sizes, expected = plan.out.segments(width, dtype), plan.come.segments(width, dtype)
-        begun = way.start_bytes(
-            BytesRequest(write, sizes, expected, action, request.kind, request.header)
-        )
+        begun = way.start_bytes(BytesRequest(write, sizes, expected, action, request.kind, request.header))
         if restored is not None:
             lost = rows - restored
             # With few bits the error of a draw may exceed the row itself; accumulated, it would diverge.

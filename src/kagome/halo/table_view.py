@@ -12,11 +12,11 @@ sums over the table itself where it keeps no rows for backward; all other operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from torch import Tensor
 
+from kagome.comm.exchange import Work
 from kagome.kernels import ops
 from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.placement.weak_map import WeakTensorMap
@@ -50,7 +50,7 @@ class TableIndex:
         return found
 
 
-class TableView:
+class TableView(Work):
     """A view of table rows that may still be in transit.
 
     Args:
@@ -93,8 +93,3 @@ class TableView:
     def wait(self) -> Tensor:
         """Gather the rows and return the copy."""
         return ops.gather(self.where.places, self.table())
-
-    @contextmanager
-    def lent(self) -> Iterator[Tensor]:
-        """Lend the gathered rows for a block of code."""
-        yield self.wait()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,7 +119,9 @@ class Tables:
         sends, comes = chunks.send_counts, chunks.recv_counts
         halo_chunk = channel.start(mine, ExchangeRequest(sends, comes, "chunks of the halo", "other")).wait()
         readers = chunks.read_by.to(torch.uint8).to(self.device)
-        sent = channel.start(readers, ExchangeRequest(comes, sends, "readers of what is sent", "other")).wait()
+        sent = channel.start(
+            readers, ExchangeRequest(comes, sends, "readers of what is sent", "other")
+        ).wait()
         return halo_chunk.squeeze(1).cpu(), sent.cpu().bool()
 
     @property

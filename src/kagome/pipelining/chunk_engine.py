@@ -125,7 +125,10 @@ class ChunkEngine:
         self._weighed = LossWeights(aim.objective, mesh.graph)
         self._settle()
         self.undo = Rollback(model, self.owners.parameters, self.owners.moving())
-        self.exchange, codec = self.chunks.exchange, StageCodec(parallel.codec_stage, settings.seed, mesh.stage)
+        self.exchange, codec = (
+            self.chunks.exchange,
+            StageCodec(parallel.codec_stage, settings.seed, mesh.stage),
+        )
         between = codec if parallel.pipe > 1 else None
         self.report = ExchangeReport(mesh.world, self.exchange, self.gradients, between)
         history = None if self.chunks.tables is None else history_controller(parallel)
@@ -346,7 +349,7 @@ class ChunkEngine:
             optimizer.step()
 
     def _probed(self, epoch: int, plan: EpochPlan) -> float:
-        """Compute the gradient of the plan's guess and the exact one, compare them, and keep the exact one."""
+        """Compute the gradient of the plan's guess and the exact one, and compare them; the exact one stays."""
         assert plan.guess is not None
         with self.owners.buffers.unmoved(), self.aim.objective.tried():
             self._gradient(epoch, plan.guess, probes=True)

@@ -151,9 +151,7 @@ class GraphEngine:
 
     def carried(self, epoch: int) -> EpochState:
         """Return the state that the next epoch may read, and that of the precision controller."""
-        return EpochState.of(
-            self.layout, self.controller.state_dict(), self.exchange.known.carried(epoch)
-        )
+        return EpochState.of(self.layout, self.controller.state_dict(), self.exchange.known.carried(epoch))
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
         """Continue from a checkpoint whose weights and optimizer state were loaded. All ranks call it.
