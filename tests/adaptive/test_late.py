@@ -21,6 +21,7 @@ from kagome.comm.transport.process_group import Transport
 from kagome.errors import ModelError
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.epoch_rows import DRIFTED
+from kagome.train.metrics_log import EpochLoop
 from late_reference import reference
 from pipelines import SEED, data, model
 from training import QUIET, losses, settings
@@ -359,9 +360,9 @@ def noted(channel: Channel, out: Path) -> tuple[list[int], list[int], list[int],
             count(saved)
             save()
 
-        def beginning(epochs: int, stop: bool) -> bool:
+        def beginning(loop: EpochLoop) -> bool:
             count(begun)
-            return one_epoch(epochs, stop)
+            return one_epoch(loop)
 
         with (
             mock.patch.object(trainer, "_save", counting),
@@ -392,8 +393,8 @@ def failing(channel: Channel, out: Path) -> tuple[list[int], str]:
     with Trainer(model("gcn"), data(), parallel=cut, train=settings(), report=QUIET, out=out) as trainer:
         one_epoch = trainer._one_epoch
 
-        def spoilt(epochs: int, stop: bool) -> bool:
-            ended = one_epoch(epochs, stop)
+        def spoilt(loop: EpochLoop) -> bool:
+            ended = one_epoch(loop)
             if trainer.epoch == 3:
                 with torch.no_grad():
                     next(trainer.model.parameters()).fill_(float("inf"))

@@ -13,7 +13,7 @@ from kagome.comm.codec import Codec
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.config import CodecName, Parallel
 from kagome.feature_parallel.all_to_all import AllToAll, SliceCut, even
-from kagome.halo.block_exchange import codecs_of
+from kagome.halo.block_exchange import BlockLayout
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.forward_pass import ForwardPass
 
@@ -102,7 +102,10 @@ def test_columns_of_a_row_draw_apart() -> None:
 
 
 def test_rows_too_narrow_for_a_header_and_one_s_own_go_uncoded() -> None:
-    names = [codec.name for codec in codecs_of(Codec("onebit"), [(4, 1), (4, 1), (4, 8)], 0, torch.float32)]
+    names = [
+        codec.name
+        for codec in BlockLayout.of(Codec("onebit"), [(4, 1), (4, 1), (4, 8)], 0, torch.float32).codecs
+    ]
     assert names == ["none", "none", "onebit"]
 
 

@@ -209,9 +209,9 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
     skip, n = Skip(0.5, 2, Codec("none")), 6
     rows = torch.ones(n, 3)
     for epoch in (1, 2):
-        skip.plan(trip(epoch, torch.arange(n)), rows, [0, n], [0, n], whole=False)
+        skip.plan(trip(epoch, torch.arange(n)), rows, [0, n], [0, n])
         skip.arrived(rows, [torch.zeros(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)], epoch)
-    skip.plan(trip(3, torch.arange(n)), rows, [0, n], [0, n], whole=False)
+    skip.plan(trip(3, torch.arange(n)), rows, [0, n], [0, n])
     with pytest.raises(CommError, match="at most 2 epochs old"):
         skip.arrived(rows, [torch.zeros(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)], 3)
 

@@ -22,7 +22,7 @@ class Begun:
         self.waits += 1
         return self.rows
 
-    def lent(self):
+    def borrow(self):
         return nullcontext(self.wait())
 
 

@@ -31,7 +31,7 @@ class Road:
 
     def give(self, away: Tensor) -> Any:
         self.back.append(away)
-        return type("Gone", (), {"lent": lambda _: torch.no_grad()})()
+        return type("Gone", (), {"borrow": lambda _: torch.no_grad()})()
 
     def add(self, come: Any, own: Tensor) -> Tensor:
         return own

@@ -53,7 +53,7 @@ class BlockExchange:
         assert site.blocks is not None
         self.state.counts.sliced += (numbers.numel() - request.send_counts[rank]) * numbers.itemsize
         codec = self.state.mode.codec_for(site)
-        out, come = (_Blocks.of(codec, shapes, rank, dtype) for shapes in site.blocks)
+        out, come = (BlockLayout.of(codec, shapes, rank, dtype) for shapes in site.blocks)
         if all(each.exact for each in (*out.codecs, *come.codecs)):
             return self.channel.start(numbers, request)
         # Each pair of ranks has its own draws, since every peer gets other columns of a row.
@@ -77,7 +77,7 @@ class BlockExchange:
     def _measure(
         self,
         codec: Codec,
-        out: _Blocks,
+        out: BlockLayout,
         numbers: Tensor,
         site: SiteExchange,
         keys: Sequence[int],
@@ -94,7 +94,7 @@ class BlockExchange:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class BlockLayout:
     """The blocks that go to all peers, or come from them.
 
     Args:
@@ -106,7 +106,7 @@ class _Blocks:
     shapes: Sequence[Shape]
 
     @classmethod
-    def of(cls, codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dtype) -> _Blocks:
+    def of(cls, codec: Codec, shapes: Sequence[Shape], rank: int, dtype: torch.dtype) -> BlockLayout:
         """Return blocks of which those are encoded that go to a peer and become shorter."""
         none = Codec("none")
         codecs = [

@@ -21,6 +21,23 @@ from kagome.errors import CommError, ModelError
 from kagome.records.epoch import EpochRecord
 
 
+@dataclass(frozen=True)
+class EpochLoop:
+    """What stays the same over the epochs of one call of :meth:`Trainer.fit`.
+
+    Args:
+        epochs: Epochs in all.
+        asked: The signals that asked this rank to stop.
+        noting: Take the record of each epoch.
+        delays: Whether a record may be told an epoch later, with the sums of the next one.
+    """
+
+    epochs: int
+    asked: list[int]
+    noting: Sequence[Callable[[EpochRecord], None]]
+    delays: bool
+
+
 @dataclass
 class Begun:
     """An epoch that has ended, while the sum of the ranks' counts is in flight.

@@ -54,7 +54,7 @@ from kagome.train.admission import Admission
 from kagome.train.callbacks import Callbacks
 from kagome.train.engines import engine_for
 from kagome.train.graph_engine import GraphEngine
-from kagome.train.metrics_log import EpochTimer
+from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
 from kagome.verify.check import before_first
 
@@ -155,8 +155,6 @@ class Trainer:
         trainer._open(settings, take, build, Wishes(), out, overwrite)
         return trainer
 
-    # Setting up ----------------------------------------------------------------------------------
-
     @as_written
     def _open(
         self,
@@ -231,8 +229,6 @@ class Trainer:
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
 
-    # Public --------------------------------------------------------------------------------------
-
     @as_written
     def fit(
         self, epochs: int | None = None, *, resume: str | Path | None = None, restore_best: bool = True
@@ -288,26 +284,16 @@ class Trainer:
             self.writer.open(self.records, after=self.epoch)
         self._callbacks.tell("on_fit_start", self)
         shown = self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(epochs, done=self.epoch, metric_name=self._metric_name, enabled=shown)
-        noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
+        progress = Progress(epochs, done=self.epoch, metric_name=lambda: self.aim.metric.name, enabled=shown)
         heard = self._callbacks.hear("on_epoch_end")
+        noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
         self._is_whole = False
-        ending = self.costs.ending(noting)
-        heap = set_aside(epochs - self.epoch)
+        ending, heap = self.costs.ending(noting), set_aside(epochs - self.epoch)
         with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.installed:
-            while self.epoch < epochs:
-                stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
-                stop |= self.world.size == 1 and bool(asked)  # in this epoch; no other rank needs to know
-                saves = stop or bool(every and self.epoch % every == 0)
-                self.costs.tell(noting, keep=self.settings.parallel.max_age > 0 and not saves and not heard)
-                if saves:
-                    self._save()
-                if stop:
-                    self._say(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
-                    raise self._ended(asked)
-                if self.train.patience and self._best.waited >= self.train.patience:
-                    break
+            loop = EpochLoop(epochs, asked, noting, delays=self.settings.parallel.max_age > 0 and not heard)
+            while self.epoch < epochs and self._one_epoch(loop):
+                pass
         self.engine.ahead.drop()
         self.costs.drop()
         if self.writer is not None and self.epoch:
@@ -469,32 +455,50 @@ class Trainer:
 
     # Epochs --------------------------------------------------------------------------------------
 
-    def _one_epoch(self, epochs: int, stop: bool) -> bool:
-        epoch = self.epoch = self.epoch + 1
-        self.mesh.doing(f"epoch {epoch}")
+    def _one_epoch(self, loop: EpochLoop) -> bool:
+        """Train, evaluate, log and save one epoch; return whether another one follows."""
+        self.epoch += 1
+        loss, stop = self._train_epoch(loop)
+        evaluates = self._evaluates(loop, stop)
+        val = self._evaluate_epoch(last=stop or self.epoch == loop.epochs) if evaluates else None
+        if self.scheduler is not None:
+            higher = self.aim.metric.higher
+            optimizers.step_scheduler(self.scheduler, loss, val, higher=higher, seen=evaluates)
+        stop |= self.world.size == 1 and bool(loop.asked)  # in this epoch; no other rank needs to know
+        saves = stop or bool(self.train.save_every and self.epoch % self.train.save_every == 0)
+        self.costs.tell(loop.noting, keep=loop.delays and not saves)
+        if saves:
+            self._save()
+        if stop:
+            self._say(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
+            raise self._ended(loop.asked)
+        return not self.train.patience or self._best.waited < self.train.patience
+
+    def _train_epoch(self, loop: EpochLoop) -> tuple[float, bool]:
+        """Make the epoch's weight update; return the loss before it, and whether a rank was asked to stop."""
+        self.mesh.doing(f"epoch {self.epoch}")
         with self.costs.training():
-            loss, stopped = self.engine.train(epoch, self.optimizer, stop=stop)
-            last = epoch == epochs or stopped
-            if evaluates := last or epoch % self.train.eval_every == 0:
+            loss, stop = self.engine.train(self.epoch, self.optimizer, stop=bool(loop.asked))
+            if self._evaluates(loop, stop):
                 self.engine.exchange.settle()  # waiting for late rows counts to this epoch
         self._say_all(self.engine.take_notes())
-        self.costs.end(epoch, loss, self.engine.take_uncoded())
-        val = None
-        if evaluates:
-            out = None
-            if not last:
-                with self.costs.training():  # the forward pass of the next epoch, which counts as training
-                    out = self.engine.look_ahead(epoch + 1)
-            with self.spans.phase("evaluate", epoch):
-                found = self._scores(out)
-            val = found["val"]
-            self._best.see(epoch, val, self.model, higher=self.aim.metric.higher)
-            self.costs.scored(found["train"], val, best_epoch=self._best.epoch)
-        if self.scheduler is not None:
-            optimizers.step_scheduler(
-                self.scheduler, loss, val, higher=self.aim.metric.higher, seen=evaluates
-            )
-        return stopped
+        self.costs.end(self.epoch, loss, self.engine.take_uncoded())
+        return loss, stop
+
+    def _evaluates(self, loop: EpochLoop, stop: bool) -> bool:
+        return stop or self.epoch == loop.epochs or self.epoch % self.train.eval_every == 0
+
+    def _evaluate_epoch(self, *, last: bool) -> float | None:
+        """Score the epoch's weights and keep the best ones; return the validation score."""
+        out = None
+        if not last:
+            with self.costs.training():  # the forward pass of the next epoch, which counts as training
+                out = self.engine.look_ahead(self.epoch + 1)
+        with self.spans.phase("evaluate", self.epoch):
+            found = self._scores(out)
+        self._best.see(self.epoch, found["val"], self.model, higher=self.aim.metric.higher)
+        self.costs.scored(found["train"], found["val"], best_epoch=self._best.epoch)
+        return found["val"]
 
     def _ended(self, asked: list[int]) -> BaseException:
         """Return the exception of a run that a signal on some rank has stopped. All ranks call it."""
@@ -509,9 +513,6 @@ class Trainer:
         target = self.aim.objective.target(inputs, slice(None))
         self.aim = self.aim.fitted(out, self._say)
         return self.aim.metric.scores(out, target, masks, self.channel, action)
-
-    def _metric_name(self) -> str:
-        return self.aim.metric.name
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -564,7 +565,7 @@ class Trainer:
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
-            "metric_name": self._metric_name(),
+            "metric_name": self.aim.metric.name,
             "epochs": self.epoch,
             "best_epoch": self._best.epoch or None,
             "weights_epoch": (self.epoch if self._last is None else self._best.epoch) or None,
