@@ -349,7 +349,7 @@ class ChunkEngine:
             optimizer.step()
 
     def _probed(self, epoch: int, plan: EpochPlan) -> float:
-        """Compute the gradient of the plan's guess and the exact one, and compare them; the exact one stays."""
+        """Compute the gradient of the plan's guess, then the exact one, which stays, and compare the two."""
         assert plan.guess is not None
         with self.owners.buffers.unmoved(), self.aim.objective.tried():
             self._gradient(epoch, plan.guess, probes=True)
