@@ -295,7 +295,7 @@ class Trainer:
         self._is_whole = False
         ending = self.costs.ending(noting)
         heap = set_aside(epochs - self.epoch)
-        with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.installed:
+        with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.net:
             while self.epoch < epochs:
                 stop, every = self._one_epoch(epochs, bool(asked)), self.train.save_every
                 stop |= self.world.size == 1 and bool(asked)  # in this epoch; no other rank needs to know
