@@ -21,6 +21,8 @@ PUBLIC = 15
 """Public methods of a class."""
 SHORT = 4
 """Words of a docstring's first line that say too little."""
+ATTACHING = frozenset(("Interceptor", "apply_rules", "install", "recompute"))
+"""What puts a model on a part: the interceptor, layer rules, forward hooks, recomputation."""
 
 
 def widest_folder() -> int:
@@ -87,6 +89,12 @@ def exchanges_spelled_out() -> int:
     )
 
 
+def attach_dances() -> int:
+    """Modules beside ``components.parallelize`` that make an interceptor, rules, hooks or recomputation."""
+    made = {path for path, node in _nodes() if isinstance(node, ast.Call) and _name(node.func) in ATTACHING}
+    return len(made - {MODULES["kagome.components.parallelize"]})
+
+
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLANK = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 MEASURES = (
@@ -100,6 +108,7 @@ MEASURES = (
     short_summaries,
     few_comments,
     exchanges_spelled_out,
+    attach_dances,
 )
 
 
@@ -107,6 +116,10 @@ def _nodes() -> Iterator[tuple[Path, ast.AST]]:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             yield path, node
+
+
+def _name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -13,12 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.deferred.lazy_tensor import EscapeError, LazyTensor
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
 
 VERTICES, EDGES, WIDTH = 80, 3000, 32
 
@@ -61,21 +58,16 @@ def once(
     data = graph()
     part = extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1)
     part.nodes["x"] = data.x
-    scope = Interceptor(part, Channel(None, "cpu"), handlers=HANDLERS, fast=fast)
-    unrule, uninstall = apply_rules(module, scope), install(module, scope)
-    try:
+    with parallelize(module, part, Channel(None, "cpu"), PartOptions(fast=fast)) as net:
         wide = Wide()
         for epoch in (1, 2):  # the second finds kept what may be kept
             module.zero_grad()
             wide.found.clear()
             with wide:
-                with scope.running(epoch, training=True):
-                    out = call(module, scope.inputs)
+                with net.running(epoch, training=True):
+                    out = call(module, net.scope.inputs)
                 out.square().sum().backward()
         return out.detach(), [p.grad for p in module.parameters()], wide.found
-    finally:
-        uninstall()
-        unrule()
 
 
 def plain(module: nn.Module, inputs: dict[str, Tensor]) -> Tensor:

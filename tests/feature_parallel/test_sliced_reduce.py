@@ -17,15 +17,10 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from convolutions import BUILDABLE, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
 from kagome.comm.in_process.thread_group import ThreadGroup
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.feature_parallel.all_to_all import even
-from kagome.feature_parallel.tiled_reduce import TileBound
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
 from kagome.model.decouple.decouple import decouple
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import ForwardCall
 from parity import Result, assert_equal, case_build, joined, one_rank, parity, random_owner, seeded, whole
 
 
@@ -211,18 +206,13 @@ def sent(channel: Channel, name: str, epochs: int, bound: int | None = None) -> 
     with double_precision():
         part = extract(graph(), torch.arange(V) * channel.size // V, channel.rank, channel.size)
         model = seeded(MODELS[name], 0)
-        scope = Interceptor(part, channel, handlers=HANDLERS, tensor=channel.size)
-        if bound is not None:
-            scope.bound = TileBound(bound, scope.device)
-        install(model, scope)
-        apply_rules(model, scope)
         found = []
-        for epoch in range(1, epochs + 1):
-            channel.take_bytes()
-            with scope.running(epoch, training=True) as turn:
-                out = ForwardCall.of(model, set(scope.inputs)).call(model, scope.inputs)
-            (out.sum() + turn.token).backward()
-            found.append(dict(channel.take_bytes()))
+        with parallelize(model, part, channel, PartOptions(tensor=channel.size, memory=bound)) as net:
+            for epoch in range(1, epochs + 1):
+                channel.take_bytes()
+                out = net.forward(epoch, training=True)
+                (out.sum() + net.scope.turn.token).backward()
+                found.append(dict(channel.take_bytes()))
         return found
 
 

@@ -11,6 +11,7 @@ import torch
 from history_reference import reference
 from kagome.adaptive import history
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions
 from kagome.config import Parallel
 from kagome.graph.partition.partition import partition
 from kagome.halo.forward_pass import Site
@@ -135,8 +136,7 @@ def test_a_site_that_an_epoch_leaves_out_keeps_the_rows_it_had():
     """Stochastic depth: the half that was not written was taken for the last known rows."""
     part = partition(data(), parts=1, method="contiguous")[0]
     settings = Parallel(pipe=2, chunks=3, partitioner="contiguous")
-    cpu = torch.device("cpu")
-    tables = chunked(part, Channel(None, cpu), settings, device=cpu, seed=0, fast=True).tables
+    tables = chunked(part, Channel(None, "cpu"), settings, PartOptions()).tables
     assert tables is not None
     site = Site("conv", 1, 1, False, True, ("conv", 1), trains=True)
     for epoch, comes in enumerate((True, False, False, True, False), 1):

@@ -16,6 +16,7 @@ from torch_geometric.nn import GCNConv, SAGEConv
 import kagome
 from kagome import Parallel, Trainer, config
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions
 from kagome.config import Train
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import split_all
@@ -25,7 +26,6 @@ from kagome.model.trace.graph import LayerGraph
 from kagome.model.zoo import build_model
 from kagome.pipelining import staging
 from kagome.profile.part_size import UNITS, counts_of, split_counts
-from kagome.profile.run_mode import RunMode
 from kagome.profile.synthetic_parts import made_pieces
 from kagome.records.memory import MemoryByKind
 from kagome.train import admission
@@ -247,7 +247,7 @@ def measured_on(channel: Channel) -> list[dict[str, Any]]:
 def test_ranks_that_are_not_there_are_foreseen_from_the_whole_graph(ranks) -> None:
     data, mine = graph(), model("gat")
     whole = split_all(data, torch.zeros(200, dtype=torch.int64), 1)[0]
-    rates = rates_of(mine, torch.optim.Adam(mine.parameters()), whole, RunMode(several=True))
+    rates = rates_of(mine, torch.optim.Adam(mine.parameters()), whole, PartOptions())
     owner = assign("metis", data.edge_index, 200, 3, 0)
     foreseen = [rates.at(one) for one in split_counts(data.edge_index, owner, 3, data.train_mask)]
     for guess, one in zip(foreseen, ranks(3, measured_on)[0], strict=True):
@@ -292,7 +292,7 @@ def test_asking_changes_nothing() -> None:
     part = split_all(data, torch.zeros(200, dtype=torch.int64), 1)[0]
     optimizer = torch.optim.Adam(mine.parameters())
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    rates_of(mine, optimizer, part, RunMode(several=True))
+    rates_of(mine, optimizer, part, PartOptions())
     drawn = torch.rand(1), np.random.rand(), random.random()
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     assert drawn == (torch.rand(1), np.random.rand(), random.random())

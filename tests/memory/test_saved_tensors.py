@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, SAGEConv
 
-from kagome.config import Train
+from kagome.components.parallelize import PartOptions
 from kagome.graph.partition.partition import Partition, partition
 from kagome.memory import saved_tensors
 from kagome.memory.saved_tensors import ActivationProfile
@@ -67,10 +67,10 @@ def part() -> Partition:
     return partition(data, parts=1, method="contiguous")[0]
 
 
-def found(model: nn.Module, train: Train | None = None) -> ActivationProfile:
+def found(model: nn.Module, *, amp: bool = False) -> ActivationProfile:
     here = part()
     graph = trace(model, ["edge_index", *here.nodes])
-    return saved_tensors.keeping(model, graph, here, train or Train(), fast=True)
+    return saved_tensors.keeping(model, graph, here, PartOptions(amp=amp))
 
 
 def of(rows: int, edges: int = 0) -> PartSize:
@@ -141,7 +141,7 @@ def test_rows_that_change_cross_for_each_layer_that_reads_them() -> None:
 
 def test_halves_are_half_as_wide() -> None:
     """Of rows that attention reads; what it weighs a head by stays whole."""
-    full, half = (found(Shared(), Train(amp=amp)).read(["heads"]) for amp in ("none", "bf16"))
+    full, half = (found(Shared(), amp=amp).read(["heads"]) for amp in (False, True))
     assert full == (4 * HIDDEN + 4, 4 * HIDDEN + 4)
     assert half == (2 * HIDDEN + 4, 2 * HIDDEN + 4)
 
@@ -193,7 +193,7 @@ def test_asking_changes_nothing() -> None:
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
     expected = draws()
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
-    kept = saved_tensors.keeping(model, graph, here, Train(), fast=True)
+    kept = saved_tensors.keeping(model, graph, here, PartOptions())
     assert draws() == expected
     assert kept.pieces
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kagome.comm.channel import Channel
-from kagome.config import Model, Train
+from kagome.components.parallelize import PartOptions
+from kagome.config import Model
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import partition
 from kagome.model.trace.shapes import Survey, chain, trace
@@ -169,13 +170,12 @@ class ChangesInput(Two):
         return super().forward(x, edge_index)
 
 
-def look(model: nn.Module, layers: tuple[str, ...] = (), **settings: Any) -> Survey:
+def look(model: nn.Module, layers: tuple[str, ...] = (), *, amp: bool = False) -> Survey:
     kind = next(model.parameters()).dtype
     part = partition(graph(kind, 120), parts=1, method="contiguous")[0]
     names = ["edge_index", *part.nodes, *part.edges]
     steps = chain(model, layers, names) if layers else trace(model, names)
-    train = Train(check=False, seed=3, **settings)
-    return looked_at(model, steps, part, train, torch.device("cpu"), named=bool(layers))
+    return looked_at(model, steps, part, PartOptions(seed=3, amp=amp), named=bool(layers))
 
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:
@@ -272,4 +272,4 @@ def test_the_zoo_passes(name, amp):
         num_nodes=data().num_nodes,
         degree_histogram=histogram,
     )
-    look(model.double() if amp == "none" else model, amp=amp)
+    look(model.double() if amp == "none" else model, amp=amp == "bf16")

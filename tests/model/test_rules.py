@@ -15,10 +15,11 @@ from torch_geometric.data import Data
 
 from convolutions import CASES, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import Exchange
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.errors import ModelError
-from kagome.graph.partition.partition import extract
-from kagome.halo.exchange import Carrier
+from kagome.graph.partition.partition import Partition, extract
 from kagome.intercept.hooks import install
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.exact.handlers import HANDLERS
@@ -150,16 +151,12 @@ class ThreeGCN(nn.Module):
 def exchanges(channel: Channel, build: Callable[[], nn.Module], epochs: int) -> list[int]:
     """Collectives of each forward pass."""
     with double_precision():
-        scope = scope_of(sample_graph(1), channel)
-        model = seeded(build, 0)
-        install(model, scope)
-        apply_rules(model, scope)
         counts = []
-        for epoch in range(epochs):
-            with scope.running(epoch, training=True, checked=True) as turn:
-                out = model(scope.inputs["x"], scope.inputs["edge_index"])
-            (out.sum() + turn.token).backward()
-            counts.append(turn.collectives)
+        with parallelize(seeded(build, 0), part_of(sample_graph(1), channel), channel, PartOptions()) as net:
+            for epoch in range(epochs):
+                out = net.forward(epoch, training=True, checked=True)
+                (out.sum() + net.scope.turn.token).backward()
+                counts.append(net.scope.turn.collectives)
         return counts
 
 
@@ -173,9 +170,12 @@ def test_degrees_are_fetched_in_the_first_epoch_only(ranks: Callable[..., list])
 # Nothing left behind ---------------------------------------------------------------------------------
 
 
-def scope_of(data: Data, channel: Carrier) -> Interceptor:
-    part = extract(data, random_owner(30, channel.size), channel.rank, channel.size)
-    return Interceptor(part, channel, handlers=HANDLERS)
+def part_of(data: Data, channel: Exchange) -> Partition:
+    return extract(data, random_owner(30, channel.size), channel.rank, channel.size)
+
+
+def scope_of(data: Data, channel: Exchange) -> Interceptor:
+    return Interceptor(part_of(data, channel), channel, handlers=HANDLERS)
 
 
 OWN_CACHES = {"_use_segment_matmul_heuristic_output"}
@@ -208,15 +208,14 @@ def run_and_take_off(channel: Channel, case: ConvCase) -> str:
         untouched = copy.deepcopy(model)
         names = list(inspect.signature(model.forward).parameters)
         before, weights = snapshot(model), copy.deepcopy(model.state_dict())
-        scope = scope_of(data, channel)
-        uninstall = install(model, scope)
-        unrule = apply_rules(model, scope)
-        with scope.running(1, training=True, checked=True), torch.no_grad():
+        with (
+            parallelize(model, part_of(data, channel), channel, PartOptions()) as net,
+            net.running(1, training=True, checked=True) as turn,
+            torch.no_grad(),
+        ):
             model.eval()
-            scope.turn.grad = False
-            model(**{name: scope.inputs[name] for name in names})
-        unrule()
-        uninstall()
+            turn.grad = False
+            model(**{name: net.scope.inputs[name] for name in names})
         after = snapshot(model.train())
         if after != before:
             return str([(name, before[name], after[name]) for name in before if before[name] != after[name]])

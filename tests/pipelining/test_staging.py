@@ -13,7 +13,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import SAGEConv
 
 from kagome.comm.channel import Channel
-from kagome.config import Parallel, Train
+from kagome.components.parallelize import PartOptions
+from kagome.config import Parallel
 from kagome.errors import DataError
 from kagome.graph.partition.partition import partition, split_all
 from kagome.pipelining import staging
@@ -48,8 +49,8 @@ def made(vertices: int) -> Data:
 
 def staged(vertices: int, chunks: int) -> staging.Staging:
     part = partition(made(vertices), parts=1, method="contiguous")[0]
-    given = Parallel(pipe=4, chunks=chunks), Train(check=False), torch.device("cpu")
-    return staging.stage_model(Deep(), part, Channel(None, "cpu"), *given)
+    given = Parallel(pipe=4, chunks=chunks)
+    return staging.stage_model(Deep(), part, Channel(None, "cpu"), given, PartOptions())
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> None:
@@ -77,9 +78,7 @@ def test_parts_of_unlike_sizes_are_cut_between_the_same_steps():
     given = Parallel(pipe=2, graph=2, chunks=1)
     owner = (torch.arange(90) >= 80).long()
     parts = split_all(data, owner, 2)
-    steps = staging.steps_of(
-        model, parts[0], Channel(None, "cpu"), (), Train(check=False), torch.device("cpu")
-    )
+    steps = staging.steps_of(model, parts[0], Channel(None, "cpu"), (), PartOptions())
     calls = dict.fromkeys(steps.calls, (0.0, 0.0))
     rows = dict(calls)
     # Over 80 rows a layer weighs 80, over 10 it weighs 10; the last one weighs 180 in both.

@@ -19,13 +19,9 @@ import kagome
 from convolutions import ConvCase, sample_graph, splits
 from kagome import Trainer
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.config import Report, Train
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
-from kagome.recompute.checkpoint import recompute
 from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import case_build, odd, random_owner
 from twice import FAN_IN, FAN_OUT, Ranks, assert_same, both, on_one_rank, zoo
@@ -87,14 +83,10 @@ def cast(channel: Channel, again: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model, data = zoo("transformer"), sample_graph(1)
     data.x = data.x.float()
-    scope = Interceptor(extract(data, random_owner(30, 2), channel.rank, 2), channel, handlers=HANDLERS)
-    undo = [apply_rules(model, scope), install(model, scope)]
-    undo += [recompute(model, scope)] if again else []
-    with scope.running(1, training=True) as turn, torch.autocast("cpu", torch.bfloat16):
-        out = model(scope.inputs["x"], scope.inputs["edge_index"])
-    (out.float().square().sum() + turn.token).backward()
-    for take_off in reversed(undo):
-        take_off()
+    part = extract(data, random_owner(30, 2), channel.rank, 2)
+    with parallelize(model, part, channel, PartOptions(recompute=again, amp=True)) as net:
+        out = net.forward(1, training=True)
+        (out.float().square().sum() + net.scope.turn.token).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -167,21 +159,21 @@ def test_a_layer_runs_again_in_training_only_and_is_left_as_it_was() -> None:
     block = Counted()
     model = nn.ModuleList([block, Counted()]).double()
     untouched = dict(vars(block))
-    scope, remove = on_one_rank(model)
-    x, e = scope.inputs["x"], scope.inputs["edge_index"]
-    with torch.no_grad(), scope.running(1, training=False):
-        expected = block(x, e)
-    assert block.runs == [False]
-    with scope.running(1, training=True), torch.no_grad():
-        assert torch.equal(block(x, e), expected)
-    assert block.runs == [False, False]
-    with scope.running(1, training=True):
-        out = block(x, e)
-    assert torch.equal(out, expected)
-    out.sum().backward()
-    assert block.runs == [False, False, True, True]
-    assert (scope.path, scope.layers, scope.draws, scope.turn.over) == ([], 0, 0, True)
-    remove()
+    with on_one_rank(model) as net:
+        scope = net.scope
+        x, e = scope.inputs["x"], scope.inputs["edge_index"]
+        with torch.no_grad(), scope.running(1, training=False):
+            expected = block(x, e)
+        assert block.runs == [False]
+        with scope.running(1, training=True), torch.no_grad():
+            assert torch.equal(block(x, e), expected)
+        assert block.runs == [False, False]
+        with scope.running(1, training=True):
+            out = block(x, e)
+        assert torch.equal(out, expected)
+        out.sum().backward()
+        assert block.runs == [False, False, True, True]
+        assert (scope.path, scope.layers, scope.draws, scope.turn.over) == ([], 0, 0, True)
     assert vars(block).keys() == untouched.keys()
 
 
@@ -191,31 +183,33 @@ def test_a_later_forward_may_come_before_the_backward() -> None:
     model = zoo("gat").double()
     grads = []
     for between in (False, True):
-        scope, remove = on_one_rank(model)
-        model.zero_grad()
-        with scope.running(4, training=True):
-            out = model(scope.inputs["x"], scope.inputs["edge_index"])
-        turn = scope.turn
-        if between:
-            model.eval()
-            with torch.no_grad(), scope.running(9, training=False):
-                model(scope.inputs["x"], scope.inputs["edge_index"])
-            model.train()
+        with on_one_rank(model) as net:
+            scope = net.scope
+            model.zero_grad()
+            with scope.running(4, training=True):
+                out = model(scope.inputs["x"], scope.inputs["edge_index"])
             turn = scope.turn
-        out.square().sum().backward()
-        assert scope.turn is turn
-        grads.append([p.grad for p in model.parameters()])
-        remove()
+            if between:
+                model.eval()
+                with torch.no_grad(), scope.running(9, training=False):
+                    model(scope.inputs["x"], scope.inputs["edge_index"])
+                model.train()
+                turn = scope.turn
+            out.square().sum().backward()
+            assert scope.turn is turn
+            grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_backward_may_run_twice() -> None:
     torch.manual_seed(0)
     model = zoo("gat").double()
-    scope, remove = on_one_rank(model)
-    with scope.running(1, training=True):
-        out = model(scope.inputs["x"], scope.inputs["edge_index"])
-    weights = list(model.parameters())
-    first = torch.autograd.grad(out.sum(), weights, retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), weights), strict=True))
-    remove()
+    with on_one_rank(model) as net:
+        scope = net.scope
+        with scope.running(1, training=True):
+            out = model(scope.inputs["x"], scope.inputs["edge_index"])
+        weights = list(model.parameters())
+        first = torch.autograd.grad(out.sum(), weights, retain_graph=True)
+        assert all(
+            torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), weights), strict=True)
+        )

@@ -289,12 +289,12 @@ def test_inputs_that_are_written_to_are_refused() -> None:
         (True, RuntimeError, "inplace operation"),
     ):
         model = Overwritten(grad).double()
-        scope, remove = on_one_rank(model)
-        with scope.running(1, training=True):
-            out = model(scope.inputs["x"], scope.inputs["edge_index"])
-        with pytest.raises(kind, match=words):
-            out.square().sum().backward()
-        remove()
+        with on_one_rank(model) as net:
+            scope = net.scope
+            with scope.running(1, training=True):
+                out = model(scope.inputs["x"], scope.inputs["edge_index"])
+            with pytest.raises(kind, match=words):
+                out.square().sum().backward()
 
 
 class Written(pyg.SAGEConv):
@@ -311,13 +311,13 @@ class Written(pyg.SAGEConv):
 
 def test_attributes_that_are_written_to_are_refused() -> None:
     model = Written().double()
-    scope, remove = on_one_rank(model)
-    with scope.running(1, training=True):
-        out = model(scope.inputs["x"], scope.inputs["edge_index"])
-    with pytest.raises(ModelError, match="'memory'") as caught:
-        out.square().sum().backward()
-    assert "register_buffer" in caught.value.hint
-    remove()
+    with on_one_rank(model) as net:
+        scope = net.scope
+        with scope.running(1, training=True):
+            out = model(scope.inputs["x"], scope.inputs["edge_index"])
+        with pytest.raises(ModelError, match="'memory'") as caught:
+            out.square().sum().backward()
+        assert "register_buffer" in caught.value.hint
 
 
 class Fickle(nn.Module):

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
 from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.replay.layer_calls import TRIES, Learned
 
@@ -28,14 +26,10 @@ from kagome.replay.layer_calls import TRIES, Learned
 def intercepted(layer: nn.Module, *, learns: bool = True) -> Iterator[Interceptor]:
     data = graph()
     part = extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1)
-    scope = Interceptor(part, Channel(None, "cpu"), handlers=HANDLERS)
-    scope.calls.on = learns
-    removers = [apply_rules(layer, scope), install(layer, scope)]
-    try:
-        yield scope
-    finally:
-        for remove in reversed(removers):
-            remove()
+    net = parallelize(layer, part, Channel(None, "cpu"), PartOptions())
+    net.scope.calls.on = learns
+    with net:
+        yield net.scope
 
 
 @pytest.fixture

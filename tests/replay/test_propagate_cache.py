@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
 from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
 from kagome.placement.placement import Placement, PlacementKind
 
 VERTICES, EDGES, WIDTH = 40, 300, 6
@@ -36,18 +34,14 @@ def graph() -> Data:
 def watched(layer: nn.Module) -> Iterator[tuple[Interceptor, list[Any]]]:
     """An interception of a layer on one rank, and a list that grows with each propagate that runs."""
     data = graph()
-    scope = Interceptor(
-        extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1), Channel(None, "cpu"), handlers=HANDLERS
-    )
+    part = extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1)
+    net = parallelize(layer, part, Channel(None, "cpu"), PartOptions())
+    scope = net.scope
     ran: list[Any] = []
     learn = scope.again.learn
     scope.again.learn = lambda *given: (ran.append(given[0]), learn(*given))  # type: ignore[method-assign]
-    removers = [apply_rules(layer, scope), install(layer, scope)]
-    try:
+    with net:
         yield scope, ran
-    finally:
-        for remove in reversed(removers):
-            remove()
 
 
 def rows(seed: int, *, grad: bool = True) -> Tensor:

@@ -18,12 +18,9 @@ from torch_geometric.data import Data
 
 from convolutions import BUILDABLE, ConvCase, double_precision, sample_graph
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
 from kagome.kernels.base.csr import Structure
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
 from kagome.sparse_ops import linear as dense, sparse_features
 from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import Share, alone, assert_equal, case_build, joined, odd, one_rank, parity, random_owner, whole
@@ -232,13 +229,9 @@ def test_a_first_layer_computes_no_product_of_all_numbers(name: str, monkeypatch
         torch.manual_seed(0)
         model = build().double()
         part = extract(data, torch.zeros(300, dtype=torch.long), 0, 1)
-        scope = Interceptor(part, alone(), handlers=HANDLERS)
-        unrule, uninstall = apply_rules(model, scope), install(model, scope)
-        with scope.running(1, training=True):
-            out = model(scope.inputs["x"], scope.inputs["edge_index"])
-        uninstall()
-        unrule()
+        with parallelize(model, part, alone(), PartOptions()) as net:
+            out = net.forward(1, training=True)
     torch.testing.assert_close(out.detach(), expected.out, rtol=0, atol=1e-12)
     assert sum(isinstance(x, sparse_features.SparseFeatures) for x in seen) == count
-    kept = [value for value, _ in scope.remembered.values() if isinstance(value, Tensor)]
+    kept = [value for value, _ in net.scope.remembered.values() if isinstance(value, Tensor)]
     assert not any(value.shape == (300, 400) for value in kept)

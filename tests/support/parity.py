@@ -21,13 +21,8 @@ from torch_geometric.data import Data
 
 from convolutions import CASES, ConvCase, double_precision
 from kagome.comm.channel import Channel
-from kagome.deferred.lazy_tensor import EscapeError
-from kagome.feature_parallel.tiled_reduce import TileBound
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.forward_call import ForwardCall
 from odd_models import ODD_MODELS
 
@@ -122,52 +117,25 @@ def parity(
         tensor: How many ranks reduce some columns of a part each, where columns do not meet.
         bound: Bytes of working memory of such sums.
     """
-    try:
-        return _parity(channel, build, data, owner, seed, epochs, tensor, bound, fast=True)
-    except EscapeError:  # as the engine does; all ranks come here
-        return _parity(channel, build, data, owner, seed, epochs, 1, None, fast=False)
-
-
-def _parity(
-    channel: Channel,
-    build: Build,
-    data: Data,
-    owner: Tensor,
-    seed: int,
-    epochs: int,
-    tensor: int,
-    bound: int | None,
-    *,
-    fast: bool,
-) -> Share:
     with double_precision():
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
         model = seeded(build, seed)
-        scope = Interceptor(part, channel, seed=seed, handlers=HANDLERS, fast=fast, tensor=tensor)
-        if bound is not None:
-            scope.bound = TileBound(bound, scope.device)
-        unrule = apply_rules(model, scope)
-        uninstall = install(model, scope)
         model.train()
         halo = []
         take_bytes = getattr(channel, "take_bytes", dict)
         take_bytes()
-        try:
+        with parallelize(model, part, channel, PartOptions(seed=seed, tensor=tensor, memory=bound)) as net:
             for epoch in range(1, epochs + 1):
                 model.zero_grad(set_to_none=True)
                 x.grad = None
-                with scope.running(epoch, training=True, checked=True) as turn:
-                    out = ForwardCall.of(model, set(scope.inputs)).call(model, scope.inputs)
-                loss = (out * _weights(out, data.num_nodes, seed)[part.own]).sum() + turn.token
+                out = net.forward(epoch, training=True, checked=True)
+                loss = (out * _weights(out, data.num_nodes, seed)[part.own]).sum() + net.scope.turn.token
                 if loss.requires_grad:
                     loss.backward()
                 halo.append(take_bytes().get("halo", 0))
-        finally:  # a model may be refused
-            uninstall()
-            unrule()
-        if scope.bound is not None and bound is not None:
-            assert 0 < scope.bound.gauge.peak <= bound
+        if net.scope.bound is not None and bound is not None and not net.escape:
+            assert 0 < net.scope.bound.gauge.peak <= bound
         return Share(part.own, out.detach(), _grads(model), x.grad, _buffers(model), halo)
 
 

@@ -21,15 +21,10 @@ from torch_geometric.data import Data
 
 from convolutions import double_precision, sample_graph
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import ParallelModel, PartOptions, parallelize
 from kagome.config import Model
 from kagome.graph.partition.partition import extract
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import ForwardCall
 from kagome.model.zoo import build_model
-from kagome.recompute.checkpoint import recompute
 from parity import alone, random_owner
 
 Build = Callable[[], nn.Module]
@@ -102,33 +97,24 @@ def train(
         model = build().double()
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
-        scope = Interceptor(part, channel, seed=3, handlers=HANDLERS, fast=fast)
-        calling = ForwardCall.of(model, set(scope.inputs))
-        undo = [apply_rules(model, scope), install(model, scope)]
-        if again:
-            undo.append(recompute(model, scope))
+        net = parallelize(model, part, channel, PartOptions(seed=3, fast=fast, recompute=again))
         model.train()
         traffic, peak = [], Peak()
         channel.take_bytes()
         random.seed(5)
-        try:
+        with net:
             for epoch in range(1, epochs + 1):
                 model.zero_grad(set_to_none=True)
                 x.grad = None
                 with Peak() if measured else torch.enable_grad() as peak:
-                    with (
-                        saved_tensors_hooks(torch.clone, torch.clone) if away else nullcontext(),
-                        scope.running(epoch, training=True, checked=epoch == 1) as turn,
-                    ):
-                        out = calling.call(model, scope.inputs)
+                    with saved_tensors_hooks(torch.clone, torch.clone) if away else nullcontext():
+                        out = net.forward(epoch, training=True, checked=epoch == 1)
+                    token = net.scope.turn.token
                     weights = torch.arange(data.num_nodes * math.prod(out.shape[1:])).sin()
                     weights = weights.view(data.num_nodes, *out.shape[1:])[part.own]
-                    loss = turn.token if blind and channel.rank == 0 else (out * weights).sum() + turn.token
+                    loss = token if blind and channel.rank == 0 else (out * weights).sum() + token
                     loss.backward()
                 traffic.append(channel.take_bytes())
-        finally:
-            for take_off in reversed(undo):
-                take_off()
         grads = {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         return Left(out.detach(), grads, buffers, traffic, peak.bytes if measured else 0)
@@ -165,14 +151,7 @@ def zoo(name: str, layers: int = 3, hidden: int = 8, heads: int = 2, dropout: fl
     )
 
 
-def on_one_rank(model: nn.Module, data: Data | None = None) -> tuple[Interceptor, Callable[[], None]]:
+def on_one_rank(model: nn.Module, data: Data | None = None) -> ParallelModel:
     data = sample_graph(1) if data is None else data
     part = extract(data, torch.zeros(data.num_nodes, dtype=torch.long), 0, 1)
-    scope = Interceptor(part, alone(), handlers=HANDLERS)
-    undo = [apply_rules(model, scope), install(model, scope), recompute(model, scope)]
-
-    def remove() -> None:
-        for take_off in reversed(undo):
-            take_off()
-
-    return scope, remove
+    return parallelize(model, part, alone(), PartOptions(recompute=True))

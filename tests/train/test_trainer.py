@@ -130,7 +130,7 @@ def test_the_model_is_left_without_hooks_and_runs_as_before():
 
     with Trainer(mine, data, train=settings(lr=0.0, weight_decay=0.0), report=QUIET) as trainer:
         left_alone()
-        with trainer.engine.installed:
+        with trainer.engine.net:
             assert any(m._forward_hooks for m in mine.modules())
             before = trainer.predict()
             assert any(m._forward_hooks for m in mine.modules())

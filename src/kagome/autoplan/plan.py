@@ -20,6 +20,7 @@ from kagome import config
 from kagome.autoplan.workload import Workload
 from kagome.comm.channel import Channel
 from kagome.components.model_setup import few_rows, materialise
+from kagome.components.parallelize import CPU, PartOptions
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Allowed, Run, Train
 from kagome.config.commands import PlanCommand
@@ -39,7 +40,6 @@ from kagome.planner.candidates import Candidate, Plans
 from kagome.planner.cluster import GIB, Cluster
 from kagome.profile.cache import MeasurementCache, opened
 from kagome.profile.contention import crowding
-from kagome.profile.run_mode import RunMode
 from kagome.profile.synthetic_graphs import GraphSize
 from kagome.train.data import for_model, from_data
 
@@ -108,21 +108,22 @@ def studied(
         part, meta = for_model(asked.model.name, part, meta)
     torch.manual_seed(seed)
     model = unwrapped(build(part, meta, alone))
-    device = torch.device("cpu")
-    materialise(model, part, device)
+    materialise(model, part, CPU)
     first, notes = None, []
     if "decoupled" in asked.allow:
         try:
-            first = decouple(model, few_rows(part, device))
+            first = decouple(model, few_rows(part, CPU))
         except ModelError as error:
             notes.append(f"not decoupled: {error}")
     torch.set_num_threads(_threads(asked.devices) if asked.cluster is None else 1)
     run = asked.model
-    way = RunMode(True, fast=run.fast, recompute=run.recompute, amp=asked.train.amp == "bf16", seed=seed)
+    options = PartOptions.of(asked.train, fast=run.fast, recompute=run.recompute)
     optimizer = torch.optim.Adam(trained(model), lr=asked.train.lr)
     most = _threads(1) if asked.cluster is None else 1
     with told():
-        study = Workload.of(model, optimizer, part, graph, decoupled=first, way=way, most=most, kept=kept)
+        study = Workload.of(
+            model, optimizer, part, graph, decoupled=first, options=options, most=most, kept=kept
+        )
     return study, notes
 
 

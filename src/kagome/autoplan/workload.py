@@ -23,7 +23,8 @@ from torch import nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.comm.channel import Channel
-from kagome.config import Allowed, Parallel, Train, default_chunks
+from kagome.components.parallelize import PartOptions
+from kagome.config import Allowed, Parallel, default_chunks
 from kagome.errors import KagomeError, PlanError
 from kagome.graph.partition.partition import Partition
 from kagome.memory.estimate import MemoryRates as Held, rates_of
@@ -37,7 +38,6 @@ from kagome.planner.pipe_candidates import PipeCut, pipes
 from kagome.profile.cache import MeasurementCache
 from kagome.profile.epoch_costs import alone, coded, coding, crossing, shares_of, timed, transposes
 from kagome.profile.part_size import GroupSize, PartSize
-from kagome.profile.run_mode import RunMode
 from kagome.profile.synthetic_graphs import GraphSize, cuts_of, samples_of
 from kagome.records.memory import MemoryByKind
 
@@ -47,8 +47,8 @@ MOST_SLICES = 64
 """Most slices that are planned: more run out of columns, and costs are extrapolated from two and four."""
 DEALT = ((1, 4.0), (1, 2.0), (2, 2.0), (2, 1.5), (3, 1.5), (4, 1.5))
 """Stages per rank, and chunks per rank of a pipeline, that are tried where history is allowed."""
-WAY = RunMode(several=True)
-"""The default run mode."""
+OPTIONS = PartOptions()
+"""How models run by default."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Workload:
         part: The whole graph as one part; if the graph is not at hand, a small graph that resembles it.
         graph: The size of the graph.
         models: The measured models; the user's own comes first.
-        way: How the models will be run; cuts and synthetic graphs use its seed too.
+        options: How the models run; cuts and synthetic graphs use its seed too.
         facts: For each model, all that its measurements depend on.
         kept: The cache of measurements.
     """
@@ -107,7 +107,7 @@ class Workload:
     part: Partition
     graph: GraphSize
     models: tuple[MeasuredWorkload, ...]
-    way: RunMode
+    options: PartOptions
     facts: tuple[Any, ...]
     kept: MeasurementCache
 
@@ -119,7 +119,7 @@ class Workload:
         graph: GraphSize,
         *,
         decoupled: nn.Module | None = None,
-        way: RunMode = WAY,
+        options: PartOptions = OPTIONS,
         most: int = 1,
         kept: MeasurementCache | None = None,
     ) -> Workload:
@@ -131,7 +131,7 @@ class Workload:
             part: The graph as one part; see :class:`Workload`.
             graph: The size of the graph.
             decoupled: The decoupled model, if plans may use it.
-            way: How the models will be run.
+            options: How the models run.
             most: The number of threads that a single rank would have, if it has fewer now.
             kept: The cache to look up earlier measurements in.
 
@@ -148,24 +148,25 @@ class Workload:
             own = MeasurementCache()
         step = None if optimizer is None else [type(optimizer).__qualname__, repr(optimizer.defaults)]
         size = [part.fingerprint, graph.vertices, graph.edges, graph.data is None]
-        facts = tuple([*size, each, place, step, asdict(way), most] for place, each in enumerate(same))
+        runs = [options.seed, options.fast, options.recompute, options.amp]
+        facts = tuple([*size, each, place, step, runs, most] for place, each in enumerate(same))
         found = []
         for about, (each, first) in zip(facts, models, strict=True):
 
             def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
-                return _measured(each, first, optimizer, part, graph, way, most).record()
+                return _measured(each, first, optimizer, part, graph, options, most).record()
 
             found.append(MeasuredWorkload.of(each, first, own.value("model", about, measure, _spread)))
-        return Workload(part, graph, tuple(found), way, facts, own)
+        return Workload(part, graph, tuple(found), options, facts, own)
 
     def parts(self, number: int) -> tuple[tuple[PartSize, ...], float]:
         """Return the sizes of the parts of a cut, and the relative uncertainty of their halo."""
 
         def measure() -> list[Any]:
-            counts, uncertain = self.graph.counts(number, self.way.seed)
+            counts, uncertain = self.graph.counts(number, self.options.seed)
             return [[list(astuple(each)) for each in counts], uncertain]
 
-        facts = [*self.facts[0][:4], self.way.seed, number]
+        facts = [*self.facts[0][:4], self.options.seed, number]
         counts, uncertain = self.kept.value("parts", facts, measure)
         return tuple(PartSize(*each) for each in counts), uncertain
 
@@ -174,7 +175,7 @@ class Workload:
         one = self.models[place]
 
         def measure() -> list[Any]:
-            return [list(coded(one.model, self.part, self.way)), *coding()]
+            return [list(coded(one.model, self.part, self.options)), *coding()]
 
         found = self.kept.value("coded", self.facts[place], measure, lambda found: float(found[2]))
         (there, back), seconds, _ = found
@@ -183,7 +184,7 @@ class Workload:
     @cached_property
     def steps(self) -> Steps | None:
         """The steps of the user's model, for cuts into stages; None if it cannot be cut."""
-        return _steps(self.models[0].model, self.part, self.way)
+        return _steps(self.models[0].model, self.part, self.options)
 
     def stages(self, ranks: int, dealt: int, chunks: int) -> PipeCut | None:
         """Cut the user's model into stages.
@@ -294,9 +295,9 @@ class Workload:
         assert each.sliced is not None
 
         def measure() -> list[list[Any]]:
-            return [list(astuple(one)) for one in self.graph.shares(groups, size, self.way.seed)]
+            return [list(astuple(one)) for one in self.graph.shares(groups, size, self.options.seed)]
 
-        facts = [*self.facts[0][:4], self.way.seed, groups, size]
+        facts = [*self.facts[0][:4], self.options.seed, groups, size]
         ranks = [PartSize(*one) for one in self.kept.value("shares", facts, measure)]
         loads = []
         for part, count in enumerate(counts):
@@ -322,25 +323,25 @@ def _measured(
     optimizer: torch.optim.Optimizer | None,
     part: Partition,
     graph: GraphSize,
-    way: RunMode,
+    options: PartOptions,
     most: int,
 ) -> MeasuredWorkload:
-    transposed = transposes(model, part, way)
-    held = rates_of(model, optimizer, part, way, slices=() if transposed is None else (2, 4))
+    transposed = transposes(model, part, options)
+    held = rates_of(model, optimizer, part, options, slices=() if transposed is None else (2, 4))
     if held.fault:
         raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
-    samples = samples_of(graph, part, way.seed)
+    samples = samples_of(graph, part, options.seed)
     weights = tuple(map(float, held.gradients))
-    forward, backward = crossing(model, part, way)
-    took = asdict(timed(model, cuts_of(graph, part, way.seed), way))
+    forward, backward = crossing(model, part, options)
+    took = asdict(timed(model, cuts_of(graph, part, options.seed), options))
     rates = CostRates(**took, forward=forward, backward=backward, weights=weights)
-    times, apart = alone(model, samples[0], rates, way, most)
+    times, apart = alone(model, samples[0], rates, options, most)
     rates = replace(rates, alone=times, spread=max(rates.spread, apart))
     if transposed is None:
         return MeasuredWorkload(model, decoupled, rates, held, None)
     small = [sample for sample in samples if sample.edge_index.size(1) <= SLICED]
     two, four = (
-        timed(model, [shares_of(each, count) for each in small], way, slices=count) for count in (2, 4)
+        timed(model, [shares_of(each, count) for each in small], options, slices=count) for count in (2, 4)
     )
     return MeasuredWorkload(model, decoupled, rates, held, transposed, (two, four))
 
@@ -364,13 +365,12 @@ def _held(record: dict[str, Any]) -> Held:
     return Held(**{**record, "gradients": tuple(record["gradients"]), **known})
 
 
-def _steps(model: nn.Module, part: Partition, way: RunMode) -> Steps | None:
+def _steps(model: nn.Module, part: Partition, options: PartOptions) -> Steps | None:
     """Find a model's steps; None if it cannot be traced, or if stages cannot run in this mode."""
-    if way.recompute:
+    if options.recompute:
         return None
-    device, train = torch.device("cpu"), Train(seed=way.seed, amp="bf16" if way.amp else "none")
     try:
-        return steps_of(model, part, Channel(None, "cpu"), (), train, device, fast=way.fast)
+        return steps_of(model, part, Channel(None, "cpu"), (), options)
     except KagomeError:
         return None
 

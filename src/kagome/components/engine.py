@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from kagome.checkpoint.epoch_state import EpochState, RestoredState
 from kagome.comm.channel import Channel
-from kagome.components.attached import Attachment
 from kagome.components.forward_reuse import ForwardReuse
 from kagome.components.offload import Offload
+from kagome.components.parallelize import ParallelModel
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.records.memory import MemoryByKind
 
@@ -54,8 +54,8 @@ class Engine(Protocol):
         """Whether an evaluation may be the next epoch's forward pass."""
 
     @property
-    def installed(self) -> Attachment:
-        """What the engine sets on the model: on while it trains or evaluates, and in ``with`` blocks."""
+    def net(self) -> ParallelModel:
+        """The model on its part: on it while the engine trains or evaluates, and in ``with`` blocks."""
 
     @property
     def offload(self) -> Offload:

@@ -105,10 +105,12 @@ def undisturbed() -> Iterator[None]:
 def unmoved(buffers: Iterable[Tensor]) -> Iterator[None]:
     """Restore buffers after a block, so that what is computed twice changes them once."""
     before = [(buffer, buffer.clone()) for buffer in buffers]
-    yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def in_float32(out: Any) -> Any:

@@ -22,20 +22,13 @@ class ActiveInterceptor:
     """
 
     def __init__(self, scopes: Sequence[Interceptor]) -> None:
-        vars(self).update(
-            _scopes=tuple(scopes), _first=scopes[0], _local=threading.local(), _several=len(set(scopes)) > 1
-        )
+        vars(self).update(_scopes=tuple(scopes), _first=scopes[0], _local=threading.local())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.get(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.get(), name, value)
-
-    @property
-    def several(self) -> bool:
-        """Whether this stands for more than one interceptor."""
-        return bool(vars(self)["_several"])
 
     @property
     def scopes(self) -> Sequence[Interceptor]:

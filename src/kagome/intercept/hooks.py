@@ -1,6 +1,6 @@
 """Hooks: forward hooks on a user's modules that tell the interceptor which module is running.
 
-Where it sits: ``train.graph_engine`` installs them before the first forward and removes them at the end.
+Where it sits: ``components.parallelize`` installs them after the layer rules, and removes them again.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from kagome.user_code.autograd_functions import refuse_old_hooks, watch
 from kagome.user_code.torch_checkpoint import once
 
 
-def install(model: nn.Module, scope: Interceptor, *, several: bool = False) -> Callable[[], None]:
+def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
     """Hook a model's modules to follow where the forward is and what each ``propagate`` was given.
 
     Args:
         model: The user's module.
         scope: The interceptor, or the proxy of the running one.
-        several: Whether the proxy stands for several interceptors. A value that a layer cached for one chunk
-            is wrong for another.
 
     Returns:
         A function that removes all hooks and drops what layers have cached for this part.
+
+    Raises:
+        ModelError: If it is unknown which rows a kept tensor holds. The model is unchanged.
     """
     for each in scope.scopes:
         each.keeps(model)
+    several = len(set(scope.scopes)) > 1  # what a layer cached for one chunk is wrong for another
     removers: list[Callable[[], None]] = [once(), watch()]
     for path, module in model.named_modules():
         name = path or type(module).__name__
@@ -73,7 +75,7 @@ def install(model: nn.Module, scope: Interceptor, *, several: bool = False) -> C
         removers.append(module.register_forward_hook(leave, always_call=True).remove)
         forget(module)
         if isinstance(module, MessagePassing) or next(module.children(), None) is None:
-            removers.append(_replaced(module, "forward", _Watched(module, name, scope)))
+            removers.append(replaced(module, "forward", _Watched(module, name, scope)))
         if isinstance(module, MessagePassing):
             removers.append(_wrap(module, "propagate", scope))
             removers.append(_wrap(module, "edge_updater", scope))
@@ -130,7 +132,7 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
             again.learn(module, args, kwargs, out)
         return out
 
-    return _replaced(module, name, outer)
+    return replaced(module, name, outer)
 
 
 class _Watched:
@@ -177,7 +179,7 @@ class _Watched:
         return MethodType(type(copied).forward, copied)
 
 
-def _replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+def replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method on one module. The returned function restores it."""
     own = vars(module).get(name)
     module.__dict__[name] = method

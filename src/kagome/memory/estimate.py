@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any, Final
 
@@ -28,22 +27,15 @@ from torch.optim import Optimizer
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.components.gradients import message_bytes
 from kagome.components.model_setup import twin_of
+from kagome.components.parallelize import CPU, PartOptions, parallelize
 from kagome.components.task import undisturbed
-from kagome.deferred.lazy_tensor import EscapeError
 from kagome.graph.partition.partition import Partition, extract
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
 from kagome.memory.tensor_bytes import SavedMemory, ledger_of
 from kagome.model.copies import copied
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import ForwardCall
 from kagome.model.sparse_buffers import laid_out
 from kagome.model.state import state_of
 from kagome.profile.part_size import UNITS, GroupSize, PartSize, counts_of, fitted, split_counts
-from kagome.profile.run_mode import RunMode
 from kagome.profile.synthetic_parts import drawn, fit, made_pieces, tables_of
-from kagome.recompute.checkpoint import recompute
 from kagome.records.memory import MemoryByKind
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
@@ -135,8 +127,9 @@ def rates_of(
     model: nn.Module,
     optimizer: Optimizer | None,
     part: Partition,
-    way: RunMode,
+    options: PartOptions,
     *,
+    several: bool = True,
     slices: Sequence[int] = (),
 ) -> MemoryRates:
     """Measure the memory rates of a model by one step of a copy on small synthetic graphs, without peers.
@@ -146,7 +139,8 @@ def rates_of(
             do all random number generators.
         optimizer: The optimizer of its parameters; None if its state is not to be estimated.
         part: The part that attributes are drawn from.
-        way: How the model will be run.
+        options: How the model runs; here on the CPU.
+        several: Whether there are other ranks.
         slices: The numbers of feature slices to measure; from several, other numbers can be estimated.
 
     Returns:
@@ -166,21 +160,21 @@ def rates_of(
     by_slice: dict[str, tuple[float, ...]] = {}
     by_share: dict[str, tuple[float, ...]] = {}
     try:
-        pieces = made_pieces(part, several=way.several, loops=loops, seed=way.seed)
+        pieces = made_pieces(part, several=several, loops=loops, seed=options.seed)
         with undisturbed():
-            found = _steps(twin_of(model), part, pieces, way)
+            found = _steps(twin_of(model), part, pieces, options, several=several)
         graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
         by_unit = fitted([counts_of(piece) for piece in pieces], [one.bytes for one in found])
         if slices:
             with undisturbed():
                 twin = twin_of(model)
-                by_slice, by_share = (_by_slice(twin, part, way, slices, groups) for groups in (1, 2))
+                by_slice, by_share = (_by_slice(twin, part, options, slices, groups) for groups in (1, 2))
     except Exception as error:  # an estimate must never end a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
     # With several ranks gradients are views of the summed messages, which also carry a flag for each
     # gradient and the further numbers.
-    gradients = message_bytes(learning, NOTES) if way.several else (sum(p.nbytes for p in learning),)
+    gradients = message_bytes(learning, NOTES) if several else (sum(p.nbytes for p in learning),)
     state_bytes = None if optimizer is None else optimizer_bytes(optimizer, learning)
     return MemoryRates(weights, best, gradients, state_bytes, by_unit, by_slice, by_share, fault)
 
@@ -259,12 +253,18 @@ class _Step:
 
 
 def _steps(
-    twin: nn.Module, part: Partition, pieces: Sequence[Partition], way: RunMode, tensor: int = 1
+    twin: nn.Module,
+    part: Partition,
+    pieces: Sequence[Partition],
+    options: PartOptions,
+    *,
+    several: bool = True,
 ) -> list[_Step]:
-    try:
-        return _all(_on(twin, part, pieces), pieces, way, fast=way.fast, tensor=tensor)
-    except EscapeError:
-        return _all(_on(twin, part, pieces), pieces, way, fast=False, tensor=tensor)  # like the engine
+    models = _on(twin, part, pieces)
+    if several:
+        return ThreadGroup(len(pieces)).run(lambda c: _step(models[c.rank], pieces[c.rank], c, options))
+    alone = ThreadChannel(ThreadGroup(1), 0)
+    return [_step(one, piece, alone, options) for one, piece in zip(models, pieces, strict=True)]
 
 
 def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
@@ -277,44 +277,23 @@ def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[n
     return models
 
 
-def _all(
-    models: Sequence[nn.Module], pieces: Sequence[Partition], way: RunMode, *, fast: bool, tensor: int
-) -> list[_Step]:
-    if way.several:
-        group = ThreadGroup(len(pieces))
-        return group.run(lambda c: _step(models[c.rank], pieces[c.rank], c, way, fast, tensor))
-    alone = ThreadChannel(ThreadGroup(1), 0)
-    return [_step(one, piece, alone, way, fast) for one, piece in zip(models, pieces, strict=True)]
-
-
-def _step(
-    model: nn.Module, piece: Partition, channel: ThreadChannel, way: RunMode, fast: bool, tensor: int = 1
-) -> _Step:
+def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: PartOptions) -> _Step:
     """Run one training step and one evaluation as the engine does, and measure what they keep."""
-    scope = Interceptor(piece, channel, seed=way.seed, handlers=HANDLERS, fast=fast, tensor=tensor)
-    undo = [apply_rules(model, scope), install(model, scope)]
-    if way.recompute:
-        undo.append(recompute(model, scope))
-    cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    try:
-        calling = ForwardCall.of(model, set(scope.inputs))
+    with parallelize(model, piece, channel, replace(options, device=CPU)) as net:
         model.train()
-        with SavedMemory(scope, model) as saved, scope.running(1, training=True, checked=True), cast:
-            out: Any = calling.call(model, scope.inputs)
-        loss = out.sum().float() + scope.turn.token
+        with SavedMemory(net.scope, model) as saved:
+            out: Any = net.forward(1, training=True, checked=True)
+        loss = out.sum().float() + net.scope.turn.token
         # autograd.grad, because the pieces share one copy of the weights and backward() would add to it.
         grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         del out, loss
         model.eval()
-        with torch.no_grad(), scope.running(1, training=False, checked=True), cast:
-            calling.call(model, scope.inputs)
-        ledger = ledger_of(scope, model)
-    finally:
-        for take_off in reversed(undo):
-            take_off()
+        with torch.no_grad():
+            net.forward(1, training=False, checked=True)
+        ledger = ledger_of(net.scope, model)
     kept, waiting = dict(ledger.bytes), dict(saved.bytes or {})
-    if tensor > 1:  # with slices, what is counted as halo by its number of rows are rows of all ranks
+    if options.tensor > 1:  # with slices, what is counted as halo by its number of rows are rows of all ranks
         kept["tables"] = kept.get("tables", 0) + kept.pop("halo", 0)
         waiting["activations"] = waiting.get("activations", 0) + waiting.pop("halo", 0)
     found = {kind: kept.get(kind, 0) + waiting.get(kind, 0) for kind in FITTED}
@@ -328,7 +307,7 @@ def _slice_units(rows: float, halo: float, edges: float, team: GroupSize) -> tup
 
 
 def _by_slice(
-    twin: nn.Module, part: Partition, way: RunMode, numbers: Sequence[int], groups: int
+    twin: nn.Module, part: Partition, options: PartOptions, numbers: Sequence[int], groups: int
 ) -> dict[str, tuple[float, ...]]:
     """Measure bytes by kind for each of :data:`SLICE_UNITS`, on the rank that holds most.
 
@@ -337,20 +316,19 @@ def _by_slice(
     Args:
         twin: The model.
         part: The part that attributes are drawn from.
-        way: How the model will be run.
+        options: How the model runs.
         numbers: The numbers of slices to measure.
         groups: The number of parts, each of which is sliced.
     """
     units: list[tuple[float, ...]] = []
     found: list[dict[str, int]] = []
     for (vertices, edges, skewed), count in product(SLICED, numbers):
-        size, data = count * groups, drawn(part, vertices, edges, way.seed)
+        size, data = count * groups, drawn(part, vertices, edges, options.seed)
         if skewed:
             data.edge_index[1] = data.edge_index[1] ** 2 // vertices
         owner = torch.arange(vertices) * size // vertices
-        steps = _steps(
-            twin, part, [extract(data, owner, rank, size) for rank in range(size)], way, tensor=count
-        )
+        pieces = [extract(data, owner, rank, size) for rank in range(size)]
+        steps = _steps(twin, part, pieces, replace(options, tensor=count))
         each = split_counts(data.edge_index, owner, size)
         for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
             ranks = range(group * count, (group + 1) * count)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -25,17 +25,15 @@ from torch import Tensor, nn
 from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.in_process.thread_group import EndedWork, ThreadChannel, ThreadGroup
 from kagome.components.model_setup import twin_of
+from kagome.components.parallelize import CPU, ParallelModel, PartOptions, parallelize
 from kagome.components.task import undisturbed
-from kagome.config import Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.graph.partition.partition import Partition, partition
-from kagome.intercept.interceptor import Interceptor
 from kagome.memory.tensor_bytes import HeldTensor, ledger_of, restored
 from kagome.model.copies import copied
-from kagome.model.exact.handlers import HANDLERS
 from kagome.model.trace.graph import LayerGraph
 from kagome.profile.part_size import UNITS, PartSize, counts_of, fitted
-from kagome.profile.step_shapes import SAMPLE, On
+from kagome.profile.step_shapes import SAMPLE, one_pass
 from kagome.profile.step_times import step_by_step
 from kagome.profile.subgraph import take_sample
 from kagome.profile.synthetic_parts import fit, made_pieces
@@ -103,17 +101,14 @@ class ActivationProfile:
         return sum(there for there, _ in mine), sum(back for _, back in mine)
 
 
-def keeping(
-    model: nn.Module, graph: LayerGraph, part: Partition, train: Train, *, fast: bool
-) -> ActivationProfile:
+def keeping(model: nn.Module, graph: LayerGraph, part: Partition, options: PartOptions) -> ActivationProfile:
     """Profile a copy of a model step by step on small synthetic graphs, or on samples if it fails on those.
 
     Args:
         model: The user's module; it stays unchanged, and so do all random number generators.
         graph: The steps of the model.
         part: The part that attributes are drawn from.
-        train: The seed and mixed precision.
-        fast: Whether kernels reduce messages.
+        options: How the model runs; here on the CPU.
 
     Returns:
         The profile of all steps; an empty one if a copy on the CPU fails on both kinds of graphs.
@@ -129,10 +124,8 @@ def keeping(
     for groups, among in ((_made, UNITS), (_sampled, ("rows", "edges"))):
         try:
             with undisturbed():
-                pieces, twin = groups(part, train.seed), twin_of(model)
-                ran = [
-                    one for group in pieces for one in _of_group(twin, graph, part, group, train, fast=fast)
-                ]
+                pieces, twin = groups(part, options.seed), twin_of(model)
+                ran = [one for group in pieces for one in _of_group(twin, graph, part, group, options)]
             return _told([piece for group in pieces for piece in group], ran, among)
         except EscapeError:
             raise
@@ -195,23 +188,16 @@ class _Noting(ThreadChannel):
 
 
 def _of_group(
-    twin: nn.Module,
-    graph: LayerGraph,
-    part: Partition,
-    pieces: Sequence[Partition],
-    train: Train,
-    *,
-    fast: bool,
+    twin: nn.Module, graph: LayerGraph, part: Partition, pieces: Sequence[Partition], options: PartOptions
 ) -> list[_Ran]:
     models = [_sharing(twin) for _ in pieces]
     for model, piece in zip(models, pieces, strict=True):
         fit(model, part, piece)
-    group = ThreadGroup(len(pieces))
+    group, options = ThreadGroup(len(pieces)), replace(options, device=CPU)
 
     def work(rank: int) -> _Ran:
         channel = _Noting(group, rank)
-        scope = Interceptor(pieces[rank], channel, seed=train.seed, handlers=HANDLERS, fast=fast)
-        return _run(models[rank], graph, scope, channel, train)
+        return _run(graph, parallelize(models[rank], pieces[rank], channel, options), channel)
 
     return [work(0)] if len(pieces) == 1 else group.run(lambda channel: work(channel.rank))
 
@@ -222,7 +208,8 @@ def _sharing(twin: nn.Module) -> nn.Module:
     return copied(twin, weights)
 
 
-def _run(model: nn.Module, graph: LayerGraph, scope: Interceptor, channel: _Noting, train: Train) -> _Ran:
+def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
+    model, scope = net.model, net.scope
     alive: list[Tensor] = []
     kept: list[tuple[str, list[Tensor]]] = []
     read: list[tuple[str, int, int]] = []
@@ -233,7 +220,7 @@ def _run(model: nn.Module, graph: LayerGraph, scope: Interceptor, channel: _Noti
         return HeldTensor(tensor)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, restored)
-    with On(model, scope, train), hooks:
+    with one_pass(net), hooks:
         for step, (forward, backward) in step_by_step(model, graph, scope, lambda: float(channel.halo)):
             kept.append((step.name, alive))
             back[step.name] = backward

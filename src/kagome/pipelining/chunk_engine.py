@@ -13,7 +13,7 @@ stages or parts have chunks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,18 +30,16 @@ from kagome.adaptive.stage_codec import StageCodec
 from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.mesh import Mesh
 from kagome.components import task
-from kagome.components.attached import Attachment, while_installed
 from kagome.components.engine import PhaseTimer, without_fast
 from kagome.components.forward_reuse import ForwardReuse
 from kagome.components.gradients import Gradients
 from kagome.components.offload import Offload
+from kagome.components.parallelize import ParallelModel, PartOptions, while_attached
 from kagome.components.rank_zero import by_all, by_first
 from kagome.config import Parallel, Train
 from kagome.graph.partition.partition import Partition
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.intercept.active import ActiveInterceptor
-from kagome.intercept.hooks import install
-from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.split.stages import describe
 from kagome.model.state import state_of
 from kagome.objective.kept_rows import RefusesKept
@@ -97,21 +95,24 @@ class ChunkEngine:
         self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
         self.aim, self.phases, self.channel = aim, phases, mesh.graph
         device = mesh.device
-        self.staging = stage_model(model, part, mesh.world, parallel, settings, device, fast=fast)
+        options = PartOptions.of(settings, device, fast=fast)
+        self.staging = stage_model(model, part, mesh.world, parallel, options)
         self.fast, self.recompute = fast and not self.staging.escape, False
         read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
         self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = needed(self.mine, part, aim.objective.uses)
-        self.chunks = chunked(part, mesh.graph, parallel, device=device, seed=settings.seed, fast=self.fast)
+        options = PartOptions.of(settings, device, parallel, fast=self.fast)
+        self.chunks = chunked(part, mesh.graph, parallel, options)
         self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
+        self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.tell)
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
         self.saving = ChunkActivations(self.offload, self.chunks, model)
         self.owners = ParameterOwnership(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
         self.foreign = self.owners.foreign()
         self.codes = {
             stage.number: StageCode(
-                *(model, self.staging.graph, self.staging.survey, stage, self.current, self._cast),
+                *(model, self.staging.graph, self.staging.survey, stage, self.current, self.net.cast),
                 *(self.saving.saving, self.foreign),
             )
             for stage in self.mine
@@ -148,7 +149,8 @@ class ChunkEngine:
         self._notes = [self._said()]
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
-        self.installed = Attachment(self._put_on, mesh.world.tell)
+        with self.net:  # an unsupported model is refused now
+            pass
 
     def _settle(self) -> None:
         """Find the sum of the loss weights; a user's loss that returns weights is called with zero scores."""
@@ -211,13 +213,6 @@ class ChunkEngine:
     def sum_up(self) -> tuple[str, ...]:
         """Return the closing messages: what history, codecs and late rows were found to cost."""
         return self.controller.sum_up()
-
-    @contextmanager
-    def _put_on(self) -> Iterator[None]:
-        with ExitStack() as undo:
-            undo.callback(apply_rules(self.model, self.current.scope))
-            undo.callback(install(self.model, self.current.scope, several=self.current.several))
-            yield
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fill this rank's model, or a copy of its weights, with those of all stages. All ranks call it."""
@@ -285,7 +280,7 @@ class ChunkEngine:
 
     # Epochs --------------------------------------------------------------------------------------
 
-    @while_installed
+    @while_attached
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
         """Do one weight update: forward and backward of all chunks, gradient sum, clipping, optimizer step.
 
@@ -431,12 +426,8 @@ class ChunkEngine:
         if name is None:
             return None
         out = task.check_rows(job.outs[name], job.scope.own, self.mesh.rank)
-        shown: Tensor = task.in_float32(out) if self.settings.amp == "bf16" else out
+        shown: Tensor = task.in_float32(out) if self.net.options.amp else out
         return shown
-
-    def _cast(self) -> AbstractContextManager[object]:
-        amp = self.settings.amp == "bf16"
-        return torch.autocast(self.mesh.device.type, torch.bfloat16) if amp else nullcontext()
 
     # Evaluation ----------------------------------------------------------------------------------
 
@@ -444,7 +435,7 @@ class ChunkEngine:
         """Return None: the next epoch's chunks read rows that this one kept, so no forward can be reused."""
         return None
 
-    @while_installed
+    @while_attached
     @torch.no_grad()
     def evaluate(self, epoch: int) -> Tensor:
         """Return exact scores of the part's own rows with dropout off, computed by the same stages.
@@ -468,6 +459,6 @@ class ChunkEngine:
             out = self.chunks.joined(rows)
         else:
             own = sum(scope.own for scope in self.chunks.scopes)
-            kind = torch.float32 if self.settings.amp == "bf16" else value.dtype
+            kind = torch.float32 if self.net.options.amp else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         return self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")

@@ -5,17 +5,16 @@ Where it sits: ``chunk_engine`` makes one :class:`Chunking`, which holds all tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.exchange import Exchange
+from kagome.components.parallelize import PartOptions, interceptor_of
 from kagome.config import Parallel
 from kagome.errors import ConfigError
-from kagome.feature_parallel.tiled_reduce import TileBound
 from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
 from kagome.graph.partition.merged_chunks import at_once, bare, together
 from kagome.graph.partition.partition import Partition
@@ -24,7 +23,6 @@ from kagome.historical.isolated_chunk import IsolatedChannel
 from kagome.historical.provider import ExactRows, HistoricalRows, Left
 from kagome.historical.tables import ChunkChannel, ChunkRows, Tables
 from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
 
 FEW = 64
 """Number of chunks that is allowed for a graph of any size."""
@@ -154,24 +152,14 @@ class Chunking:
         return out
 
 
-def chunked(
-    part: Partition,
-    channel: Channel,
-    settings: Parallel,
-    *,
-    device: torch.device,
-    seed: int,
-    fast: bool,
-) -> Chunking:
+def chunked(part: Partition, channel: Channel, settings: Parallel, options: PartOptions) -> Chunking:
     """Cut a part into chunks. All ranks of a graph group call it.
 
     Args:
         part: This rank's part.
         channel: The channel to the ranks of the other parts.
         settings: How to split, with every choice made.
-        device: The device that the model runs on.
-        seed: The seed of the run.
-        fast: Whether kernels reduce messages.
+        options: How the model runs.
 
     Raises:
         ConfigError: On all ranks, if there are more chunks than the graph has vertices.
@@ -179,32 +167,16 @@ def chunked(
     Cost:
         A copy of the part, or two with ``cross_chunk="drop"``.
     """
-    count, drops = settings.chunks or 1, settings.cross_chunk == "drop"
-    if count > 1:
-        _refuse_empty(part, count)
-    # Independent chunks read no rows of other parts either.
-    cut = Parallel() if drops and count > 1 else settings
-    exchange = CompressedExchange(channel, cut, seed, late=channel.patient)
-
-    def scope(piece: Partition, way: Exchange, rows: ChunkRows | None) -> Interceptor:
-        return Interceptor(
-            piece,
-            way,
-            device=device,
-            seed=seed,
-            handlers=HANDLERS,
-            fast=fast,
-            rows=rows,
-            tensor=settings.tensor,
-            sums_only=cut.halo_sample < 1,
-        )
-
+    count, seed, device = settings.chunks or 1, options.seed, options.device
     if count == 1:
-        whole = scope(part, exchange, None)
-        if settings.memory_gib is not None:
-            whole.bound = TileBound(int(settings.memory_gib * 2**30), device)
-        rows = torch.arange(part.own.numel())
-        return Chunking((whole,), (whole,), None, rows, exchange, settings, seed)
+        exchange = CompressedExchange(channel, settings, seed, late=channel.patient)
+        whole = (interceptor_of(part, exchange, options),)
+        return Chunking(whole, whole, None, torch.arange(part.own.numel()), exchange, settings, seed)
+    _refuse_empty(part, count)
+    drops = settings.cross_chunk == "drop"
+    # Independent chunks read no rows of other parts either.
+    exchange = CompressedExchange(channel, Parallel() if drops else settings, seed, late=channel.patient)
+    options = replace(options, sums_only=options.sums_only and not drops, memory=None)
     method: str = settings.partitioner
     if method == "auto":
         method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
@@ -220,20 +192,20 @@ def chunked(
         end = ChunkChannel(piece, tables)
         none = torch.empty(0, dtype=torch.int64, device=device)
         plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
-        scopes.append(scope(piece.part, end, plan))
+        scopes.append(interceptor_of(piece.part, end, options, rows=plan))
         end.where = scopes[-1].where
     apart = scopes
     if drops:
-        apart = [_apart(piece, tables, scope) for piece in chunks.pieces]
+        apart = [_apart(piece, tables, options) for piece in chunks.pieces]
     return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, exchange, settings, seed)
 
 
-def _apart(piece: Chunk, tables: Tables, scope: Callable[..., Interceptor]) -> Interceptor:
+def _apart(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
     """Return the interceptor of a chunk without the edges that come from outside it."""
     whole, count = alone(piece), len(tables.chunks.pieces)
     rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count
     end = IsolatedChannel(rank, size, piece.own, whole.num_nodes)
-    found = scope(whole, end, None)
+    found = interceptor_of(whole, end, options)
     end.where = found.where
     return found
 

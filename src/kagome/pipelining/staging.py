@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
+from kagome.components.parallelize import PartOptions
 from kagome.components.rank_zero import by_first
-from kagome.config import Parallel, Train
+from kagome.config import Parallel
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import KagomeError, ModelError
 from kagome.graph.partition.partition import Partition
@@ -150,10 +150,7 @@ def stage_model(
     part: Partition,
     world: Channel,
     parallel: Parallel,
-    train: Train,
-    device: torch.device,
-    *,
-    fast: bool = True,
+    options: PartOptions,
 ) -> Staging:
     """Trace, survey and time a model, and cut it into stages. All ranks call it.
 
@@ -162,9 +159,7 @@ def stage_model(
         part: This rank's part.
         world: The channel between all ranks.
         parallel: The numbers of stages and chunks, and the names of layers if the user gave them.
-        train: The seed and mixed precision.
-        device: The device that the model runs on.
-        fast: Whether kernels reduce messages where they can.
+        options: How the model runs on a sample.
 
     Raises:
         ModelError: If the model cannot be traced or cut into that many stages, or if a layer cannot run in
@@ -177,9 +172,7 @@ def stage_model(
     exact = (parallel.chunks or 1) == 1 and all(
         getattr(parallel, name) == getattr(Parallel(), name) for name in _INEXACT
     )
-    steps = steps_of(
-        *(model, part, world, parallel.layers, train, device), fast=fast, parted=parted, exact=exact
-    )
+    steps = steps_of(model, part, world, parallel.layers, options, parted=parted, exact=exact)
     if steps.survey.beyond and (parallel.chunks or 1) > 1:  # with drop too: evaluation drops no edge
         raise ModelError(
             f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
@@ -202,10 +195,8 @@ def steps_of(
     part: Partition,
     world: Channel,
     layers: Sequence[str],
-    train: Train,
-    device: torch.device,
+    options: PartOptions,
     *,
-    fast: bool = True,
     parted: bool = False,
     exact: bool = True,
 ) -> Steps:
@@ -216,9 +207,7 @@ def steps_of(
         part: This rank's part.
         world: The channel between all ranks.
         layers: The names of layers that follow each other, if the user gave them.
-        train: The seed and mixed precision.
-        device: The device that the model runs on.
-        fast: Whether kernels reduce messages where they can.
+        options: How the model runs on a sample.
         parted: Whether stages run on parts of the graph; else the survey tries the whole graph, and parts if
             the model fails on it.
         exact: Whether rows of other parts are exchanged unchanged and in the same epoch.
@@ -235,13 +224,12 @@ def steps_of(
     graph = chain(model, layers, names) if layers else trace(model, names, plain)
 
     def look(parted: bool) -> Looked:
-        seen = looked_at(model, graph, part, train, device, named=bool(layers), parted=parted, exact=exact)
+        seen = looked_at(model, graph, part, options, named=bool(layers), parted=parted, exact=exact)
         try:
-            return _measured(model, graph, seen, part, train, device, fast=fast, parted=parted)
+            return _measured(model, graph, seen, part, options, parted=parted)
         except EscapeError as error:
-            return _measured(
-                model, graph, seen, part, train, device, fast=False, escape=error.found, parted=parted
-            )
+            slow = replace(options, fast=False)
+            return _measured(model, graph, seen, part, slow, escape=error.found, parted=parted)
 
     def looked() -> Looked:
         try:
@@ -263,14 +251,12 @@ def _measured(
     graph: LayerGraph,
     seen: Survey,
     part: Partition,
-    train: Train,
-    device: torch.device,
+    options: PartOptions,
     *,
-    fast: bool,
     parted: bool,
     escape: str = "",
 ) -> Looked:
     """Time the steps of a model, and measure what autograd saves at each."""
     graph = seen.told(graph)
-    calls, rows = timed(model, graph, seen, part, train, device, fast=fast, parted=parted)
-    return seen, calls, rows, keeping(model, graph, part, train, fast=fast), escape
+    calls, rows = timed(model, graph, seen, part, options, parted=parted)
+    return seen, calls, rows, keeping(model, graph, part, options), escape

@@ -18,24 +18,17 @@ from torch import nn
 from kagome.comm.codec import Codec
 from kagome.comm.in_process.replay_channel import ReplayChannel
 from kagome.comm.in_process.thread_group import ThreadGroup
+from kagome.components.parallelize import CPU, PartOptions, parallelize
 from kagome.config import Parallel
-from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import KagomeError
 from kagome.graph.partition.partition import Partition, extract, kinds_of
 from kagome.graph.structure.attributes import Sorted
 from kagome.halo.compressed_exchange import CompressedExchange
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
 from kagome.model.copies import copied
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import ForwardCall
 from kagome.planner.cost_model import CostRates, Timed, computing
 from kagome.profile.part_size import counts_of
-from kagome.profile.run_mode import RunMode
 from kagome.profile.steady_times import again, clock, steady
 from kagome.profile.synthetic_parts import drawn, made_pieces
-from kagome.recompute.checkpoint import recompute
 
 SETTLED = 2
 """Epochs until all that a run keeps between epochs exists."""
@@ -72,7 +65,7 @@ def epochs(
     model: nn.Module,
     pieces: Sequence[Partition],
     count: int,
-    way: RunMode,
+    options: PartOptions,
     cut: Parallel = WHOLE,
     *,
     turns: int = 0,
@@ -83,7 +76,7 @@ def epochs(
         model: The model; it stays unchanged.
         pieces: The part of each rank.
         count: The number of epochs that all ranks run together.
-        way: How the model will be run.
+        options: How the model runs.
         cut: How it is split: the codec, and the number of feature slices.
         turns: The number of further epochs of each rank by itself, on the messages that it received in the
             last epoch before; more are run until two agree. Only these show what a rank computes, because
@@ -92,21 +85,14 @@ def epochs(
     Returns:
         For each rank the costs of its ``count + turns`` epochs, or of more.
     """
+    models = [copied(model).train() for _ in pieces]
+    group, seconds = ThreadGroup(len(pieces), timeout=PATIENCE), clock()
 
-    def run(way: RunMode) -> list[list[EpochCost]]:
-        models = [copied(model).train() for _ in pieces]
-        group, seconds = ThreadGroup(len(pieces), timeout=PATIENCE), clock()
+    def work(rank: int) -> list[EpochCost]:
+        channel = ReplayChannel(group, rank, seconds)
+        return _epochs(models[rank], pieces[rank], channel, count, turns, options, cut)
 
-        def work(rank: int) -> list[EpochCost]:
-            channel = ReplayChannel(group, rank, seconds)
-            return _epochs(models[rank], pieces[rank], channel, count, turns, way, cut)
-
-        return [work(0)] if len(pieces) == 1 else group.run(lambda c: work(c.rank))
-
-    try:
-        return run(way)
-    except EscapeError:
-        return run(replace(way, fast=False))  # like the engine
+    return [work(0)] if len(pieces) == 1 else group.run(lambda c: work(c.rank))
 
 
 def _epochs(
@@ -115,32 +101,26 @@ def _epochs(
     channel: ReplayChannel,
     count: int,
     turns: int,
-    way: RunMode,
+    options: PartOptions,
     cut: Parallel,
 ) -> list[EpochCost]:
-    road = CompressedExchange(channel, cut, way.seed)
-    scope = Interceptor(piece, road, seed=way.seed, handlers=HANDLERS, fast=way.fast, tensor=cut.tensor)
-    undo = [apply_rules(model, scope), install(model, scope)]
+    road = CompressedExchange(channel, cut, options.seed)
+    net = parallelize(model, piece, road, replace(options, device=CPU, tensor=cut.tensor))
     found: list[EpochCost] = []
-    if way.recompute:
-        undo.append(recompute(model, scope))
-    try:
-        calling = ForwardCall.of(model, set(scope.inputs))
 
-        def one() -> None:
-            before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
-            cast = torch.autocast("cpu", torch.bfloat16) if way.amp else nullcontext()
-            channel.met.clear()
-            with scope.running(len(found) + 1, training=True), cast:
-                out = calling.call(model, scope.inputs)
-            loss = out.float().square().mean() + scope.turn.token
-            loss.backward()
-            sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
-            times = begun, *channel.met, channel.clock()
-            spans = tuple(after - before for before, after in pairwise(times))
-            found.append(EpochCost(times[-1] - begun, channel.meanwhile - meanwhile, spans, sent))
-            model.zero_grad()
+    def one() -> None:
+        before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
+        channel.met.clear()
+        out = net.forward(len(found) + 1, training=True)
+        loss = out.float().square().mean() + net.scope.turn.token
+        loss.backward()
+        sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
+        times = begun, *channel.met, channel.clock()
+        spans = tuple(after - before for before, after in pairwise(times))
+        found.append(EpochCost(times[-1] - begun, channel.meanwhile - meanwhile, spans, sent))
+        model.zero_grad()
 
+    with net:
         for epoch in range(count):
             with channel.recording() if turns and epoch == count - 1 else nullcontext():
                 one()
@@ -148,41 +128,38 @@ def _epochs(
             while mine and again([epoch.seconds for epoch in found[count:]], turns):
                 with channel.replaying():
                     one()
-    finally:
-        for take_off in reversed(undo):
-            take_off()
     return found
 
 
-def crossing(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float]:
+def crossing(model: nn.Module, part: Partition, options: PartOptions) -> tuple[float, float]:
     """Measure the halo bytes of an epoch: forward per row sent, and backward per row read.
 
     Args:
         model: The model.
         part: The part that attributes are drawn from.
-        way: How the model will be run.
+        options: How the model runs.
     """
-    pieces = made_pieces(part, several=True, loops=False, seed=way.seed)
-    sent, halo = _by_row(model, pieces, way, WHOLE)
+    pieces = made_pieces(part, several=True, loops=False, seed=options.seed)
+    sent, halo = _by_row(model, pieces, options, WHOLE)
     return float(round(sent)), float(round(halo))
 
 
 def _by_row(
-    model: nn.Module, pieces: Sequence[Partition], way: RunMode, cut: Parallel
+    model: nn.Module, pieces: Sequence[Partition], options: PartOptions, cut: Parallel
 ) -> tuple[float, float]:
-    found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, way, cut)]
+    found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, options, cut)]
     counts = [counts_of(piece) for piece in pieces]
     units = np.array([[one.sent, one.halo] for one in counts], dtype=float)
     rates = np.linalg.lstsq(units, np.array(found, dtype=float), rcond=None)[0]
     return float(rates[0]), float(rates[1])
 
 
-def coded(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float]:
+def coded(model: nn.Module, part: Partition, options: PartOptions) -> tuple[float, float]:
     """Measure halo bytes as :func:`crossing` does, with rows encoded at one bit per number."""
-    data = drawn(part, UNEVEN[-1], 4 * UNEVEN[-1], way.seed)
+    data = drawn(part, UNEVEN[-1], 4 * UNEVEN[-1], options.seed)
     owner = torch.bucketize(torch.arange(UNEVEN[-1]), torch.tensor(UNEVEN[:-1]), right=True)
     pieces = [extract(data, owner, rank, len(UNEVEN)) for rank in range(len(UNEVEN))]
-    return _by_row(model, pieces, way, Parallel(codec="onebit"))
+    return _by_row(model, pieces, options, Parallel(codec="onebit"))
 
 
 def coding(turns: int = 3) -> tuple[float, float]:
@@ -204,27 +181,27 @@ def coding(turns: int = 3) -> tuple[float, float]:
     return took / rows.nbytes, spread
 
 
-def transposes(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, float] | None:
+def transposes(model: nn.Module, part: Partition, options: PartOptions) -> tuple[float, float] | None:
     """Measure the bytes per vertex of the transposes in a settled epoch.
 
     Args:
         model: The model.
         part: The part that attributes are drawn from.
-        way: How the model will be run.
+        options: How the model runs.
 
     Returns:
         ``a, b`` of the ``a (T - 1) / T + b (T - 1)`` bytes that T ranks send, fitted on two and four ranks:
         ``a`` for columns that are split between ranks, ``b`` for columns that every rank has (attention with
         fewer heads than ranks). None if the model makes no transpose.
     """
-    if not way.fast or way.amp:
+    if not options.fast or options.amp:
         return None  # the engine refuses feature slices here
-    data = drawn(part, EVEN, 4 * EVEN, way.seed)
+    data = drawn(part, EVEN, 4 * EVEN, options.seed)
 
     def sent(count: int) -> float:
         owner = torch.arange(EVEN) * count // EVEN
         pieces = [extract(data, owner, rank, count) for rank in range(count)]
-        found = epochs(model, pieces, SETTLED, way, Parallel(tensor=count))
+        found = epochs(model, pieces, SETTLED, options, Parallel(tensor=count))
         return sum(each[-1].bytes["transpose"] for each in found) / EVEN / (count - 1)
 
     try:
@@ -236,7 +213,12 @@ def transposes(model: nn.Module, part: Partition, way: RunMode) -> tuple[float, 
 
 
 def timed(
-    model: nn.Module, cuts: Sequence[Sequence[Partition]], way: RunMode, *, slices: int = 1, turns: int = 3
+    model: nn.Module,
+    cuts: Sequence[Sequence[Partition]],
+    options: PartOptions,
+    *,
+    slices: int = 1,
+    turns: int = 3,
 ) -> Timed:
     """Time ranks one by one, on parts of graphs or in feature slices.
 
@@ -244,13 +226,13 @@ def timed(
         model: The model; for slices one that makes transposes.
         cuts: Graphs of different sizes, each cut into parts. With slices, rows and edges are those of all
             ranks together, and seconds are those of the slowest rank between any two exchanges.
-        way: How the model will be run.
+        options: How the model runs.
         slices: The number of feature slices.
         turns: The number of settled epochs of each rank; more are run until two agree, and those two count.
     """
     units, seconds, free, uneven, spreads = [], [], [], [], []
     for pieces in cuts:
-        ran = epochs(model, pieces, SETTLED, way, Parallel(tensor=slices), turns=turns)
+        ran = epochs(model, pieces, SETTLED, options, Parallel(tensor=slices), turns=turns)
         found = [each[SETTLED:] for each in ran]
         free += [sum(e.meanwhile for e in each) / sum(e.seconds for e in each) for each in found]
         counts = [counts_of(piece) for piece in pieces]
@@ -289,7 +271,7 @@ def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[
 
 
 def alone(
-    model: nn.Module, sample: Partition, rates: CostRates, way: RunMode, most: int
+    model: nn.Module, sample: Partition, rates: CostRates, options: PartOptions, most: int
 ) -> tuple[float, float]:
     """Measure the speed of a single rank with all threads, relative to what the rates predict.
 
@@ -297,7 +279,7 @@ def alone(
         model: The model.
         sample: A graph for one rank.
         rates: The rates of one rank among others, with the current number of threads.
-        way: How the model will be run.
+        options: How the model runs.
         most: The number of threads that a single rank would have.
 
     Returns:
@@ -306,7 +288,7 @@ def alone(
     share = torch.get_num_threads()
     torch.set_num_threads(max(most, share))
     try:
-        (found,) = epochs(model, [sample], SETTLED, way, turns=3)
+        (found,) = epochs(model, [sample], SETTLED, options, turns=3)
     finally:
         torch.set_num_threads(share)
     took, spread = steady([epoch.seconds for epoch in found[SETTLED:]])

@@ -7,7 +7,7 @@ same context.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,15 +17,12 @@ from torch import Tensor, nn
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import ExchangeRequest, Op
 from kagome.comm.work import ChannelWork
+from kagome.components.parallelize import ParallelModel, PartOptions, interceptor_of
 from kagome.components.task import draws_of, unmoved
-from kagome.config import Train
 from kagome.graph.partition.partition import Partition, partition
 from kagome.graph.structure.attributes import tensors_of
 from kagome.halo.exchange import is_named
-from kagome.intercept.hooks import install
 from kagome.intercept.interceptor import Interceptor
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.trace.equivalence import TRACED, refuse_unlike
 from kagome.model.trace.graph import LayerGraph, Step
 from kagome.model.trace.shapes import Survey, settled, survey
@@ -92,37 +89,31 @@ class ShapeSample(Interceptor):
         return super().write(sums, axis, mark)
 
 
-def sample_scope(
-    part: Partition,
-    vertices: int,
-    train: Train,
-    channel: Asked,
-    *,
-    fast: bool = False,
-) -> Interceptor:
-    """Make an interceptor of a sample of a rank's part, without peers.
+def on_sample(
+    model: nn.Module, part: Partition, vertices: int, options: PartOptions, channel: Asked
+) -> ParallelModel:
+    """Make a model run on a sample of a rank's part, without peers.
 
     Args:
+        model: The user's module.
         part: The part to take the sample from.
         vertices: The number of vertices of the sample.
-        train: The training settings, for the seed.
+        options: How the model runs on it.
         channel: The channel. Its size is 1 for a sample that is a graph by itself, and 2 for one that stands
             for a part of the graph, as chunks do.
-        fast: Whether kernels reduce messages.
     """
     if channel.size > 1:
-        piece = sample_part(part, vertices, train.seed)
+        piece = sample_part(part, vertices, options.seed)
     else:
-        piece = partition(take_sample(part, vertices, train.seed), parts=1, method="contiguous")[0]
-    return ShapeSample(piece, channel, device=channel.device, seed=train.seed, handlers=HANDLERS, fast=fast)
+        piece = partition(take_sample(part, vertices, options.seed), parts=1, method="contiguous")[0]
+    return ParallelModel(model, interceptor_of(piece, channel, options, kind=ShapeSample), options)
 
 
 def looked_at(
     model: nn.Module,
     graph: LayerGraph,
     part: Partition,
-    train: Train,
-    device: torch.device,
+    options: PartOptions,
     *,
     named: bool = False,
     parted: bool = False,
@@ -137,8 +128,7 @@ def looked_at(
         model: The user's module.
         graph: The steps of the model.
         part: The part to take samples from.
-        train: The seed and mixed precision.
-        device: The device that the model runs on.
+        options: How the model runs on samples, which it does without fast paths here.
         named: Whether the user named the layers.
         parted: Whether stages run on parts of the graph.
         exact: Whether rows of other parts are exchanged unchanged and in the same epoch.
@@ -149,19 +139,20 @@ def looked_at(
     Cost:
         Two forwards of a sample, and two more in training and in evaluation mode each.
     """
-    asked = Asked(device, parted=parted, exact=exact)
+    asked, options = Asked(options.device, parted=parted, exact=exact), replace(options, fast=False)
     first = min(SAMPLE, max(1, part.num_nodes - 1)) if parted else SAMPLE
-    scopes = [sample_scope(part, vertices, train, asked) for vertices in (first, first // 2)]
-    asked.where = scopes[0].where
-    one, other = (_survey(model, graph, scope, train) for scope in scopes)
-    _compare(model, graph, scopes[0], train, named=named)
-    vertices = scopes[0].own, scopes[1].own
-    edges = scopes[0].part.edge_index.size(1), scopes[1].part.edge_index.size(1)
+    nets = [on_sample(model, part, vertices, options, asked) for vertices in (first, first // 2)]
+    asked.where = nets[0].scope.where
+    one, other = (_survey(graph, net) for net in nets)
+    _compare(graph, nets[0], named=named)
+    vertices = nets[0].scope.own, nets[1].scope.own
+    edges = nets[0].scope.part.edge_index.size(1), nets[1].scope.part.edge_index.size(1)
     beyond, by_number = (next(iter(notes), "") for notes in (asked.layers, asked.named))
     return replace(settled(one, other, vertices, edges), beyond=beyond, named=by_number)
 
 
-def _survey(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Train) -> Survey:
+def _survey(graph: LayerGraph, net: ParallelModel) -> Survey:
+    scope = net.scope
     # A layer may have added self-loops: rows of edges that are not the graph's cannot be cut into chunks.
     kinds = {
         PlacementKind.ROWS: ("rows", scope.own),
@@ -177,20 +168,21 @@ def _survey(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Trai
         kind, rows = kinds.get(mark.kind, ("none", 0)) if mark.whole else ("none", 0)
         return kind if mark.axis == 0 and value.dim() > 0 and value.size(0) == rows else "none"
 
-    with On(model, scope, train):
-        return survey(graph, model, scope.inputs, look=look, draws=lambda: scope.draws)
+    with one_pass(net):
+        return survey(graph, net.model, scope.inputs, look=look, draws=lambda: scope.draws)
 
 
-def _compare(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Train, *, named: bool) -> None:
+def _compare(graph: LayerGraph, net: ParallelModel, *, named: bool) -> None:
     """Refuse a model whose traced steps give another output than its forward: a trace can miss things."""
+    model, scope = net.model, net.scope
     root = type(model).__name__
 
     @contextmanager
     def on(training: bool) -> Iterator[None]:
         with (
             unmoved(tensors_of(scope.inputs).values()),
-            draws_of(train.seed, 0),  # before the forward, in which the user may set another seed
-            On(model, scope, train, training=training),
+            draws_of(net.options.seed, 0),  # before the forward, in which the user may set another seed
+            one_pass(net, training=training),
         ):
             yield
 
@@ -204,50 +196,43 @@ def _compare(model: nn.Module, graph: LayerGraph, scope: Interceptor, train: Tra
         before=before,
         where=lambda: scope.fault,
         hint=hint if named else f"{TRACED}; or {HINT}",
-        halved=train.amp == "bf16",
+        halved=net.options.amp,
     )
 
 
-class On(ExitStack):
-    """A context in which a model has an interceptor's hooks and one mode; the model is restored afterwards.
+@contextmanager
+def one_pass(net: ParallelModel, *, training: bool = True) -> Iterator[None]:
+    """Enter one forward pass of a model, with its hooks and one mode; the model is restored afterwards.
 
     Args:
-        model: The user's module.
-        scope: The interceptor.
-        train: The training settings, for mixed precision.
+        net: The model on a part.
         training: Whether the model is in training mode.
     """
+    generators = [net.scope.device] if net.scope.device.type == "cuda" else []
+    with _restored(net.model), net, torch.random.fork_rng(devices=generators):
+        net.model.train(training)
+        with net.running(0, training=training):
+            yield
 
-    def __init__(self, model: nn.Module, scope: Interceptor, train: Train, *, training: bool = True) -> None:
-        super().__init__()
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        # Attributes and buffer names that a forward sets on a module are removed afterwards.
-        modes = [(module, module.training) for module in model.modules()]
-        held = [
-            (module, dict(vars(module)), dict(module._buffers))
-            for module, _ in modes
-            if not isinstance(module, torch.jit.ScriptModule)
-        ]
 
-        def restore() -> None:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-            for module, attributes, named in held:
-                _refill(vars(module), attributes)
-                _refill(module._buffers, named)
-            for module, mode in modes:
-                module.training = mode
-
-        self.callback(restore)
-        self.callback(apply_rules(model, scope))
-        self.callback(install(model, scope))
-        generators = [scope.device] if scope.device.type == "cuda" else []
-        self.enter_context(torch.random.fork_rng(devices=generators))
-        model.train(training)
-        self.enter_context(scope.running(0, training=training))
-        device = scope.device.type
-        self.enter_context(torch.autocast(device, torch.bfloat16) if train.amp == "bf16" else nullcontext())
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore buffers, attributes and modes after a block, and remove what a forward sets on a module."""
+    modes = [(module, module.training) for module in model.modules()]
+    held = [
+        (module, dict(vars(module)), dict(module._buffers))
+        for module, _ in modes
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    try:
+        with unmoved(model.buffers()):
+            yield
+    finally:
+        for module, attributes, named in held:
+            _refill(vars(module), attributes)
+            _refill(module._buffers, named)
+        for module, mode in modes:
+            module.training = mode
 
 
 def _refill(table: dict[str, Any], before: dict[str, Any]) -> None:

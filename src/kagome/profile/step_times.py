@@ -15,14 +15,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from kagome.config import Train
+from kagome.components.parallelize import PartOptions
 from kagome.deferred import rewrite_rules
 from kagome.errors import KagomeError
 from kagome.graph.partition.partition import Partition
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.trace.graph import LayerGraph, Ref, Step, failed, mapped, over_after
 from kagome.model.trace.shapes import Survey
-from kagome.profile.step_shapes import SAMPLE, Asked, On, sample_scope
+from kagome.profile.step_shapes import SAMPLE, Asked, on_sample, one_pass
 
 TIMED: Final = 20_000
 """Most vertices of the sample on which steps are timed."""
@@ -38,10 +38,8 @@ def timed(
     graph: LayerGraph,
     seen: Survey,
     part: Partition,
-    train: Train,
-    device: torch.device,
+    options: PartOptions,
     *,
-    fast: bool,
     parted: bool = False,
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
     """Measure the seconds of a call of each step, and of each row in it.
@@ -54,9 +52,7 @@ def timed(
         graph: The steps of the model.
         seen: The survey of the steps' values.
         part: The part to take samples from.
-        train: The seed and mixed precision.
-        device: The device that the model runs on.
-        fast: Whether kernels reduce messages.
+        options: How the model runs on samples.
         parted: Whether the samples stand for parts of the graph.
 
     Returns:
@@ -66,8 +62,7 @@ def timed(
         EscapeError: If a message reaches code that fast paths do not see.
     """
     (most, many), (least, few) = (
-        _fastest(model, graph, part, vertices, train, device, fast=fast, parted=parted)
-        for vertices in (TIMED, SAMPLE)
+        _fastest(model, graph, part, vertices, options, parted=parted) for vertices in (TIMED, SAMPLE)
     )
     kinds: dict[Hashable, list[str]] = {}
     for step in graph.steps:
@@ -108,10 +103,8 @@ def _fastest(
     graph: LayerGraph,
     part: Partition,
     vertices: int,
-    train: Train,
-    device: torch.device,
+    options: PartOptions,
     *,
-    fast: bool,
     parted: bool,
 ) -> tuple[dict[str, Seconds], int]:
     """Time each step on a sample: the fastest of :data:`RUNS` runs, forward and backward apart.
@@ -119,20 +112,20 @@ def _fastest(
     Returns:
         Step -> seconds, and the number of vertices in the sample.
     """
-    scope = sample_scope(part, vertices, train, Asked(device, parted=parted), fast=fast)
+    net = on_sample(model, part, vertices, options, Asked(options.device, parted=parted))
     seconds: dict[str, list[Seconds]] = {step.name: [] for step in graph.steps}
     # Process time leaves out the time that other processes take meanwhile.
-    alone = scope.device.type == "cpu" and torch.get_num_threads() == 1
+    alone = options.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if alone else time.perf_counter
     for _ in range(1 + RUNS):
-        with On(model, scope, train):
-            for step, spent in step_by_step(model, graph, scope, clock):
+        with one_pass(net):
+            for step, spent in step_by_step(model, graph, net.scope, clock):
                 seconds[step.name].append(spent)
     fastest = {}
     for name, each in seconds.items():
         forward, backward = zip(*each[1:], strict=True)
         fastest[name] = min(forward), min(backward)
-    return fastest, scope.own
+    return fastest, net.scope.own
 
 
 def step_by_step(

@@ -1,6 +1,6 @@
 """Recomputation checkpoint: layers keep only their inputs, and run again in backward without exchanges.
 
-Where it sits: ``train.graph_engine`` installs it on a model after ``model.exact.layer_rules`` and
+Where it sits: ``components.parallelize`` puts it on a model after ``model.exact.layer_rules`` and
 ``intercept.hooks``. ``halo.comm_recorder`` keeps what was received from peers, and ``snapshot`` everything
 else that a layer depends on. ``torch.utils.checkpoint`` drops and restores what autograd saves.
 
@@ -28,6 +28,7 @@ from torch_geometric import nn as pyg
 
 from kagome.deferred.lazy_tensor import now
 from kagome.halo.comm_recorder import Tape
+from kagome.intercept.hooks import replaced
 from kagome.intercept.interceptor import Interceptor
 from kagome.recompute.snapshot import Given, LayerSnapshot, Standing, mapped, pardoned
 
@@ -49,12 +50,13 @@ def recompute(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
         Each layer's forward once more, without its exchanges. Between forward and backward the layers' inputs
         and what they received from peers are kept; beside these, one layer's inner tensors at a time.
     """
-    scope.calls.on = False  # the second pass has to save what the first saved
+    before, scope.calls.on = scope.calls.on, False  # the second pass has to save what the first saved
     undo = [
         _wrap(layer, scope) for layer in layers_of(model) if not isinstance(layer, torch.jit.ScriptModule)
     ]
 
     def remove() -> None:
+        scope.calls.on = before
         for take_off in undo:
             take_off()
 
@@ -89,7 +91,7 @@ def _passes(module: nn.Module) -> bool:
 
 
 def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
-    own, inner = vars(layer).get("forward"), layer.forward
+    inner = layer.forward
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -99,15 +101,7 @@ def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
             return inner(*args, **kwargs)
         return _kept(layer, inner, scope, args, kwargs)
 
-    layer.__dict__["forward"] = forward
-
-    def unwrap() -> None:
-        if own is None:
-            layer.__dict__.pop("forward", None)
-        else:
-            layer.__dict__["forward"] = own
-
-    return unwrap
+    return replaced(layer, "forward", forward)
 
 
 def _kept(

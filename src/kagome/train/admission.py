@@ -21,6 +21,7 @@ from kagome import config
 from kagome.comm.channel import Channel
 from kagome.components.engine import Engine
 from kagome.components.model_setup import materialise
+from kagome.components.parallelize import CPU, PartOptions
 from kagome.errors import ModelError
 from kagome.graph.partition.choice import choose
 from kagome.graph.partition.partition import Partition
@@ -30,7 +31,6 @@ from kagome.memory.estimate import MemoryRates, rates_of
 from kagome.pipelining.chunk_engine import ChunkEngine
 from kagome.pipelining.memory_estimate import StageMemory, held_by_stages, share_of
 from kagome.profile.part_size import GroupSize, PartSize, counts_of, split_counts
-from kagome.profile.run_mode import RunMode
 from kagome.records.epoch import Memory
 from kagome.records.memory import MemoryByKind, fullest, side_by_side
 from kagome.records.units import bytes_text
@@ -96,15 +96,10 @@ class Admission:
         share = share_of(engine, counts, self.optimizer) if isinstance(engine, ChunkEngine) else None
         tensor, rates = parallel.tensor, None
         if channel.rank == 0:
-            way = RunMode(
-                several=channel.size > 1 or (parallel.chunks or 1) > 1,
-                fast=engine.fast,
-                recompute=engine.recompute,
-                amp=train.amp == "bf16",
-                seed=train.seed,
-            )
+            options = PartOptions.of(train, fast=engine.fast, recompute=engine.recompute)
+            several = channel.size > 1 or (parallel.chunks or 1) > 1
             slices = () if tensor == 1 else (tensor,) if tensor <= MANY else (2, 4)
-            rates = rates_of(engine.model, self.optimizer, part, way, slices=slices)
+            rates = rates_of(engine.model, self.optimizer, part, options, several=several, slices=slices)
         validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
         outside = sum(
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
@@ -180,17 +175,12 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
     Cost:
         One partitioning of the graph, and that of :func:`kagome.memory.estimate.rates_of`.
     """
-    materialise(model, part, torch.device("cpu"))
-    train = settings.train
-    way = RunMode(
-        several=parts > 1,
-        fast=settings.model.fast,
-        recompute=settings.model.recompute,
-        amp=train.amp == "bf16",
-        seed=train.seed,
-    )
+    materialise(model, part, CPU)
+    train, made = settings.train, settings.model
+    options = PartOptions.of(train, fast=made.fast, recompute=made.recompute)
     learning = [p for p in model.parameters() if p.requires_grad]
-    rates = rates_of(model, torch.optim.Adam(learning) if learning else None, part, way)
+    optimizer = torch.optim.Adam(learning) if learning else None
+    rates = rates_of(model, optimizer, part, options, several=parts > 1)
     owner = torch.zeros(part.own.numel(), dtype=torch.int64)
     if parts > 1:
         graph = Data(edge_index=part.edge_index, num_nodes=part.own.numel())

@@ -1,13 +1,13 @@
 """Graph engine: one rank's whole model on its part; it trains an epoch or evaluates.
 
-Where it sits: ``trainer`` tells it which epoch to train or to evaluate. It enters ``intercept.interceptor``
-around each forward pass and sums gradients over the ranks.
+Where it sits: ``trainer`` tells it which epoch to train or to evaluate. It puts the model on its part by
+``components.parallelize`` and sums gradients over the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,33 +21,27 @@ from kagome.adaptive.gradient_probe import agreement, products
 from kagome.adaptive.report import ExchangeReport
 from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.channel import Channel
-from kagome.components.attached import Attachment, while_installed
 from kagome.components.engine import PhaseTimer, without_fast
 from kagome.components.forward_reuse import Forward, ForwardReuse
 from kagome.components.gradients import Gradients
 from kagome.components.model_setup import refused_input
 from kagome.components.offload import Offload
+from kagome.components.parallelize import PartOptions, parallelize, while_attached
 from kagome.components.rank_zero import by_all
 from kagome.components.task import check_finite, check_rows, draws_of, in_float32, rows_of
 from kagome.config import Parallel, Train
 from kagome.deferred.lazy_tensor import EscapeError
-from kagome.errors import KagomeError, ModelError
-from kagome.feature_parallel.tiled_reduce import TileBound
+from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.resumed_rows import NOTHING
-from kagome.intercept.hooks import install
-from kagome.intercept.interceptor import Interceptor
 from kagome.launch.os_errors import in_words
 from kagome.memory.tensor_bytes import SavedMemory, measure
 from kagome.model.buffers import Buffers
-from kagome.model.exact.handlers import HANDLERS
-from kagome.model.exact.layer_rules import apply_rules
-from kagome.model.forward_call import ForwardCall, failed
+from kagome.model.forward_call import failed
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Aim, step_optimizer
-from kagome.recompute.checkpoint import recompute
 from kagome.records.memory import MemoryByKind
 from kagome.user_frame import raised_at
 
@@ -85,30 +79,21 @@ class GraphEngine:
         self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
         self.aim, self.objective = aim, aim.objective
         self.exchange = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
-        self.scope = Interceptor(
-            part,
-            self.exchange,
-            device=channel.device,
-            seed=settings.seed,
-            handlers=HANDLERS,
-            fast=fast,
-            tensor=parallel.tensor,
-            sums_only=parallel.halo_sample < 1,
-        )
-        if parallel.memory_gib is not None:
-            self.scope.bound = TileBound(int(parallel.memory_gib * 2**30), channel.device)
+        options = PartOptions.of(settings, channel.device, parallel, fast=fast, recompute=recompute)
+        self.net = parallelize(model, part, self.exchange, options, tell=channel.tell)
+        self.scope = self.net.scope
+        with self.net:  # an unsupported model is refused now
+            pass
         # Layers that are recomputed save next to nothing.
         moved = replace(parallel, activations="device") if recompute else parallel
         self.offload = Offload(moved, channel.device, self.scope.lasting)
         self._notes: list[str] = []
-        if fast and settings.amp == "bf16" and channel.device.type == "cpu":
+        if fast and options.amp and channel.device.type == "cpu":
             self._notes.append(
                 "bf16 has no compiled kernels on a CPU: messages are computed edge by edge, in more time and "
                 "memory than float32 takes with them."
             )
         self.recompute = recompute
-        self._calling = ForwardCall.of(model, set(self.scope.inputs))
-        self.installed = Attachment(self._put_on, channel.tell)
         inputs = self.scope.inputs
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
         self.target = self.objective.target(inputs, self.train_rows)
@@ -173,32 +158,16 @@ class GraphEngine:
         self.scope.fast = self.scope.fast and way == "fast"
         self.scope.aside = way == "aside"
 
-    @contextmanager
-    def _put_on(self) -> Iterator[None]:
-        if self.scope.aside:
-            yield
-            return
-        with ExitStack() as undo:
-            undo.callback(apply_rules(self.model, self.scope))  # raises before it touches the model
-            undo.callback(install(self.model, self.scope))
-            if self.recompute:
-                undo.callback(recompute(self.model, self.scope))
-            yield
-
-    def _call(self) -> Any:
-        try:
-            return self._calling.call(self.model, self.scope.inputs)
-        except KagomeError:
-            raise
-        except Exception as error:
-            if _transformed(error) and not _of_hooks(error):
-                raise self._untransformed(error) from error
-            found = refused_input(self.model, self.scope.part, self._calling.wants(self.inputs), error)
-            if found is error and self._checked:
-                raise  # it has run before: an error of its own, with its traceback
-            if found is error and self.channel.size == 1:
-                raise in_words(error) or failed(error) from error
-            raise (self._unlike_whole(error) if found is error else found) from error
+    def _explained(self, error: Exception) -> Exception:
+        """Return the error to raise for one that the user's forward raised."""
+        if _transformed(error) and not _of_hooks(error):
+            return self._untransformed(error)
+        found = refused_input(self.model, self.scope.part, self.net.calling.wants(self.inputs), error)
+        if found is not error or self._checked:
+            return found  # if it has run before: an error of its own, with its traceback
+        if self.channel.size == 1:
+            return in_words(error) or failed(error)
+        return self._unlike_whole(error)
 
     def _unlike_whole(self, error: Exception) -> ModelError:
         """Return the error for a model that cannot run on a part of the graph."""
@@ -219,7 +188,7 @@ class GraphEngine:
             hint="torch.autograd.grad(..., create_graph=True)",
         )
 
-    @while_installed
+    @while_attached
     def forward(self, epoch: int, *, training: bool) -> Any:
         """Run the model and return the scores of own rows.
 
@@ -230,31 +199,17 @@ class GraphEngine:
             ModelError: If the output does not have one row a vertex.
         """
         self.model.train(training)
-        amp = self.settings.amp == "bf16"
-        cast = torch.autocast(self.channel.device.type, torch.bfloat16) if amp else nullcontext()
-        checked = not self._checked
-        # A forward pass that is abandoned half-way has changed some buffers.
-        buffers = Buffers(self.model) if training and checked and self.fast else None
-        before = None if buffers is None else (buffers.now(), buffers.copies())
-        try:
-            with self.scope.running(epoch, training=training, checked=checked), cast:
-                out = self._call()
-        except EscapeError as error:
-            # All ranks run the same code, so all of them get here at the same call.
-            self.scope.fast = False
-            if buffers is not None and before is not None:
-                buffers.restore(*before)
-            self._notes.append(without_fast(error.found, slices=self.scope.slices))
-            error.__traceback__ = None  # it would keep all tensors of this forward pass alive
-            with self.scope.running(epoch, training=training, checked=checked), cast:
-                out = self._call()
+        fast = self.fast
+        out = self.net.forward(epoch, training=training, checked=not self._checked, explain=self._explained)
+        if fast and not self.fast:
+            self._notes.append(without_fast(self.net.escape, slices=self.scope.slices))
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
         rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
         if not isinstance(rows, Tensor):
             self.ahead.allowed = False
-        return in_float32(rows) if amp else rows
+        return in_float32(rows) if self.net.options.amp else rows
 
-    @while_installed
+    @while_attached
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:
         """Make one weight update: forward, loss, backward, the sum of gradients, clipping, step.
 

@@ -20,18 +20,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
+from kagome.components.parallelize import PartOptions, parallelize
 from kagome.components.task import has_rows
-from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import CommError, KagomeError, ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sparse_adjacency import inputs_of
-from kagome.intercept.hooks import install
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.copies import copied
 from kagome.model.exact import dropout
 from kagome.model.exact.distributions import LAWS, Given, given_of, handed_out, likely
 from kagome.model.exact.handlers import DROPOUTS, HANDLERS, counted, drawn_for
-from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.exact.scope import argument
 from kagome.model.forward_call import ForwardCall
 from kagome.user_code.functional import opened
@@ -150,11 +148,17 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
 
         return keep
 
+    def begin(_module: nn.Module, _args: Any) -> None:
+        calls.clear()  # a forward that begins again, without fast paths, is recorded alone
+        trace.outputs.clear()
+
     handles = [
         m.register_forward_hook(hook(name or f"the model ({type(model).__name__})"))
         for name, m in model.named_modules()
         if not isinstance(m, torch.jit.ScriptModule)  # a ScriptModule takes no Python hooks
     ]
+    if not isinstance(model, torch.jit.ScriptModule):
+        handles.append(model.register_forward_pre_hook(begin))
 
     def unwatch() -> None:
         for handle in handles:
@@ -250,49 +254,23 @@ def split_of(
         fast: Whether kernels reduce messages.
         once_only: Whether a single piece saves what it would compute again in backward, as several pieces do.
     """
-    try:
-        return _split_of(model, pieces, handlers, seed, fast=fast, tensor=tensor, once_only=once_only)
-    except EscapeError:
-        return _split_of(
-            model, pieces, handlers, seed, fast=False, tensor=1, once_only=once_only
-        )  # as the engine does
-
-
-def _split_of(
-    model: nn.Module,
-    pieces: list[Partition],
-    handlers: dict[str, Any],
-    seed: int,
-    *,
-    fast: bool,
-    tensor: int,
-    once_only: bool,
-) -> list[Trace]:
-    copies = [copied(model) for _ in pieces]
+    copies, options = [copied(model) for _ in pieces], PartOptions(seed=seed, fast=fast, tensor=tensor)
 
     def work(channel: ThreadChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
-        scope = Interceptor(part, channel, seed=seed, handlers=handlers, fast=fast, tensor=tensor)
-        scope.runs_once = scope.runs_once or once_only
-        unrule = apply_rules(mine, scope)
-        uninstall = install(mine, scope)
-        trace = Trace(rows=part.own)
-        unwatch = _watch(mine, trace)
-        mine.train()
-        try:
-            calling = ForwardCall.of(mine, set(scope.inputs))
-            with scope.running(1, training=True, checked=True):
-                out = calling.call(mine, scope.inputs)
-            trace.numbered = scope.numbered
-            _backward(out, part.own, scope.turn.token, mine, trace, seed)
-        except KagomeError:
-            raise
-        except Exception as error:
-            raise _part_failed(error, scope, channel.rank) from error
-        finally:
-            unwatch()
-            uninstall()
-            unrule()
+        net, trace = parallelize(mine, part, channel, options, handlers=handlers), Trace(rows=part.own)
+        net.scope.runs_once = net.scope.runs_once or once_only
+        with net:
+            _watch(mine, trace)
+            mine.train()
+            try:
+                out = net.forward(1, training=True, checked=True)
+                trace.numbered = net.scope.numbered
+                _backward(out, part.own, net.scope.turn.token, mine, trace, seed)
+            except KagomeError:
+                raise
+            except Exception as error:
+                raise _part_failed(error, net.scope, channel.rank) from error
         return trace
 
     try:

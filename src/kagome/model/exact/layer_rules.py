@@ -1,7 +1,7 @@
 """Layer rules: adjustments of single layer classes that look at the whole graph in a way of their own.
 
-Where it sits: ``train.graph_engine`` applies them to a model's modules before the first forward pass, and
-removes them afterwards. PyG's classes stay as they are: a rule sets an attribute on one instance.
+Where it sits: ``components.parallelize`` applies them to a model's modules before it installs hooks, and
+removes them after those. PyG's classes stay as they are: a rule sets an attribute on one instance.
 
 To add a rule: write a function (module, scope) -> list of (instance, name, value) to set, and add it to
 ``RULES`` beside the class it is for.
@@ -10,6 +10,7 @@ To add a rule: write a function (module, scope) -> list of (instance, name, valu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
         A function that restores the attributes.
 
     Raises:
-        ModelError: For a layer of :data:`REFUSED`, with its reason.
+        ModelError: For a layer of :data:`REFUSED`, with its reason. The model is unchanged after any error.
     """
     for path, module in model.named_modules():
         for kind, reason in REFUSED:
@@ -49,22 +50,21 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
                     where=path,
                     hint="train it on one rank, or take another layer",
                 )
-    undo: list[tuple[nn.Module, str, Any]] = []
-    for module in model.modules():
-        for kind, rule in RULES:
-            if isinstance(module, kind):
-                for target, name, value in rule(module, scope):
-                    undo.append((target, name, target.__dict__.get(name)))
-                    target.__dict__[name] = value
+    with ExitStack() as undo:
+        for module in model.modules():
+            for kind, rule in RULES:
+                if isinstance(module, kind):
+                    for target, name, value in rule(module, scope):
+                        undo.callback(_restore, target, name, target.__dict__.get(name))
+                        target.__dict__[name] = value
+        return undo.pop_all().close
 
-    def remove() -> None:
-        for module, name, before in reversed(undo):
-            if before is None:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = before  # the user's own attribute
 
-    return remove
+def _restore(module: nn.Module, name: str, before: Any) -> None:
+    if before is None:
+        module.__dict__.pop(name, None)
+    else:
+        module.__dict__[name] = before  # the user's own attribute
 
 
 def _cheb(module: Any, scope: LayerScope) -> Settings:
