@@ -27,7 +27,7 @@ NEEDED: tuple[str, ...] = (
     "rich",
     "matplotlib",
 )
-NEEDED += ("safetensors", "scikit-learn")
+NEEDED += ("jinja2", "markupsafe", "safetensors", "scikit-learn")
 OPTIONAL = {
     "pandas": "some PyG data sets",
     "tensorboard": "--report.tensorboard",
