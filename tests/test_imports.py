@@ -17,7 +17,8 @@ LINES = 600
 """Of a file."""
 MODULES_OF_A_FOLDER = 12
 """Beside its ``__init__``."""
-NO_TORCH = ("cli", "config", "launch", "planner", "records", "report", "schedule", "storage")
+NO_TORCH = ("config", "launch", "planner", "records", "report", "schedule")
+"""Packages of which no module loads torch when it is imported."""
 
 
 def test_packages_import_each_other_in_no_circle():
@@ -100,6 +101,11 @@ def loaded_by(code: str) -> set[str]:
 )
 def test_a_fresh_process_loads_no_torch(code):
     assert not {"torch", "torch_geometric"} & loaded_by(code)
+
+
+def test_no_module_of_these_packages_loads_torch():
+    names = [name for name in MODULES if name.startswith(tuple(f"kagome.{each}" for each in NO_TORCH))]
+    assert not {"torch", "torch_geometric"} & loaded_by(f"import {', '.join(names)}")
 
 
 def test_the_public_face():

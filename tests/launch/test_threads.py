@@ -92,26 +92,16 @@ def test_what_the_user_chose_is_told_from_what_torch_starts_with(monkeypatch, en
 RANK = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}
 
 
-def process(proc: Path, pid: int, parent: int, **env: str) -> None:
-    folder = proc / str(pid)
-    folder.mkdir(parents=True)
-    (folder / "environ").write_bytes(b"".join(f"{k}={v}\0".encode() for k, v in env.items()))
-    (folder / "stat").write_text(f"{pid} (a (name)) S {parent} 1 1 0\n")
-
-
-def test_one_thread_that_torchrun_set_is_nobody_s_choice(tmp_path, monkeypatch):
-    process(tmp_path, 10, 1, PATH="/bin")
-    process(tmp_path, 20, 1, PATH="/bin", OMP_NUM_THREADS="1")
-    process(tmp_path, 11, 10, **RANK)  # a script around the rank
-    process(tmp_path, 21, 20, **RANK)
-    assert set_by_torchrun(RANK, tmp_path, 10)
-    assert set_by_torchrun(RANK, tmp_path, 11)
-    assert not set_by_torchrun(RANK, tmp_path, 20)
-    assert not set_by_torchrun(RANK, tmp_path, 21)
-    assert not set_by_torchrun(RANK, tmp_path, 99), "who cannot know believes the user"
-    assert not set_by_torchrun({**RANK, "OMP_NUM_THREADS": "2"}, tmp_path, 10)
-    assert not set_by_torchrun({**RANK, threads.LAUNCHED: "1"}, tmp_path, 10)
-    assert not set_by_torchrun({"OMP_NUM_THREADS": "1"}, tmp_path, 10)
+def test_one_thread_that_torchrun_set_is_nobody_s_choice(monkeypatch):
+    script, torchrun, user = RANK, {"PATH": "/bin"}, {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
+    assert set_by_torchrun(RANK, [torchrun])
+    assert set_by_torchrun(RANK, [script, torchrun])  # a script around the rank
+    assert not set_by_torchrun(RANK, [user])
+    assert not set_by_torchrun(RANK, [script, user])
+    assert not set_by_torchrun(RANK, []), "who cannot know believes the user"
+    assert not set_by_torchrun({**RANK, "OMP_NUM_THREADS": "2"}, [torchrun])
+    assert not set_by_torchrun({**RANK, threads.LAUNCHED: "1"}, [torchrun])
+    assert not set_by_torchrun({"OMP_NUM_THREADS": "1"}, [torchrun])
     monkeypatch.setattr(threads, "set_by_torchrun", lambda env: True)
     assert chosen(RANK, 1, 8) is None
     assert chosen(RANK, 3, 8) == 3, "torch.set_num_threads(3)"

@@ -10,7 +10,8 @@ import pytest
 
 from kagome.errors import ConfigError
 from kagome.records.spans import Span
-from kagome.report.chrome_trace import gantt_svg, read_trace, representative_epoch, write_trace
+from kagome.report.charts.timeline import gantt_svg, representative_epoch
+from kagome.report.chrome_trace import read_trace, write_trace
 
 
 def two_ranks() -> list[list[Span]]:
@@ -78,6 +79,13 @@ def test_gantt_draws_training_only_and_is_well_formed() -> None:
     assert "rank 1, forward: 1.00 s" in chart
     assert gantt_svg(two_ranks(), 99) == ""
     assert gantt_svg([]) == ""
+
+
+def test_gantt_escapes_names_and_epochs() -> None:
+    script = "<script>alert(1)</script>"
+    chart = gantt_svg([[Span(script, 0.0, 1.0, script)]], script)  # type: ignore[arg-type]
+    assert "<script" not in chart
+    assert chart.count("&lt;script&gt;") == 3  # the tip, the legend and the description
 
 
 def test_gantt_stays_small() -> None:

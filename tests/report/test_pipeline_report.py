@@ -12,8 +12,9 @@ from test_page import check_page, make_run
 from kagome.errors import ScheduleError
 from kagome.records.pipeline import measure, pipeline_summary, predict
 from kagome.records.spans import Span, action_of, by_phase, phase_of
-from kagome.report.chrome_trace import gantt_svg, read_trace, write_trace
-from kagome.report.page.lanes import lanes_svg
+from kagome.report.charts.lanes import lanes_svg
+from kagome.report.charts.timeline import gantt_svg
+from kagome.report.chrome_trace import read_trace, write_trace
 from kagome.report.page.page import write_page
 from kagome.report.summary import headline, summary
 from kagome.schedule.actions import Action, ActionKind, Program, from_text

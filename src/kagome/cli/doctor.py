@@ -9,25 +9,19 @@ import importlib.util
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+import psutil
 
 from kagome.errors import KagomeError
 from kagome.launch.environment import environment
 from kagome.launch.launcher import start_local
 from kagome.launch.threads import chosen, cores, local, quota
 
-NEEDED: tuple[str, ...] = (
-    "torch",
-    "torch-geometric",
-    "numpy",
-    "scipy",
-    "numba",
-    "pymetis",
-    "tyro",
-    "rich",
-    "matplotlib",
+NEEDED = (
+    *("torch", "torch-geometric", "numpy", "scipy", "numba", "pymetis", "tyro", "rich", "jinja2"),
+    *("markupsafe", "psutil", "safetensors", "scikit-learn"),
 )
-NEEDED += ("safetensors", "scikit-learn")
+"""The dependencies that ``pyproject.toml`` declares."""
 OPTIONAL = {
     "pandas": "some PyG data sets",
     "tensorboard": "--report.tensorboard",
@@ -56,7 +50,8 @@ def examine() -> int:
     asked = chosen(os.environ)
     share = ", ".join(f"{local(n)} with {n}" for n in (1, 2, 4))
     _line("threads a rank", f"{share} ranks here" if asked is None else f"{asked}, by OMP_NUM_THREADS")
-    _line("memory", _memory())
+    memory = psutil.virtual_memory()
+    _line("memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     _line(
         "CUDA devices",
@@ -96,12 +91,3 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return "there" if importlib.util.find_spec(name.replace("-", "_")) else None
-
-
-def _memory() -> str:
-    try:
-        facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        total, free = (int(facts[key].split()[0]) / 2**20 for key in ("MemTotal", "MemAvailable"))
-        return f"{free:.1f} of {total:.1f} GiB free"
-    except (OSError, KeyError, ValueError):
-        return "unknown"

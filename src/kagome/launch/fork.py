@@ -9,6 +9,8 @@ import os
 import sys
 from types import TracebackType
 
+import psutil  # noqa: F401  # while there is memory for it: available_bytes needs it
+
 from kagome.launch.host_memory import available_bytes
 from kagome.launch.os_errors import STARVED, refused
 

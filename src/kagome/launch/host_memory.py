@@ -6,6 +6,7 @@ Where it sits: the partitioner's choice, the memory estimate and ``comm.transpor
 from __future__ import annotations
 
 import resource
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -20,34 +21,21 @@ def available_bytes() -> int | None:
     Returns:
         The bytes; None if the system does not say.
     """
-    found = [_machine(), _group(), _space()]
+    import psutil  # here, because it would take a twentieth of the start of every command
+
+    found = [_group()]
+    with suppress(OSError, psutil.Error):  # such as: this process may open no more files
+        found.append(psutil.virtual_memory().available)
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft != resource.RLIM_INFINITY:
+            found.append(max(0, soft - psutil.Process().memory_info().vms))
     return min((amount for amount in found if amount is not None), default=None)
-
-
-def _machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
-
-
-def _space() -> int | None:
-    """Return what the limit of this process's address space leaves; None without a limit."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft == resource.RLIM_INFINITY:
-        return None
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return soft
-    return max(0, soft - pages * resource.getpagesize())
 
 
 def _group() -> int | None:
     """Return what the control groups above this process leave, in either version.
 
-    File cache counts as free.
+    File cache counts as free. psutil does not read control groups.
     """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
+
 from kagome.errors import ADVICE, CommError, KagomeError, LaunchError, ResourceError
 from kagome.launch.environment import RESTARTS, STORE, Ranks, environment
 from kagome.launch.host_memory import available_bytes
@@ -367,7 +369,9 @@ class _Guard:
                 continue
             self._tell_stopped(pids)
             died = [
-                r for r, pid in pids.items() if not _alive(pid) and not (self.folder / f"done-{r}").exists()
+                r
+                for r, pid in pids.items()
+                if not psutil.pid_exists(pid) and not (self.folder / f"done-{r}").exists()
             ]
             if failed_at is None and (died or any(self.folder.glob("failed-*"))):
                 failed_at = time.monotonic()
@@ -391,7 +395,7 @@ class _Guard:
 
     def _kill(self) -> None:
         for rank, pid in self._pids().items():
-            if _alive(pid):
+            if psutil.pid_exists(pid):
                 self.killed.add(rank)
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -422,19 +426,11 @@ def _ending(code: int) -> str:
     return f"its process was killed by {name}{cause}"
 
 
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def _stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal; known on Linux only."""
+    """Return whether a process was stopped by a signal."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except (OSError, psutil.Error):
         return False
 
 
@@ -473,7 +469,7 @@ def _die_with(launcher: int) -> None:
 def _ended(pid: int, *, wait: bool = False) -> bool:
     """Return whether a process has ended, even if its parent has not collected its exit code."""
     if sys.platform != "linux":
-        return not _alive(pid)
+        return not psutil.pid_exists(pid)
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

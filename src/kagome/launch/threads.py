@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +98,7 @@ def chosen(env: Mapping[str, str], current: int | None = None, count: int | None
     return None if current is None or current in starts else current
 
 
-def set_by_torchrun(env: Mapping[str, str], proc: Path = Path("/proc"), pid: int | None = None) -> bool:
+def set_by_torchrun(env: Mapping[str, str], above: Iterable[Mapping[str, str]] | None = None) -> bool:
     """Return whether torchrun set ``OMP_NUM_THREADS=1``, which it does if the user did not set it.
 
     The environment that torchrun itself was started with shows it. If it cannot be read, the user is assumed
@@ -105,27 +106,33 @@ def set_by_torchrun(env: Mapping[str, str], proc: Path = Path("/proc"), pid: int
 
     Args:
         env: This process's environment.
-        proc: Folder in which the system shows its processes.
-        pid: The process to begin with; by default the parent.
+        above: Environments that the processes above this one were started with, the parent's first; by
+            default as the system tells them.
     """
     if env.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in env or LAUNCHED in env:
         return False
-    pid = os.getppid() if pid is None else pid
-    try:
-        for _ in range(16):  # torchrun may be the parent, or start a script that starts this process
-            names = {pair.split(b"=")[0] for pair in (proc / str(pid) / "environ").read_bytes().split(b"\0")}
-            if b"TORCHELASTIC_RUN_ID" not in names:
-                return b"OMP_NUM_THREADS" not in names
-            pid = int((proc / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
-    except (OSError, ValueError, IndexError):
-        pass
+    # Torchrun may be the parent, or start a script that starts this process.
+    for names in _environments_above() if above is None else above:
+        if "TORCHELASTIC_RUN_ID" not in names:
+            return "OMP_NUM_THREADS" not in names
     return False
+
+
+def _environments_above() -> Iterator[Mapping[str, str]]:
+    """Yield the environments that the processes above this one were started with, if they may be read."""
+    import psutil  # here, because it would take a twentieth of the start of every command
+
+    with suppress(OSError, psutil.Error):
+        for process in psutil.Process().parents():
+            yield process.environ()
 
 
 def quota(
     groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float | None, str]:
     """Return the CPU time in cores that this process's cgroups leave it, and the cgroup that leaves least.
+
+    psutil does not read cgroups.
 
     Args:
         groups: File in which the system lists this process's cgroups.

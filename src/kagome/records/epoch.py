@@ -236,7 +236,10 @@ class Memory:
 
 
 def _status(key: str) -> int | None:
-    """Return a size in bytes from ``/proc/self/status``, or None if it is not there."""
+    """Return a size in bytes from ``/proc/self/status``, or None if it is not there.
+
+    psutil has neither the peak nor the pages of files without those of shared memory.
+    """
     try:
         with open("/proc/self/status", encoding="utf-8") as lines:
             for line in lines:

@@ -1,6 +1,6 @@
 """Memory by kind: what a rank holds in memory, predicted and measured side by side.
 
-Where it sits: ``memory`` and ``train`` fill it; ``report.summary`` writes it, and ``report.page.sections``
+Where it sits: ``memory`` and ``train`` fill it; ``report.summary`` writes it, and ``report.page.page``
 and the terminal's table show it.
 """
 

@@ -1,38 +1,21 @@
-"""Chrome trace of a run: ``trace.json`` for Perfetto, and one epoch as a Gantt chart.
+"""Chrome trace of a run: ``trace.json`` for Perfetto.
 
-Where it sits: rank 0 writes it from the spans gathered from all ranks; ``report.page.page`` reads it back for
-the chart.
+Where it sits: rank 0 writes it from the spans gathered from all ranks; ``run_data`` reads it back for the
+charts of the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from kagome.config.fields import shown
 from kagome.errors import ConfigError
-from kagome.records.spans import (
-    COMPUTE,
-    MOVE,
-    PHASES,
-    SET_UP,
-    Span,
-    action_of,
-    median_epoch,
-    phase_of,
-    training,
-)
-from kagome.records.units import seconds_text
-from kagome.report.charts.style import ink
-from kagome.report.charts.svg import legend, nice_ticks, short
+from kagome.records.spans import COMPUTE, MOVE, SET_UP, Span, action_of
 from kagome.schedule.actions import Action
 from kagome.storage import text_files
 from kagome.storage.atomic import write_json
-
-MOST_RECTS = 2000
-MOST_RANKS = 64
 
 _CNAMES = {"F": "rail_response", "B": "rail_load", "SEND": "rail_idle", "RECV": "generic_work"}
 """Colours that chrome://tracing knows by name. Perfetto colours a slice by its name without numbers, so each
@@ -132,71 +115,6 @@ def _span(event: Any) -> tuple[int, Span | None]:
             f"dur {shown(times[1], 40)} and epoch {shown(epoch, 40)}"
         )
     return rank, Span(name, times[0] / 1e6, times[1] / 1e6, epoch)
-
-
-def representative_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
-    """Return the epoch of median length among those that every rank kept, without the first if possible."""
-    return median_epoch([list(training(spans)) for spans in spans_by_rank])
-
-
-def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -> str:
-    """Draw one epoch's training as bars, one row per rank, with a legend; without evaluation and checkpoints.
-
-    If there are more than :data:`MOST_RANKS` ranks, the first are drawn.
-
-    Args:
-        spans_by_rank: One list per rank, with one common zero.
-        epoch: The epoch to draw; by default :func:`representative_epoch`.
-
-    Returns:
-        A legend and an inline SVG that stretches to its column, or ``""`` if no epoch was kept.
-    """
-    epoch = representative_epoch(spans_by_rank) if epoch is None else epoch
-    rows = [[span for span in training(spans) if span.epoch == epoch] for spans in spans_by_rank[:MOST_RANKS]]
-    if epoch is None or not any(rows):
-        return ""
-    zero = min(span.start for spans in rows for span in spans)
-    length = max(span.start + span.duration for spans in rows for span in spans) - zero or 1e-9
-    height, step = (20, 26) if len(rows) <= 16 else (8, 11)
-    most = max(MOST_RECTS // len(rows), 8)
-    bottom = len(rows) * step
-    drawn = axis(length, bottom)
-    for rank, spans in enumerate(rows):
-        top = rank * step
-        label_at = top + height / 2 + 4
-        if len(rows) <= 16 or rank % 4 == 0:
-            drawn.append(f'<text x="-8" y="{label_at:g}" text-anchor="end">rank {rank}</text>')
-        drawn.append(f'<rect class="track" y="{top}" width="100%" height="{height}"/>')
-        # An action of a pipeline has the colour of its phase.
-        longest = sorted(spans, key=lambda span: -span.duration)[:most]
-        # Inner phases are drawn later, and so on top of the phase around them.
-        for span in sorted(longest, key=lambda span: (span.start, -span.duration)):
-            x, width = 100 * (span.start - zero) / length, 100 * span.duration / length
-            tip = escape(f"rank {rank}, {span.name}: {seconds_text(span.duration)}")
-            drawn.append(
-                f'<rect class="{ink(phase_of(span.name))}" x="{x:.3f}%" y="{top}" width="{width:.3f}%" '
-                f'height="{height}"><title>{tip}</title></rect>'
-            )
-    seen = {phase_of(span.name) for spans in rows for span in spans}
-    names = [name for name in PHASES if name in seen] + sorted(seen - set(PHASES))
-    return (
-        f"{legend([(ink(name), name) for name in names])}"
-        f'<svg class="gantt" height="{bottom + 20}" role="img" '
-        f'aria-label="Epoch {escape(str(epoch))}, phases of each rank over time">{"".join(drawn)}</svg>'
-    )
-
-
-def axis(length: float, bottom: float) -> list[str]:
-    """Return lines and times below and behind the bars of a chart that is ``length`` seconds wide."""
-    drawn = []
-    for tick in nice_ticks(0.0, length, most=5):
-        if tick <= length:
-            at = 100 * tick / length
-            side = "start" if at < 3 else "end" if at > 97 else "middle"
-            text = short(seconds_text(tick))
-            drawn.append(f'<line class="grid" x1="{at:.2f}%" x2="{at:.2f}%" y2="{bottom + 3}"/>')
-            drawn.append(f'<text x="{at:.2f}%" y="{bottom + 15}" text-anchor="{side}">{text}</text>')
-    return drawn
 
 
 def _arguments(action: Action) -> dict[str, Any]:

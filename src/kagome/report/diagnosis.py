@@ -1,6 +1,6 @@
 """Diagnosis: which part of the run took the time, in one sentence.
 
-Where it sits: reads the summary's seconds by phase and rank; ``report.page.sections`` shows the sentence.
+Where it sits: reads the summary's seconds by phase and rank; ``report.page.page`` shows the sentence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exchange summary: what coded and stale rows save and cost, for the summary and the page.
 
 Where it sits: ``adaptive.report`` gives codecs, errors and probes; ``summary`` joins them with the epochs'
-records; ``report.page.sections`` shows them.
+records; ``report.page.page`` shows them.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Charts as HTML with inline SVG, and their style."""
+"""Charts: the numbers of each, which ``templates/charts.html`` draws as inline SVG."""

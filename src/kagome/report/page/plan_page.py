@@ -1,25 +1,34 @@
 """Plan page: plans side by side, and what the ranks would do in an epoch under the best ones.
 
-Where it sits: ``kagome plan`` and ``plan="auto"`` write it; it draws what ``planner.candidates`` ranked.
+Where it sits: ``kagome plan`` and ``plan="auto"`` write it; it shows what ``planner.candidates`` ranked with
+the template ``plans.html``.
 """
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
+
+from markupsafe import Markup
 
 from kagome.records.plan import HEAD, PlanRow, Ranked, cells, title_of
 from kagome.records.units import seconds_text
-from kagome.report.charts.style import ink
-from kagome.report.charts.svg import Bar, bars, legend
-from kagome.report.page.html import document, section, table
-from kagome.report.page.lanes import MOST_ROWS, predicted_svg
+from kagome.report.charts.bars import Bar, bars
+from kagome.report.charts.colours import ink
+from kagome.report.charts.lanes import MOST_ROWS, predicted_svg
+from kagome.report.rendering import page
 from kagome.storage.atomic import write_text
 
 DRAWN = 3
 """Number of plans of which an epoch is drawn."""
 MOST_BARS = 16
 """Number of plans that are shown side by side as bars."""
+_BUSY, _MESSAGES, _WAITING = (
+    (ink("compute"), "computing"),
+    (ink("exchange"), "messages"),
+    (ink("waiting"), "waiting for the slowest"),
+)
+"""Colour class and name of the parts of a rank's epoch."""
 
 
 def write_plans(path: str | Path, plans: Ranked) -> Path:
@@ -37,72 +46,49 @@ def write_plans(path: str | Path, plans: Ranked) -> Path:
 
 def plans_html(plans: Ranked) -> str:
     """Return the page of ranked plans as HTML."""
-    numbered = list(enumerate(plans.fitting, start=1))
-    return document(
-        f"Plans for {plans.facts['ranks']} ranks",
-        title_of(plans),
-        [_beside(plans), *(_epoch(number, one) for number, one in numbered[:DRAWN]), _reasons(plans)],
-        "Kagome, predicted: nothing of this was run",
+    fitting, refused = plans.fitting, plans.refused
+    return page(
+        "plans.html",
+        title=f"Plans for {plans.facts['ranks']} ranks",
+        facts=title_of(plans),
+        best=fitting[0],
+        plans=_beside(fitting[:MOST_BARS]),
+        head=HEAD,
+        rows=[cells(one) for one in (*fitting, *(one for one, _ in refused))],
+        epochs=[(one, _epoch(one)) for one in fitting[:DRAWN]],
+        parts=(_BUSY, _MESSAGES, _WAITING),
+        reasons=[
+            *(f"{one.name}: {one.reason}." for one in fitting),
+            *plans.facts.get("notes", ()),
+            *(f"{one.name}: {why}." for one, why in refused),
+        ],
+        footer="Kagome, predicted: nothing of this was run",
     )
 
 
-def _beside(plans: Ranked) -> str:
-    best = plans.fitting[0]
+def _beside(plans: Sequence[PlanRow]) -> Markup:
+    """Draw an epoch of each plan, of its slowest rank."""
     rows = [
         Bar(
             one.name,
-            [
-                (ink("compute"), "computing", one.compute_seconds),
-                (ink("waiting"), "waiting", one.exposed_seconds),
-            ],
+            [(*_BUSY, one.compute_seconds), (ink("waiting"), "waiting", one.exposed_seconds)],
             seconds_text(one.epoch_seconds),
         )
-        for one in plans.fitting[:MOST_BARS]
+        for one in plans
     ]
-    keys = legend([(ink("compute"), "the slowest rank computes"), (ink("waiting"), "it waits")])
-    numbers = table(HEAD, [cells(one) for one in (*plans.fitting, *(one for one, _ in plans.refused))])
-    lead = f"An epoch of each plan that fits, the best first. {best.name}: {best.reason}."
-    return section("Plans", keys + bars(rows, seconds_text) + numbers, lead)
+    return bars(rows, seconds_text)
 
 
-def _epoch(number: int, one: PlanRow) -> str:
-    title = f"{number}. {one.name}"
+def _epoch(one: PlanRow) -> Markup:
+    """Draw an epoch of a plan: its stages over time, or how long each rank computes."""
     if one.run is not None:
-        rest = one.epoch_seconds - one.run.seconds
-        more = (
-            f" {seconds_text(rest)} for neighbours of other parts and sums come on top." if rest > 0 else ""
-        )
-        return section(
-            title,
-            predicted_svg(one.run),
-            f"What each stage does in an epoch; {one.run.bubble:.0%} of it goes by without computing.{more}",
-        )
+        return predicted_svg(one.run)
     rows = [
         Bar(
             f"rank {rank}",
-            [
-                (ink("compute"), "computing", busy),
-                (ink("exchange"), "messages", one.exposed_seconds),
-                (ink("waiting"), "waiting for the slowest", one.compute_seconds - busy),
-            ],
+            [(*_BUSY, busy), (*_MESSAGES, one.exposed_seconds), (*_WAITING, one.compute_seconds - busy)],
             seconds_text(busy),
         )
         for rank, busy in enumerate(one.busy[:MOST_ROWS])
     ]
-    keys = legend(
-        [
-            (ink("compute"), "computing"),
-            (ink("exchange"), "messages"),
-            (ink("waiting"), "waiting for the slowest"),
-        ]
-    )
-    alike = "Each rank's epoch." if len(one.busy) > 1 else "All ranks' epochs are alike."
-    return section(title, keys + bars(rows, seconds_text), alike)
-
-
-def _reasons(plans: Ranked) -> str:
-    told = [f"{one.name}: {one.reason}." for one in plans.fitting]
-    told += [str(note) for note in plans.facts.get("notes", ())]
-    told += [f"{one.name}: {why}." for one, why in plans.refused]
-    items = "".join(f"<li>{escape(text)}</li>" for text in told)
-    return section("Why", f"<ul>{items}</ul>")
+    return bars(rows, seconds_text)

@@ -1,7 +1,7 @@
 """Stages page: a pipeline of any module, with its stages side by side and one update over time.
 
-Where it sits: ``pipelining.dag`` writes it at the end; it draws what ``records.pipeline`` measures from the
-ranks' spans.
+Where it sits: ``pipelining.dag`` writes it at the end; it shows what ``records.pipeline`` measures from the
+ranks' spans with the template ``stages.html``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kagome.records.pipeline import pipeline_summary
 from kagome.records.spans import Span, common_epochs
 from kagome.records.units import bytes_text, count_text, seconds_text
 from kagome.report.chrome_trace import write_trace
-from kagome.report.page.html import document, section, table
 from kagome.report.page.over_time import over_time
+from kagome.report.rendering import page
 from kagome.schedule.actions import Program
 from kagome.storage.atomic import write_json, write_text
 
@@ -75,21 +75,18 @@ def write_stages(
     }
     write_trace(folder / "trace.json", spans)
     write_json(folder / "summary.json", summary)
-    return write_text(folder / "report.html", stages_html(stages, programs, spans, facts))
-
-
-def stages_html(
-    stages: Sequence[StageRow],
-    programs: Sequence[Program],
-    spans: Sequence[Sequence[Span]],
-    facts: Mapping[str, Any],
-) -> str:
-    """Return the page as HTML; the arguments are those of :func:`write_stages`."""
     ranks = sum(one.devices for one in stages)
-    told = f"{len(stages)} stages on {ranks} ranks; {count_text(facts['batch'])} samples an update"
-    chart = over_time(spans, programs, epoch="update", chunks="micro-batches")
-    parts = [_figures(facts, update_seconds(spans)), chart, _stages(stages), _traffic(facts)]
-    return document(facts["title"], told, parts, "Kagome")
+    text = page(
+        "stages.html",
+        title=facts["title"],
+        facts=f"{len(stages)} stages on {ranks} ranks; {count_text(facts['batch'])} samples an update",
+        updates=_figures(facts, summary["update_seconds"]),
+        pipeline=over_time(spans, programs),
+        stages=[_cells(number, one) for number, one in enumerate(stages)],
+        traffic=[(kind, bytes_text(value)) for kind, value in facts["bytes"].items() if value],
+        footer="Kagome",
+    )
+    return write_text(folder / "report.html", text)
 
 
 def update_seconds(spans: Sequence[Sequence[Span]]) -> float | None:
@@ -101,42 +98,27 @@ def update_seconds(spans: Sequence[Sequence[Span]]) -> float | None:
     return median(found) if found else None
 
 
-def _figures(facts: Mapping[str, Any], seconds: float | None) -> str:
-    rows = [["updates", count_text(facts["updates"])]]
+def _figures(facts: Mapping[str, Any], seconds: float | None) -> list[tuple[str, str]]:
+    rows = [("updates", count_text(facts["updates"]))]
     if seconds:
-        rows.append(["an update", seconds_text(seconds)])
-        rows.append(["samples a second", f"{facts['batch'] / seconds:,.1f}"])
+        rows.append(("an update", seconds_text(seconds)))
+        rows.append(("samples a second", f"{facts['batch'] / seconds:,.1f}"))
     if facts["last_loss"] is not None:
-        rows.append(["loss of the last", f"{facts['last_loss']:.4f}"])
-    return section("Updates", table(["", ""], rows))
+        rows.append(("loss of the last", f"{facts['last_loss']:.4f}"))
+    return rows
 
 
-def _stages(stages: Sequence[StageRow]) -> str:
-    rows = []
-    for number, one in enumerate(stages):
-        names = list(one.operators)
-        if len(names) > NAMED:
-            names = [*names[: NAMED - 1], "...", names[-1]]
-        reads = ", ".join(map(str, one.reads)) or "inputs alone"
-        rows.append(
-            [
-                str(number),
-                reads,
-                str(one.devices),
-                str(one.micro_batch),
-                str(one.k),
-                bytes_text(one.weights),
-                f"{len(one.operators)}: {' '.join(names)}",
-            ]
-        )
-    head = ["stage", "reads stages", "ranks", "micro-batch", "k", "weights", "operators"]
-    lead = "Stages that do not read each other run at the same time. A stage's ranks divide each micro-batch."
-    return section("Stages", table(head, rows), lead)
-
-
-def _traffic(facts: Mapping[str, Any]) -> str:
-    kinds = {kind: value for kind, value in facts["bytes"].items() if value}
-    rows = [[kind, bytes_text(value)] for kind, value in kinds.items()]
+def _cells(number: int, one: StageRow) -> tuple[str, ...]:
+    """Return a stage's row of the table."""
+    names = list(one.operators)
+    if len(names) > NAMED:
+        names = [*names[: NAMED - 1], "...", names[-1]]
     return (
-        section("Traffic", table(["", "bytes"], rows), "Sent by all ranks since the start.") if rows else ""
+        str(number),
+        ", ".join(map(str, one.reads)) or "inputs alone",
+        str(one.devices),
+        str(one.micro_batch),
+        str(one.k),
+        bytes_text(one.weights),
+        f"{len(one.operators)}: {' '.join(names)}",
     )

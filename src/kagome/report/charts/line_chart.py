@@ -1,7 +1,6 @@
-"""Small charts as HTML with inline SVG: curves, stacked bars and legends.
+"""Line charts: curves over the epochs, and round numbers for the axes of every chart.
 
-Where it sits: ``report.page`` and ``report.chrome_trace`` draw with it from plain numbers; colours and
-type come from ``style``.
+Where it sits: ``report.page`` shows them; ``timeline`` takes its times from here.
 """
 
 from __future__ import annotations
@@ -9,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import pairwise
 
-Text = Callable[[float], str]
+from markupsafe import Markup
+
+from kagome.report.rendering import chart
+
 MOST_POINTS = 400
 
 
@@ -23,77 +24,19 @@ class Series:
     name: str
     """The name in the legend."""
     ink: str
-    """The colour class (``style``)."""
+    """The colour class (``colours``)."""
     points: Sequence[tuple[float, float]]
     """Pairs of x and y, sorted by x, all finite."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A row of stacked segments."""
-
-    label: str
-    """The text left of the bar."""
-    segments: Sequence[tuple[str, str, float]]
-    """Colour class, name and value of each segment."""
-    text: str
-    """The text right of the bar."""
-
-
-def legend(items: Sequence[tuple[str, str]]) -> str:
-    """Return a legend that wraps to its column.
-
-    Args:
-        items: Colour class and text of each entry.
-
-    Returns:
-        HTML.
-    """
-    keys = "".join(f'<li><i class="{escape(ink)}"></i>{escape(text)}</li>' for ink, text in items)
-    return f'<ul class="legend">{keys}</ul>'
-
-
-def bars(rows: Sequence[Bar], value_text: Text) -> str:
-    """Return stacked horizontal bars to one scale, one per row; each segment shows its name on hovering.
-
-    Args:
-        rows: The rows.
-        value_text: Formats a segment's value.
-
-    Returns:
-        HTML.
-    """
-    whole = max((sum(value for _, _, value in row.segments) for row in rows), default=0.0) or 1.0
-    lines = []
-    for row in rows:
-        at, rects = 0.0, []
-        for ink, name, value in row.segments:
-            if value <= 0:
-                continue
-            share = 100 * value / whole
-            tip = escape(f"{row.label}, {name}: {value_text(value)}")
-            rects.append(
-                f'<rect class="{escape(ink)}" x="{at:.2f}%" width="{share:.2f}%" height="100%">'
-                f"<title>{tip}</title></rect>"
-            )
-            at += share
-        lines.append(
-            f'<span class="name">{escape(row.label)}</span>'
-            f'<svg class="bar" role="img" aria-label="{escape(f"{row.label} {row.text}")}">'
-            f"{''.join(rects)}</svg>"
-            f'<span class="value">{escape(row.text)}</span>'
-        )
-    return f'<div class="bars">{"".join(lines)}</div>'
 
 
 def curves(
     title: str,
     series: Sequence[Series],
-    value_text: Text,
+    value_text: Callable[[float], str],
     *,
     mark: tuple[float, str] | None = None,
     from_zero: bool = False,
-) -> str:
+) -> Markup:
     """Return a line chart that stretches to its column, with text of fixed size.
 
     If all values are above 0 and span more than a factor of 50, the axis is logarithmic and labelled so.
@@ -106,11 +49,11 @@ def curves(
         from_zero: Whether the axis starts at 0.
 
     Returns:
-        HTML, or ``""`` if there is no point.
+        HTML; nothing if there is no point.
     """
     series = [line for line in series if line.points]
     if not series:
-        return ""
+        return Markup()
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points]
     log = not from_zero and min(ys) > 0 and max(ys) > 50 * min(ys)
@@ -125,34 +68,23 @@ def curves(
     def y_at(y: float) -> float:
         return 100 * (high - scale(y)) / (high - low) if high > low else 50.0
 
-    grid = "".join(f'<line class="grid" x2="100" y1="{y_at(t):.2f}" y2="{y_at(t):.2f}"/>' for t in ticks)
-    if mark is not None and left <= mark[0] <= right:
-        at = x_at(mark[0])
-        grid += f'<line class="mark" x1="{at:.2f}" x2="{at:.2f}" y2="100"/>'
     lines = []
     for line in series:
         points = [(x_at(x), y_at(y)) for x, y in thinned(line.points)]
         if len(points) == 1:
             # A single point draws no line: a dash in its place is visible.
             points = [(points[0][0] - 1, points[0][1]), (points[0][0] + 1, points[0][1])]
-        path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        lines.append(f'<polyline class="{escape(line.ink)}" points="{path}"/>')
-    y_labels = "".join(
-        f'<span style="top:{y_at(t):.2f}%">{escape(short(value_text(t)))}</span>' for t in ticks
-    )
+        lines.append((line.ink, points))
     x_ticks = [t for t in nice_ticks(left, right, most=6) if left <= t <= right and t == int(t)]
-    x_labels = "".join(f'<span style="left:{x_at(t):.2f}%">{int(t)}</span>' for t in x_ticks)
-    tag = ""
-    if mark is not None and left <= mark[0] <= right:
-        side = "before" if x_at(mark[0]) > 60 else "after"
-        tag = f'<b class="{side}" style="left:{x_at(mark[0]):.2f}%">{escape(mark[1])}</b>'
-    unit = " <small>log scale</small>" if log else ""
-    last = [(line.ink, f"{line.name}, last {value_text(line.points[-1][1])}") for line in series]
-    return (
-        f"<figure><figcaption>{escape(title)}{unit}</figcaption>{legend(last)}"
-        f'<div class="plot"><div class="y">{y_labels}</div><div class="area">'
-        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{escape(title)}">'
-        f'{grid}{"".join(lines)}</svg>{tag}</div><div class="x">{x_labels}<em>epoch</em></div></div></figure>'
+    return chart(
+        "curves",
+        title=title,
+        log=log,
+        inks=[(line.ink, f"{line.name}, last {value_text(line.points[-1][1])}") for line in series],
+        lines=lines,
+        x_ticks=[(x_at(t), int(t)) for t in x_ticks],
+        y_ticks=[(y_at(t), short(value_text(t))) for t in ticks],
+        mark=None if mark is None or not left <= mark[0] <= right else (x_at(mark[0]), mark[1]),
     )
 
 
