@@ -131,7 +131,7 @@ class CompressedExchange:
 
     @property
     def known(self) -> EpochRows:
-        """Rows of earlier epochs."""
+        """This rank's rows of earlier epochs."""
         return self.state.rows
 
     @property

@@ -288,8 +288,7 @@ class Trainer:
         heard = self._callbacks.hear("on_epoch_end")
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
-        self._is_whole = False
-        ending, heap = self.costs.ending(noting), set_aside(epochs - self.epoch)
+        self._is_whole, ending, heap = False, self.costs.ending(noting), set_aside(epochs - self.epoch)
         with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.net:
             loop = EpochLoop(epochs, asked, noting, delays=self.settings.parallel.max_age > 0 and not heard)
             while self.epoch < epochs and self._one_epoch(loop):
