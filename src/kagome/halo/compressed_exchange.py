@@ -131,7 +131,7 @@ class CompressedExchange:
 
     @property
     def known(self) -> EpochRows:
-        """This rank's rows of earlier epochs."""
+        """Rows of earlier epochs, by site and direction."""
         return self.state.rows
 
     @property
