@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kagome.comm.in_process.thread_group import Come, ThreadChannel, ThreadGroup
@@ -30,9 +29,10 @@ from kagome.config import Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.graph.partition.partition import Partition, partition
 from kagome.intercept.interceptor import Interceptor
-from kagome.memory.tensor_bytes import HeldTensor, ledger_of, restored
+from kagome.memory.tensor_bytes import ledger_of
 from kagome.model.copies import copied
 from kagome.model.exact.handlers import HANDLERS
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.model.trace.graph import LayerGraph
 from kagome.profile.part_size import UNITS, PartSize, counts_of, fitted
 from kagome.profile.step_shapes import SAMPLE, On
@@ -223,19 +223,13 @@ def _sharing(twin: nn.Module) -> nn.Module:
 
 
 def _run(model: nn.Module, graph: LayerGraph, scope: Interceptor, channel: _Noting, train: Train) -> _Ran:
-    alive: list[Tensor] = []
+    saved = SavedTensors(keeps=True)
     kept: list[tuple[str, list[Tensor]]] = []
     read: list[tuple[str, int, int]] = []
     back: dict[str, float] = {}
-
-    def keep(tensor: Tensor) -> HeldTensor:
-        alive.append(tensor.detach())  # keeps the memory from being used again for another tensor
-        return HeldTensor(tensor)
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, restored)
-    with On(model, scope, train), hooks:
+    with On(model, scope, train), saved.recording():
         for step, (forward, backward) in step_by_step(model, graph, scope, lambda: float(channel.halo)):
-            kept.append((step.name, alive))
+            kept.append((step.name, saved.take()))
             back[step.name] = backward
             for rows, size in channel.gone:
                 if size and forward > 0:  # messages of the forward come first
@@ -244,7 +238,7 @@ def _run(model: nn.Module, graph: LayerGraph, scope: Interceptor, channel: _Noti
                     place = rows.data_ptr() if scope.lasting(rows) else -len(read) - 1
                     read.append((step.name, place, size))
                     forward -= size
-            alive, channel.gone = [], []
+            channel.gone = []
             scope.forget_kept()  # a stage that starts with the next step would read and compute it anew
         ledger = ledger_of(scope, model)
         held = [(name, *place) for name, some in kept for place in ledger.apart(some).items()]

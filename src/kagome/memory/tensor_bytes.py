@@ -7,7 +7,6 @@ Where it sits: ``train.graph_engine`` puts a :class:`SavedMemory` around the fir
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from kagome.halo.comm_recorder import tensors_of
 from kagome.intercept.interceptor import Interceptor
 from kagome.memory.held_tensors import holding
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.records.memory import MemoryByKind
 
 
@@ -111,33 +111,6 @@ def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-class HeldTensor:
-    """A tensor saved by autograd; it is freed as soon as autograd releases it."""
-
-    __slots__ = ("__weakref__", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # The detached tensor shares memory and version with the saved one, but has no graph: a result saved
-        # by its own node would keep that node alive for ever.
-        with torch._C.DisableTorchFunction():  # this is not part of the user's computation
-            self.tensor, self.version = tensor.detach(), tensor._version
-
-
-def restored(kept: HeldTensor) -> Tensor:
-    """Return the tensor that was saved, for autograd's unpack hook.
-
-    Raises:
-        RuntimeError: If the tensor has been written to since.
-    """
-    if kept.tensor._version != kept.version:  # with hooks set, torch leaves this check to them
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {list(kept.tensor.shape)} is at version {kept.tensor._version}; "
-            f"expected version {kept.version}"
-        )
-    return kept.tensor
-
-
 class SavedMemory:
     """A context around one forward in training that measures what autograd saves until backward.
 
@@ -147,9 +120,6 @@ class SavedMemory:
     Args:
         scope: The rank's interceptor.
         model: The user's module.
-
-    Cost:
-        Some microseconds for each tensor that autograd saves.
     """
 
     def __init__(self, scope: Interceptor, model: nn.Module) -> None:
@@ -157,30 +127,24 @@ class SavedMemory:
         self.bytes: Mapping[str, int] | None = None
 
     def __enter__(self) -> SavedMemory:
-        self._found: list[weakref.ref[HeldTensor]] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
-        self._hooks.__enter__()
+        self._saved = SavedTensors()
+        self._recording = self._saved.recording()
+        self._recording.__enter__()
         self.scope.channel.tapes = []
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+        self._recording.__exit__(kind, error, trace)
         tapes, self.scope.channel.tapes = self.scope.channel.tapes or [], None
         if error is None:
             ledger = ledger_of(self.scope, self.model)
             ledger.bytes.clear()
-            ledger.add("activations", (k.tensor for f in self._found if (k := f()) is not None), rows=True)
+            ledger.add("activations", self._saved.take(), rows=True)
             for tape in tapes:
                 ledger.add("activations", tensors_of(tape), rows=True)
             self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
-        self._found = []
-
-    def _pack(self, tensor: Tensor) -> HeldTensor:
-        kept = HeldTensor(tensor)
-        self._found.append(weakref.ref(kept))
-        return kept
 
 
 def measure(

@@ -6,17 +6,16 @@ measurement with the estimate. For a part in one piece, ``memory.tensor_bytes.Sa
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.components.offload import Offload
-from kagome.memory.tensor_bytes import HeldTensor, TensorMemory, add_scope, restored, tensors_in
+from kagome.memory.tensor_bytes import TensorMemory, add_scope, tensors_in
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.pipelining.chunking import Chunking
 from kagome.records.memory import MemoryByKind
 
@@ -33,8 +32,8 @@ class ChunkActivations:
         model: The user's module.
 
     Cost:
-        In the first epochs some microseconds for each tensor that autograd saves. After each chunk's forward
-        a pass over all saved tensors and all tensors that the chunks hold.
+        In the first epochs that of :class:`SavedTensors`. After each chunk's forward a pass over all saved
+        tensors and all tensors that the chunks hold.
     """
 
     def __init__(self, offload: Offload, chunks: Chunking, model: nn.Module) -> None:
@@ -42,34 +41,27 @@ class ChunkActivations:
         self.most: int | None = None
         """Most bytes that were saved at one time; None if nothing was measured."""
         self._left = 0 if offload.moves else WATCHED
-        self._found: list[weakref.ref[HeldTensor]] = []
+        self._saved = SavedTensors()
 
     def saving(self) -> AbstractContextManager[None]:
         """Return the context in which a forward of training runs."""
         if not self._left:
             return self.offload.saving()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
+        return self._saved.recording()
 
     def look(self) -> None:
         """Count the saved bytes of all chunks after a chunk's forward, without tensors held in any case."""
         if not self._left:
             return
-        alive = [(reference, kept.tensor) for reference in self._found if (kept := reference()) is not None]
-        self._found = [reference for reference, _ in alive]
         # In lockstep other chunks are in flight too. What is held in any case is counted anew each time,
         # because freed memory is used again for other tensors.
         anyhow = ledger_of_chunks(self.chunks, self.model)
-        self.most = max(self.most or 0, sum(anyhow.apart(tensor for _, tensor in alive).values()))
+        self.most = max(self.most or 0, sum(anyhow.apart(self._saved.alive()).values()))
 
     def done(self) -> None:
         """Note that an epoch has ended."""
         self._left = max(self._left - 1, 0)
-        self._found = []
-
-    def _pack(self, tensor: Tensor) -> HeldTensor:
-        kept = HeldTensor(tensor)
-        self._found.append(weakref.ref(kept))
-        return kept
+        self._saved.take()
 
 
 def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
