@@ -33,7 +33,7 @@ from kagome.deferred.lazy_tensor import EscapeError
 from kagome.graph.partition.partition import Partition, extract
 from kagome.intercept.hooks import install
 from kagome.intercept.interceptor import Interceptor
-from kagome.memory.tensor_bytes import SavedMemory, ledger_of
+from kagome.memory.tensor_bytes import SavedMemory, ledger_of, optimizer_tensors
 from kagome.model.copies import copied
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
@@ -225,12 +225,7 @@ def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | N
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
+    return sum(tensor.nbytes for tensor in optimizer_tensors(optimizer))
 
 
 def _given(part: Partition) -> dict[str, tuple[float, ...]]:

@@ -95,11 +95,21 @@ def ledger_of(scope: Interceptor, model: nn.Module, copies: Iterable[Tensor] = (
     plan = scope.views[0].rows
     ledger = TensorMemory(plan.own, plan.halo, scope.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
-    for kind, tensor in holding(scope):
-        ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
+    add_scope(ledger, scope)
     # Tensors that layers keep as plain attributes, such as those of GCNConv(cached=True).
     ledger.add("tables", (t for module in model.modules() for t in tensors_in(vars(module).values())))
     return ledger
+
+
+def add_scope(ledger: TensorMemory, scope: Interceptor) -> None:
+    """Count the tensors that an interceptor keeps from one forward to the next."""
+    for kind, tensor in holding(scope):
+        ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
+
+
+def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    return (tensor for state in optimizer.state.values() for tensor in tensors_in(state.values()))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -168,8 +178,22 @@ def measure(
     """
     ledger = ledger_of(scope, model, (best or {}).values())
     ledger.add("tables", beside)
+    return account(ledger, model, optimizer, saved)
+
+
+def account(
+    ledger: TensorMemory, model: nn.Module, optimizer: Optimizer, saved: Mapping[str, int] | None
+) -> MemoryByKind:
+    """Count gradients and the optimizer's state too, and return the memory by kind of a rank.
+
+    Args:
+        ledger: The count of all else that the rank holds.
+        model: The user's module.
+        optimizer: The optimizer of the rank's parameters.
+        saved: The bytes of ``activations``, and of ``halo`` rows among them; None if they were not measured.
+    """
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-    ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
+    ledger.add("optimizer", optimizer_tensors(optimizer))
     found = ledger.bytes
     return MemoryByKind(
         weights=found["weights"],
@@ -179,11 +203,5 @@ def measure(
         edges=found["edges"],
         tables=found["tables"] + found["send"],
         activations=None if saved is None else saved["activations"],
-        halo=found["halo"] + (0 if saved is None else saved["halo"]),
+        halo=found["halo"] + (0 if saved is None else saved.get("halo", 0)),
     )
-
-
-def add_scope(ledger: TensorMemory, scope: Interceptor) -> None:
-    """Count the tensors that one chunk keeps from one forward to the next."""
-    for kind, tensor in holding(scope):
-        ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])

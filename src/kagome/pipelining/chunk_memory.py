@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.components.offload import Offload
-from kagome.memory.tensor_bytes import TensorMemory, add_scope, tensors_in
+from kagome.memory.tensor_bytes import TensorMemory, account, add_scope
 from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.pipelining.chunking import Chunking
 from kagome.records.memory import MemoryByKind
@@ -67,6 +67,9 @@ class ChunkActivations:
 def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
     """Count the tensors that a rank with chunks holds: its weights, all its chunks and their tables.
 
+    Chunks read each other's rows from tables, which count as halo rows. A part in one piece has no tables;
+    there :func:`~kagome.memory.tensor_bytes.ledger_of` finds the halo rows by the shapes of tensors.
+
     Args:
         chunks: The chunks of its part.
         model: The user's module.
@@ -103,17 +106,5 @@ def held_by_chunks(
         saved: Bytes that autograd saves within an epoch; None if that was not measured.
         copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
     """
-    ledger = ledger_of_chunks(chunks, model, copies)
-    ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-    ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
-    found = ledger.bytes
-    return MemoryByKind(
-        weights=found["weights"],
-        gradients=found["gradients"],
-        optimizer=found["optimizer"],
-        features=found["features"],
-        edges=found["edges"],
-        tables=found["tables"],
-        activations=saved,
-        halo=found["halo"],
-    )
+    activations = None if saved is None else {"activations": saved}
+    return account(ledger_of_chunks(chunks, model, copies), model, optimizer, activations)
