@@ -6,7 +6,7 @@ Where it sits: ``pipeline`` runs one for each update and each prediction.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from kagome.pipelining.dag.stage_run import DagStageCode, DagStageRun
 from kagome.pipelining.dag.transfers import DagTransfers, names_of
 from kagome.records.spans import Spans
 from kagome.schedule.actions import Action, ActionKind, Program, Programs, pointed
-from kagome.schedule.dag_schedules import DagShape, dag
+from kagome.schedule.schedules import Shape, k_forward_k_backward
 
 Lose = Callable[[Tensor, range], Tensor]
 
@@ -116,11 +116,13 @@ class DagExecutor:
         return self.layout.chunk_of(stage, action.other, action.chunk)
 
 
-def update_programs(branches: Branches, pieces: tuple[Piece, ...], shape: DagShape) -> Programs:
+def update_programs(
+    branches: Branches, pieces: tuple[Piece, ...], shape: Shape, k: Sequence[int]
+) -> Programs:
     """Return every stage's program for an update, without messages that would carry no value."""
     return tuple(
         tuple(a for a in program if a.kind.computes or names_of(branches, pieces[a.stage], a))
-        for program in dag(shape)
+        for program in k_forward_k_backward(shape, k)
     )
 
 

@@ -216,7 +216,7 @@ class Pipeline:
         self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
         self._layout = SampleLayout.of(self.plan)
         self.stage, self._replica = self._layout.seat(channel.rank)
-        programs = update_programs(self._branches, self._pieces, shape)
+        programs = update_programs(self._branches, self._pieces, shape, self.plan.k)
         self.program = to_text(programs)
         self._programs, self._program = programs, programs[self.stage]
         self._forms = forms_of(inputs)
