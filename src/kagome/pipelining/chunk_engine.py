@@ -49,8 +49,8 @@ from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Aim
 from kagome.pipelining.chunk_memory import ChunkActivations, held_by_chunks
+from kagome.pipelining.chunk_passes import ChunkPasses, Jobs
 from kagome.pipelining.chunking import chunked
-from kagome.pipelining.executor import Executor, Jobs
 from kagome.pipelining.foreign_weights import (
     read_by_loss,
     refuse_mixing,
@@ -130,7 +130,7 @@ class ChunkEngine:
         self.ways = ExchangePolicy(
             self.crossing, mesh, parallel, self.gradients, seed=settings.seed, guarded=guarded
         )
-        self.passes = Executor(
+        self.passes = ChunkPasses(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
             self.ways.stages,
         )

@@ -1,7 +1,8 @@
 """DAG stage run: one rank's samples of one micro-batch, forward and backward through its stage.
 
-Where it sits: ``executor`` makes one for each micro-batch, and drops it after its last action. ``transfers``
-hands it the values that it receives.
+Where it sits: ``sample_pass`` makes one for each micro-batch, and drops it with its last action.
+``transfers`` hands it the values that it receives. Chunks of a graph have ``pipelining.stage_run``: they
+read each other's rows, which takes an interceptor, and each lives until the pass ends.
 """
 
 from __future__ import annotations
