@@ -43,12 +43,12 @@ from kagome.pipelining.dag.checks import (
     rough_operators,
     take_state,
 )
-from kagome.pipelining.dag.plans import plan_of
 from kagome.pipelining.dag.replicas import ReplicaWeights
 from kagome.pipelining.dag.sample_layout import SampleLayout
 from kagome.pipelining.dag.sample_pass import SamplePass, forward_program, update_programs
 from kagome.pipelining.dag.stage_run import DagStageCode, DagStageRun
 from kagome.pipelining.foreign_weights import read_by_loss, refused, watch_hooks, watched
+from kagome.planner.stages.default_plan import plan_of
 from kagome.planner.stages.plan import StagePlan
 from kagome.records.spans import Span, Spans
 from kagome.report.page.stages_page import StageRow, write_stages
