@@ -84,6 +84,32 @@ def exchange_starters() -> int:
     return sum(isinstance(node, _FUNCTIONS) and node.name == "start_exchange" for _, node in _nodes())
 
 
+def saved_tensor_hooks() -> int:
+    """Places that set hooks on the tensors that autograd saves."""
+    return _named("torch.autograd.graph.saved_tensors_hooks")
+
+
+def autocasts() -> int:
+    """Places that make a context of mixed precision."""
+    return _named("torch.autocast")
+
+
+def executors() -> int:
+    """Places that walk a program and point at the action that fails, the simulator among them."""
+    return _called("pointed")
+
+
+def memory_accounts() -> int:
+    """Places that fill a record of memory by kind, measured or estimated."""
+    return _called("MemoryByKind")
+
+
+def schedule_shapes() -> int:
+    """Classes that know which stages read a stage."""
+    found = (node for _, node in _nodes() if isinstance(node, ast.ClassDef))
+    return sum({"sources", "readers"} <= set(_public(node)) for node in found)
+
+
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLANK = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 MEASURES = (
@@ -97,6 +123,11 @@ MEASURES = (
     short_summaries,
     few_comments,
     exchange_starters,
+    saved_tensor_hooks,
+    autocasts,
+    executors,
+    memory_accounts,
+    schedule_shapes,
 )
 
 
@@ -104,6 +135,17 @@ def _nodes() -> Iterator[tuple[Path, ast.AST]]:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             yield path, node
+
+
+def _named(name: str) -> int:
+    """Count the uses of a name of torch, as a call or a base class."""
+    return sum(isinstance(node, ast.Attribute) and ast.unparse(node) == name for _, node in _nodes())
+
+
+def _called(name: str) -> int:
+    """Count the calls of a function or a class of Kagome."""
+    calls = (node.func for _, node in _nodes() if isinstance(node, ast.Call))
+    return sum(isinstance(func, ast.Name) and func.id == name for func in calls)
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
