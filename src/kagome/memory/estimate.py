@@ -1,7 +1,8 @@
 """Memory estimate: what each rank will hold, from shapes and one training step on small synthetic graphs.
 
 Where it sits: ``train.admission`` asks for it before the first epoch. A planner can ask for it too, for ranks
-that do not exist yet.
+that do not exist yet. Which steps save what, for a model cut into stages, is measured in
+``memory.saved_tensors``: a whole forward does not tell.
 
 What is kept of a forward is a sum of tensors with one row per vertex, halo row or edge. A step on pieces of
 many sizes therefore shows how many bytes each of these costs, and a part's size gives its memory::

@@ -1,7 +1,8 @@
 """Saved tensors: the bytes that autograd saves at each step of a model, and the width of its halo reads.
 
 Where it sits: ``pipelining.staging`` asks before it cuts a model. The memory of a stage is estimated from
-what its steps save and read.
+what its steps save and read. All else that a rank holds is measured in ``memory.estimate``, on whole steps of
+training: an optimizer or a table belongs to no step of the model.
 
 Steps share memory: the result of a ReLU is saved by the ReLU itself and by the layer that reads it. If a cut
 lies between them, each stage has a copy, else there is one for both. The same holds for reads of the same
