@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 
 import torch
@@ -27,8 +26,16 @@ from kagome.pipelining.chunking import Chunking
 from kagome.pipelining.executor import Executor, needed
 from kagome.pipelining.p2p import StageTransfers
 from kagome.pipelining.stage_run import StageCode, StageRun
-from kagome.schedule.actions import Action, ActionKind, Program, Programs
-from kagome.schedule.schedules import Shape, arrivals, fill_drain, forward_only, k_forward_k_backward
+from kagome.schedule.actions import Action, ActionKind, Programs
+from kagome.schedule.schedules import (
+    Shape,
+    arrivals,
+    fill_drain,
+    forward_only,
+    k_forward_k_backward,
+    receives,
+    sends,
+)
 
 Jobs = dict[tuple[int, int], StageRun]
 """The stage runs of a pass, by stage and chunk."""
@@ -69,11 +76,11 @@ class ChunkPasses:
         jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
         programs = self.programs(epoch)
         program = programs[self.mesh.stage]
-        messages = self._messages(jobs, epoch, self.codec)
-        messages.post(arrivals(programs, self.mesh.stage))
+        messages = self._messages(jobs, epoch, programs, self.codec)
         # Independent chunks each update running statistics, as micro-batches do.
         alike = history is not None
         moved = self.moved(alike)
+        first = next(action.chunk for action in program if action.kind is ActionKind.F)
 
         def compute(action: Action) -> None:
             job = jobs[action.stage, action.chunk]
@@ -85,8 +92,7 @@ class ChunkPasses:
                 return
             job.backward()
 
-        first = next(action.chunk for action in program if action.kind is ActionKind.F)
-        self._executor.run(program, compute, messages, turn=f"epoch {epoch}", epoch=epoch)
+        self._run(program, compute, messages, epoch)
         return jobs
 
     def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> Jobs:
@@ -103,112 +109,73 @@ class ChunkPasses:
         jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
         supplier = self.chunks.exact(epoch, training=training, stale=stale)
         tables.begin(epoch, supplier)
-        messages = self._messages(jobs, epoch, self.codec if training else None)
-        passes = (True, False) if training else (True,)
-        for forward in passes:
-            messages.post(self._arrivals(forward))
-        numbers, moved = tuple(self.codes), self.moved(training)
-        turns = [(stage, way) for way in passes for stage in (numbers if way else numbers[::-1])]
-        for stage, forward in turns:
-            mine = {chunk: job for (other, chunk), job in jobs.items() if other == stage}
-            works = [job.forward if forward else job.backward for job in mine.values()]
-            lockstep = supplier.lockstep = Lockstep(works)
-            ended: set[int] = set()
+        shape = self._shape(tuple(range(len(self.chunks.scopes))))
+        programs = self._needed(fill_drain(shape) if training else forward_only(shape))
+        messages = self._messages(jobs, epoch, programs, self.codec if training else None)
+        numbers, moved, ended = tuple(self.codes), self.moved(training), set[int]()
 
-            def compute(action: Action, lockstep: Lockstep = lockstep, ended: set[int] = ended) -> None:
-                with moved.by(action.chunk, stays=action.chunk == 0):
-                    done = lockstep.advance(action.chunk)
-                if done:
-                    ended.add(action.chunk)
-                    if action.kind is ActionKind.F and training:
-                        self.lose(jobs[action.stage, action.chunk])
+        def program() -> Iterator[Action]:
+            """Yield a stage's rounds after the other's; how many a stage takes shows when it ends."""
+            for forward in (True, False) if training else (True,):
+                for stage in numbers if forward else numbers[::-1]:
+                    mine = [job for (other, _), job in jobs.items() if other == stage]
+                    ended.clear()
+                    lockstep = Lockstep([job.forward if forward else job.backward for job in mine])
+                    supplier.lockstep = lockstep
+                    with closing(lockstep):
+                        yield from self._carrying(_rounds(shape, stage, ended, forward=forward))
 
-            rounds = self._rounds(stage, tuple(mine), ended, forward)
-            try:
-                with _calling_thread():
-                    self._executor.run(
-                        rounds, compute, messages, turn=f"epoch {epoch}", epoch=epoch, ends=False
-                    )
-            finally:
-                lockstep.close()
-        messages.end()
+        def compute(action: Action) -> None:
+            assert supplier.lockstep is not None
+            with moved.by(action.chunk, stays=action.chunk == 0):
+                done = supplier.lockstep.advance(action.chunk)
+            if done:
+                ended.add(action.chunk)
+                if action.kind is ActionKind.F and training:
+                    self.lose(jobs[action.stage, action.chunk])
+
+        # Backward runs in the calling thread, on a GPU too, because chunks in lockstep wait inside it.
+        with closing(program()) as rounds, torch.autograd.set_multithreading_enabled(False):
+            self._run(rounds, compute, messages, epoch)
+        return jobs
+
+    def forward(self, epoch: int) -> Jobs:
+        """Evaluate a part that is a single chunk."""
+        jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
+        programs = forward_only(self._shape((0,)))
+        messages = self._messages(jobs, epoch, programs, None)
+
+        def compute(action: Action) -> None:
+            jobs[action.stage, 0].forward()
+
+        self._run(programs[self.mesh.stage], compute, messages, epoch)
         return jobs
 
     def programs(self, epoch: int) -> Programs:
         """Return the programs of this part's stages for an epoch that runs chunk by chunk."""
         settings = self.chunks.settings
-        order = self.chunks.program_order(epoch, self.mesh.part)
-        shape = Shape(len(self.stages), order, self._links, settings.pipe)
+        shape = self._shape(self.chunks.program_order(epoch, self.mesh.part))
         if settings.pattern == "fill-drain":
-            found = fill_drain(shape)
-        else:
-            found = k_forward_k_backward(shape, 1 if settings.pattern == "1f1b" else settings.pipe)
-        return tuple(map(self._needed, found))
+            return self._needed(fill_drain(shape))
+        return self._needed(k_forward_k_backward(shape, 1 if settings.pattern == "1f1b" else settings.pipe))
 
-    def forward(self, epoch: int) -> Jobs:
-        """Evaluate a part that is a single chunk."""
-        jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
-        messages = self._messages(jobs, epoch, None)
-        shape = Shape(len(self.stages), (0,), self._links, self.chunks.settings.pipe)
-        programs = forward_only(shape)
-        messages.post(arrivals(programs, self.mesh.stage))
+    def _shape(self, order: tuple[int, ...]) -> Shape:
+        return Shape(len(self.stages), order, links(self.stages), self.chunks.settings.pipe)
 
-        def compute(action: Action) -> None:
-            jobs[action.stage, 0].forward()
+    def _needed(self, programs: Programs) -> Programs:
+        return tuple(tuple(self._carrying(program)) for program in programs)
 
-        program = programs[self.mesh.stage]
-        self._executor.run(program, compute, messages, turn=f"epoch {epoch}", epoch=epoch)
-        return jobs
-
-    @cached_property
-    def _executor(self) -> Executor:
-        return Executor(self.mesh.rank, self.mesh.doing, self.phases.phase)
-
-    @cached_property
-    def _links(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages that a value goes between."""
-        return links(self.stages)
-
-    def _messages(self, jobs: Jobs, epoch: int, codec: StageCodec | None) -> StageTransfers:
-        ranks = [stage.rank for stage in self.stages]
-        return StageTransfers(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
-
-    def _needed(self, program: Iterable[Action]) -> Program:
+    def _carrying(self, program: Iterable[Action]) -> Iterator[Action]:
         return needed(program, self.stages, next(iter(self.codes.values())).survey.values)
 
-    def _arrivals(self, forward: bool) -> list[Action]:
-        """Return the receives of a lockstep pass, those of each sender in the order in which it sends."""
-        chunks = range(len(self.chunks.scopes))
-        order = chunks if forward else chunks[::-1]
-        stages = range(len(self.stages)) if forward else range(len(self.stages))[::-1]
-        sends = (send for stage in stages for chunk in order for send in self._ends(stage, chunk, forward)[1])
-        return [send.answer for send in sends if send.other in self.codes]
-
-    def _rounds(self, stage: int, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
-        """Yield rounds of one piece a chunk; receives come before its first piece, sends after its last."""
-        kind = ActionKind.F if forward else ActionKind.B
-        for piece in count():
-            for chunk in order if forward else order[::-1]:
-                receives, sends = self._ends(stage, chunk, forward)
-                if piece == 0:
-                    yield from receives
-                yield Action(stage, kind, chunk, piece)
-                if chunk in ended:
-                    yield from sends
-            if len(ended) == len(order):
-                return
-
-    def _ends(self, stage: int, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
-        """Return the receives before a chunk's first piece in a stage, and the sends after its last."""
-        before = [one for one, other in self._links if other == stage]
-        after = [other for one, other in self._links if one == stage]
-        come, go = (before, after) if forward else (after[::-1], before[::-1])
-        take, give = (
-            (ActionKind.RECV_F, ActionKind.SEND_F) if forward else (ActionKind.RECV_B, ActionKind.SEND_B)
-        )
-        receives = self._needed(Action(stage, take, chunk, None, other) for other in come)
-        sends = self._needed(Action(stage, give, chunk, None, other) for other in go)
-        return list(receives), list(sends)
+    def _messages(
+        self, jobs: Jobs, epoch: int, programs: Programs, codec: StageCodec | None
+    ) -> StageTransfers:
+        """Return the transfers of a pass, all of whose receives have started."""
+        ranks = [stage.rank for stage in self.stages]
+        messages = StageTransfers(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
+        messages.post(arrivals(programs, self.mesh.stage))
+        return messages
 
     def _jobs(self, scopes: Sequence[Interceptor], epoch: int, *, training: bool, checked: bool) -> Jobs:
         named = [Counter[str]() for _ in scopes]
@@ -218,9 +185,26 @@ class ChunkPasses:
             for number, scope in enumerate(scopes)
         }
 
+    def _run(
+        self,
+        program: Iterable[Action],
+        compute: Callable[[Action], None],
+        messages: StageTransfers,
+        epoch: int,
+    ) -> None:
+        executor = Executor(self.mesh.rank, self.mesh.doing, self.phases.phase)
+        executor.run(program, compute, messages, turn=f"epoch {epoch}", epoch=epoch)
 
-@contextmanager
-def _calling_thread() -> Iterator[None]:
-    """Run backward in the calling thread, on a GPU too, because chunks in lockstep wait inside it."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
+
+def _rounds(shape: Shape, stage: int, ended: set[int], *, forward: bool) -> Iterator[Action]:
+    """Yield rounds of one piece a chunk; receives come before its first piece, sends after its last."""
+    kind = ActionKind.F if forward else ActionKind.B
+    for piece in count():
+        for chunk in shape.order if forward else shape.order[::-1]:
+            if piece == 0:
+                yield from receives(shape, stage, chunk, forward=forward)
+            yield Action(stage, kind, chunk, piece)
+            if chunk in ended:
+                yield from sends(shape, stage, chunk, forward=forward)
+        if len(ended) == len(shape.order):
+            return

@@ -12,12 +12,14 @@ batch. They compute; their transfers send and receive.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kagome.schedule.actions import Action, ActionKind, Program, pointed
+from kagome.model.operators.pieces import Piece
+from kagome.model.split.stages import Stage
+from kagome.schedule.actions import Action, ActionKind, pointed
 
 
 class Transfers(Protocol):
@@ -55,7 +57,6 @@ class Executor:
         *,
         turn: str,
         epoch: int | None,
-        ends: bool = True,
     ) -> None:
         """Perform a program.
 
@@ -65,7 +66,6 @@ class Executor:
             transfers: Performs a SEND or a RECV.
             turn: The epoch or update in words.
             epoch: Its number, for the times; None if they belong to none.
-            ends: Whether the pass ends with this program, so that its sends are waited for.
 
         Raises:
             BaseException: Any exception of an action; the program with an arrow at it is written to stderr.
@@ -82,8 +82,7 @@ class Executor:
                         transfers.send(action)
                     else:
                         transfers.receive(action)
-            if ends:
-                transfers.end()
+            transfers.end()
         except BaseException:
             known = program if isinstance(program, tuple) else done
             print(
@@ -93,34 +92,20 @@ class Executor:
             raise
 
 
-class StageEnds(Protocol):
-    """A stage as its neighbours see it."""
+def names_of(action: Action, stage: Stage | Piece, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values of a SEND or RECV; backward has only those with a gradient.
 
-    @property
-    def takes(self) -> Mapping[int, tuple[str, ...]]:
-        """The values that it takes, by the stage that gives them."""
-
-    @property
-    def gives(self) -> Mapping[int, tuple[str, ...]]:
-        """The values that it gives, by the stage that takes them."""
-
-
-class Differentiable(Protocol):
-    """What is known of a value before it is computed."""
-
-    @property
-    def grad(self) -> bool:
-        """Whether the value has a gradient."""
-
-
-def names_of(action: Action, stage: StageEnds, values: Mapping[str, Differentiable]) -> list[str]:
-    """Return the names of the values of a SEND or RECV; backward has only those with a gradient."""
+    Args:
+        action: The action.
+        stage: Its stage.
+        values: What is known of each value, among it whether it has a gradient (``grad``).
+    """
     given = stage.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage.takes
     return [name for name in given.get(action.other, ()) if action.kind.forward or values[name].grad]
 
 
 def needed(
-    program: Iterable[Action], stages: Sequence[StageEnds], values: Mapping[str, Differentiable]
-) -> Program:
-    """Return a program without the messages that would carry nothing."""
-    return tuple(a for a in program if a.kind.computes or names_of(a, stages[a.stage], values))
+    program: Iterable[Action], stages: Sequence[Stage | Piece], values: Mapping[str, Any]
+) -> Iterator[Action]:
+    """Yield the actions of a program, but for messages that would carry nothing."""
+    return (a for a in program if a.kind.computes or names_of(a, stages[a.stage], values))

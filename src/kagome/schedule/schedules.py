@@ -167,9 +167,9 @@ def fill_drain(shape: Shape) -> Programs:
     def program(rank: int) -> Iterator[Action]:
         turns = list(shape.turns(rank))
         for stage, chunk in turns:
-            yield from _forward(shape, stage, chunk)
+            yield from _step(shape, stage, chunk, forward=True)
         for stage, chunk in reversed(turns):
-            yield from _backward(shape, stage, chunk)
+            yield from _step(shape, stage, chunk, forward=False)
 
     return _programs(shape, program)
 
@@ -179,7 +179,7 @@ def forward_only(shape: Shape) -> Programs:
 
     def program(rank: int) -> Iterator[Action]:
         for stage, chunk in shape.turns(rank):
-            yield from _forward(shape, stage, chunk)
+            yield from _step(shape, stage, chunk, forward=True)
 
     return _programs(shape, program)
 
@@ -206,12 +206,12 @@ def k_forward_k_backward(shape: Shape, k: int | Sequence[int] = 1) -> Programs:
         chunks, turn = shape.chunks(stage), turns[stage]
         forward, backward = iter(chunks), iter(chunks)
         for chunk in islice(forward, held[stage] // shape.size(stage)):
-            yield from _forward(shape, stage, chunk)
+            yield from _step(shape, stage, chunk, forward=True)
         for _ in range(0, len(chunks), turn):
             for chunk in islice(backward, turn):
-                yield from _backward(shape, stage, chunk)
+                yield from _step(shape, stage, chunk, forward=False)
             for chunk in islice(forward, turn):
-                yield from _forward(shape, stage, chunk)
+                yield from _step(shape, stage, chunk, forward=True)
 
     return _programs(shape, program)
 
@@ -258,16 +258,14 @@ def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
         raise ScheduleError(f"{shape.stages} stages have a piece each at least", f"found {tuple(pieces)}")
 
     def program(rank: int) -> Iterator[Action]:
-        for stage in shape.held(rank):
-            last = pieces[stage] - 1
-            for piece in range(last + 1):
-                for chunk in shape.chunks(stage):
-                    yield from _forward(shape, stage, chunk, piece, first=piece == 0, last=piece == last)
-        for stage in reversed(shape.held(rank)):
-            last = pieces[stage] - 1
-            for piece in range(last, -1, -1):
-                for chunk in reversed(shape.chunks(stage)):
-                    yield from _backward(shape, stage, chunk, piece, first=piece == last, last=piece == 0)
+        for forward in (True, False):
+            way = slice(None, None, 1 if forward else -1)
+            for stage in shape.held(rank)[way]:
+                order = range(pieces[stage])[way]
+                for piece in order:
+                    ends = {"first": piece == order[0], "last": piece == order[-1]}
+                    for chunk in shape.chunks(stage)[way]:
+                        yield from _step(shape, stage, chunk, piece, forward=forward, **ends)
 
     return _programs(shape, program)
 
@@ -279,28 +277,38 @@ def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
     return tuple(answer for answer in sent if answer in mine)
 
 
-def _forward(
-    shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
-) -> Iterator[Action]:
-    for one in shape.sources(stage) if first else ():
-        for message in shape.messages(stage, one, chunk):
-            yield Action(stage, ActionKind.RECV_F, message, None, one)
-    yield Action(stage, ActionKind.F, chunk, piece)
-    for other in shape.readers(stage) if last else ():
+def receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
+    """Yield the RECVs before a stage computes a chunk; backward takes other stages in reverse."""
+    kind = ActionKind.RECV_F if forward else ActionKind.RECV_B
+    for other in shape.sources(stage) if forward else reversed(shape.readers(stage)):
         for message in shape.messages(stage, other, chunk):
-            yield Action(stage, ActionKind.SEND_F, message, None, other)
+            yield Action(stage, kind, message, None, other)
 
 
-def _backward(
-    shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
-) -> Iterator[Action]:
-    for other in reversed(shape.readers(stage)) if first else ():
+def sends(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
+    """Yield the SENDs after a stage has computed a chunk; backward gives to other stages in reverse."""
+    kind = ActionKind.SEND_F if forward else ActionKind.SEND_B
+    for other in shape.readers(stage) if forward else reversed(shape.sources(stage)):
         for message in shape.messages(stage, other, chunk):
-            yield Action(stage, ActionKind.RECV_B, message, None, other)
-    yield Action(stage, ActionKind.B, chunk, piece)
-    for one in reversed(shape.sources(stage)) if last else ():
-        for message in shape.messages(stage, one, chunk):
-            yield Action(stage, ActionKind.SEND_B, message, None, one)
+            yield Action(stage, kind, message, None, other)
+
+
+def _step(
+    shape: Shape,
+    stage: int,
+    chunk: int,
+    piece: int | None = None,
+    *,
+    forward: bool,
+    first: bool = True,
+    last: bool = True,
+) -> Iterator[Action]:
+    """Yield the actions of a chunk in a stage, or of a piece of it, of which the first and last exchange."""
+    if first:
+        yield from receives(shape, stage, chunk, forward=forward)
+    yield Action(stage, ActionKind.F if forward else ActionKind.B, chunk, piece)
+    if last:
+        yield from sends(shape, stage, chunk, forward=forward)
 
 
 def _each(shape: Shape, k: int | Sequence[int]) -> Sequence[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -189,25 +189,13 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: in
     return out.reshape(rows.shape).movedim(0, axis)
 
 
-class DropoutCall(NamedTuple):
-    """The arguments of one of torch's :data:`DROPOUTS`.
+def call_of(name: str, func: Func, args: Args, kwargs: Kwargs) -> tuple[Tensor, float, bool, bool]:
+    """Return the arguments of one of torch's :data:`DROPOUTS`, however they are named.
 
-    Args:
-        x: The tensor that is dropped from.
-        p: Share dropped.
-        training: Whether anything is dropped.
-        in_place: Whether the result is written to ``x``.
+    Returns:
+        The tensor, the share dropped, whether anything is dropped, whether the result is written in place.
     """
-
-    x: Tensor
-    p: float
-    training: bool
-    in_place: bool
-
-
-def call_of(name: str, func: Func, args: Args, kwargs: Kwargs) -> DropoutCall:
-    """Return the arguments of a dropout call; torch's Python functions name one in another way."""
-    return DropoutCall(
+    return (
         args[0] if args else kwargs["input"],
         float(argument(args, kwargs, 1, "p", 0.5)),
         bool(argument(args, kwargs, 2, "training" if isinstance(func, FunctionType) else "train", True)),
@@ -216,11 +204,7 @@ def call_of(name: str, func: Func, args: Args, kwargs: Kwargs) -> DropoutCall:
 
 
 def channels(x: Tensor) -> Tensor:
-    """Return a one for each channel ``x[i, j]``, which feature dropout drops as a whole.
-
-    Shapes:
-        ``x [R, C, ...]`` -> ``[R, C, 1, ...]``.
-    """
+    """Return a one for each channel ``x[i, j]``, which feature dropout drops as a whole."""
     return x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2))
 
 

@@ -102,7 +102,8 @@ class SamplePass:
 
 def update_programs(branches: Branches, pieces: Sequence[Piece], shape: Shape, k: Sequence[int]) -> Programs:
     """Return every stage's program for an update, without messages that would carry no value."""
-    return tuple(needed(program, pieces, branches.facts) for program in k_forward_k_backward(shape, k))
+    programs = k_forward_k_backward(shape, k)
+    return tuple(tuple(needed(program, pieces, branches.facts)) for program in programs)
 
 
 def forward_program(pieces: Sequence[Piece], chunks: int, stage: int) -> Program:
