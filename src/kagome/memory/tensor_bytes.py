@@ -157,30 +157,6 @@ class SavedMemory:
             self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
 
 
-def measure(
-    scope: Interceptor,
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: Mapping[str, int] | None,
-    *,
-    best: Mapping[str, Tensor] | None = None,
-    beside: Iterable[Tensor] = (),
-) -> MemoryByKind:
-    """Return the memory by kind of a rank between backward and the next forward, and its activations.
-
-    Args:
-        scope: The rank's interceptor.
-        model: The user's module.
-        optimizer: The optimizer of the model's parameters.
-        saved: The bytes that :class:`SavedMemory` measured in a forward; None if none was measured.
-        best: The weights of the best epoch.
-        beside: Further tensors of the graph that the engine keeps.
-    """
-    ledger = ledger_of(scope, model, (best or {}).values())
-    ledger.add("tables", beside)
-    return account(ledger, model, optimizer, saved)
-
-
 def account(
     ledger: TensorMemory, model: nn.Module, optimizer: Optimizer, saved: Mapping[str, int] | None
 ) -> MemoryByKind:
@@ -190,7 +166,7 @@ def account(
         ledger: The count of all else that the rank holds.
         model: The user's module.
         optimizer: The optimizer of the rank's parameters.
-        saved: The bytes of ``activations``, and of ``halo`` rows among them; None if they were not measured.
+        saved: The bytes of ``activations`` and of ``halo`` rows that autograd saves; None if not measured.
     """
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
     ledger.add("optimizer", optimizer_tensors(optimizer))

@@ -41,6 +41,7 @@ from kagome.graph.partition.partition import Partition
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.intercept.active import ActiveInterceptor
 from kagome.intercept.hooks import install
+from kagome.memory.tensor_bytes import account
 from kagome.model.exact.layer_rules import apply_rules
 from kagome.model.split.stages import describe
 from kagome.model.state import state_of
@@ -48,7 +49,7 @@ from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Aim
-from kagome.pipelining.chunk_memory import ChunkActivations, held_by_chunks
+from kagome.pipelining.chunk_memory import ChunkActivations, ledger_of_chunks
 from kagome.pipelining.chunk_passes import ChunkPasses, Jobs
 from kagome.pipelining.chunking import chunked
 from kagome.pipelining.foreign_weights import (
@@ -288,7 +289,8 @@ class ChunkEngine:
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """Return the memory by kind that this rank holds between epochs, and its activations within one."""
         copies = [*(best or {}).values(), *self.undo.tensors]
-        return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, copies)
+        ledger = ledger_of_chunks(self.chunks, self.model, copies)
+        return account(ledger, self.model, optimizer, self.saving.bytes)
 
     # Epochs --------------------------------------------------------------------------------------
 

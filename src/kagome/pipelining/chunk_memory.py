@@ -6,18 +6,16 @@ measurement with the estimate. For a part in one piece, ``memory.tensor_bytes.Sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Final
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from kagome.components.offload import Offload
-from kagome.memory.tensor_bytes import TensorMemory, account, add_scope
+from kagome.memory.tensor_bytes import TensorMemory, add_scope
 from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.pipelining.chunking import Chunking
-from kagome.records.memory import MemoryByKind
 
 WATCHED: Final = 2
 """Epochs that are measured: with history the first is exact, and the second is like most others."""
@@ -38,8 +36,8 @@ class ChunkActivations:
 
     def __init__(self, offload: Offload, chunks: Chunking, model: nn.Module) -> None:
         self.offload, self.chunks, self.model = offload, chunks, model
-        self.most: int | None = None
-        """Most bytes that were saved at one time; None if nothing was measured."""
+        self.bytes: Mapping[str, int] | None = None
+        """The most bytes that were saved at one time, as ``activations``; None if nothing was measured."""
         self._left = 0 if offload.moves else WATCHED
         self._saved = SavedTensors()
 
@@ -56,7 +54,8 @@ class ChunkActivations:
         # In lockstep other chunks are in flight too. What is held in any case is counted anew each time,
         # because freed memory is used again for other tensors.
         anyhow = ledger_of_chunks(self.chunks, self.model)
-        self.most = max(self.most or 0, sum(anyhow.apart(self._saved.alive()).values()))
+        size = sum(anyhow.apart(self._saved.alive()).values())
+        self.bytes = {"activations": max(size, (self.bytes or {}).get("activations", 0))}
 
     def done(self) -> None:
         """Note that an epoch has ended."""
@@ -73,38 +72,13 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
     Args:
         chunks: The chunks of its part.
         model: The user's module.
-        copies: Further copies of weights, such as those of the best epoch.
+        copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
     """
     ledger = TensorMemory(0, 0, chunks.scopes[0].device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
-    _add_tables(ledger, chunks)
-    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
-        add_scope(ledger, scope)
-    return ledger
-
-
-def _add_tables(ledger: TensorMemory, chunks: Chunking) -> None:
-    """Count the tables of rows that chunks read from each other."""
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
-
-
-def held_by_chunks(
-    chunks: Chunking,
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: int | None,
-    copies: Iterable[Tensor] = (),
-) -> MemoryByKind:
-    """Return the memory by kind of a rank with chunks between epochs, and its activations within one.
-
-    Args:
-        chunks: The chunks of its part.
-        model: The user's module.
-        optimizer: The optimizer of the rank's parameters.
-        saved: Bytes that autograd saves within an epoch; None if that was not measured.
-        copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
-    """
-    activations = None if saved is None else {"activations": saved}
-    return account(ledger_of_chunks(chunks, model, copies), model, optimizer, activations)
+    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
+        add_scope(ledger, scope)
+    return ledger

@@ -75,7 +75,7 @@ class SamplePass:
             job = jobs.pop(chunk, None)
             if job is None:
                 samples = self.layout.samples(stage, chunk, replica)
-                job = DagStageRun(self.code, samples, inputs, lose, update, training=training)
+                job = DagStageRun(self.code, samples, inputs, lose, update, training)
             if action is not last[chunk]:
                 jobs[chunk] = job
             return job
