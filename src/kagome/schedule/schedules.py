@@ -88,7 +88,8 @@ class Shape:
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         batch = len(self.order)
-        if len(sizes) != self.stages or self.order not in (range(batch), tuple(range(batch))):
+        in_order = self.order == range(batch) or self.order == tuple(range(batch))
+        if len(sizes) != self.stages or not in_order:
             raise ScheduleError(
                 f"{self.stages} stages take micro-batches of samples in order",
                 f"{len(sizes)} sizes, order {self.order}",
