@@ -95,6 +95,32 @@ def attach_dances() -> int:
     return len(made - {MODULES["kagome.components.parallelize"]})
 
 
+def saved_tensor_hooks() -> int:
+    """Places that set hooks on the tensors that autograd saves."""
+    return _named("torch.autograd.graph.saved_tensors_hooks")
+
+
+def autocasts() -> int:
+    """Places that make a context of mixed precision."""
+    return _named("torch.autocast")
+
+
+def executors() -> int:
+    """Places that walk a program and point at the action that fails, the simulator among them."""
+    return _called("pointed")
+
+
+def memory_accounts() -> int:
+    """Places that fill a record of memory by kind, measured or estimated."""
+    return _called("MemoryByKind")
+
+
+def schedule_shapes() -> int:
+    """Classes that know which stages read a stage."""
+    found = (node for _, node in _nodes() if isinstance(node, ast.ClassDef))
+    return sum({"sources", "readers"} <= set(_public(node)) for node in found)
+
+
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLANK = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 MEASURES = (
@@ -109,6 +135,11 @@ MEASURES = (
     few_comments,
     exchanges_spelled_out,
     attach_dances,
+    saved_tensor_hooks,
+    autocasts,
+    executors,
+    memory_accounts,
+    schedule_shapes,
 )
 
 
@@ -120,6 +151,17 @@ def _nodes() -> Iterator[tuple[Path, ast.AST]]:
 
 def _name(function: ast.expr) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _named(name: str) -> int:
+    """Count the uses of a name of torch, as a call or a base class."""
+    return sum(isinstance(node, ast.Attribute) and ast.unparse(node) == name for _, node in _nodes())
+
+
+def _called(name: str) -> int:
+    """Count the calls of a function or a class of Kagome."""
+    calls = (node.func for _, node in _nodes() if isinstance(node, ast.Call))
+    return sum(isinstance(func, ast.Name) and func.id == name for func in calls)
 
 
 def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

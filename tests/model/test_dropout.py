@@ -201,6 +201,21 @@ def test_any_split_draws_what_one_part_draws(parts: int, call: Callable[[Interce
     assert any(not torch.equal(one[key], later[key]) for key in one)
 
 
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: torch.dropout(x, 0.5, False),
+        lambda x: torch.dropout(x, p=0.5, train=False),
+    ],
+)
+def test_nothing_is_dropped_outside_of_training_whatever_the_argument_s_name(
+    drop: Callable[[Tensor], Tensor],
+) -> None:
+    found = drawn(2, lambda scope: drop(torch.ones_like(scope.inputs["x"])))
+    assert all(bool(row.eq(1).all()) for row in found.values())
+
+
 def test_equal_edges_are_dropped_apart() -> None:
     ends = sample_graph(1).edge_index.t().tolist()
     numbers = drawn(3, of_edges)

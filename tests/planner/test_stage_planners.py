@@ -24,7 +24,7 @@ from kagome.planner.stages.operator_groups import GroupFacts
 from kagome.planner.stages.plan import PlannedStage, StagePlan
 from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 from kagome.planner.stages.simulate_plan import estimate, longer_turns, trial
-from kagome.schedule.dag_schedules import DagShape, Turns, windows
+from kagome.schedule.schedules import Shape, windows
 
 
 def operator(name: str, reads: Sequence[str] = (), seconds: float = 1.0, **more: int) -> Operator:
@@ -140,11 +140,9 @@ def brute(cost: StageCost, sizes: Sequence[int], ways: Iterable[tuple[Stages, Li
         ordered, links = found
         for chosen in product(sizes, repeat=len(ordered)):
             readers = [[chosen[two] for one, two in links if one == stage] for stage in range(len(ordered))]
-            turns = tuple(
-                Turns(size, max(1, max(reads, default=0) // size))
-                for size, reads in zip(chosen, readers, strict=True)
-            )
-            held = windows(DagShape(cost.batch, turns, tuple(sorted(links))))
+            k = [max(1, max(reads, default=0) // size) for size, reads in zip(chosen, readers, strict=True)]
+            shape = Shape(len(ordered), range(cost.batch), tuple(sorted(links)), sizes=chosen)
+            held = windows(shape, k)
             for devices in product(range(1, cost.devices.count + 1), repeat=len(ordered)):
                 each = list(zip(ordered, devices, chosen, held, strict=True))
                 if sum(devices) > cost.devices.count or not all(cost.fits(*one[:3]) for one in each):
@@ -187,7 +185,7 @@ def test_the_bottleneck_is_the_least_there_is(cost: StageCost, sizes: tuple[int,
         return
     plan = planner.least(sizes)
     assert plan.devices <= cost.devices.count
-    for stage, held in zip(plan.stages, windows(plan.shape(cost.graph)), strict=True):
+    for stage, held in zip(plan.stages, windows(plan.shape(cost.graph), plan.k), strict=True):
         assert cost.memory(stage.operators, stage.devices, held) <= cost.devices.memory
         assert cost.fits(stage.operators, stage.devices, stage.micro_batch)
     assert planner.bottleneck(plan) <= least * (1 + 2e-3)
@@ -232,7 +230,7 @@ def test_no_half_is_made_that_a_device_cannot_hold() -> None:
     graph = OperatorGraph(tuple(found))
     plan = StagePlan(8, (PlannedStage(("o0", "o1"), 1, 2),))
     halved = StagePlan(8, (PlannedStage(("o0",), 1, 2), PlannedStage(("o1",), 1, 2)))
-    held = windows(halved.shape(graph))
+    held = windows(halved.shape(graph), halved.k)
     roomy = StageCost(graph, Devices(2, 1e9, 1e9), 8)
     most = max(roomy.memory(s.operators, 1, samples) for s, samples in zip(halved.stages, held, strict=True))
     assert GraphPipe(replace(roomy, devices=Devices(2, most, 1e9)), (2,))._longer(plan) == halved

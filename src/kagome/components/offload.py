@@ -1,7 +1,8 @@
 """Activation offload: tensors that autograd saves in a forward pass wait in host memory or in files.
 
 Where it sits: ``train.graph_engine`` and ``pipelining.chunk_engine`` run each training forward pass inside
-one. What a rank holds anyway (weights, features, edges) stays where it is, and so do small tensors.
+one. What a rank holds anyway (weights, features, edges) stays where it is, and so do small tensors. The
+hooks are its own and not ``model.saved_tensor_hook``, because they replace what autograd saves.
 
 ::
 

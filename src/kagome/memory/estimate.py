@@ -1,7 +1,8 @@
 """Memory estimate: what each rank will hold, from shapes and one training step on small synthetic graphs.
 
 Where it sits: ``train.admission`` asks for it before the first epoch. A planner can ask for it too, for ranks
-that do not exist yet.
+that do not exist yet. Which steps save what, for a model cut into stages, is measured in
+``memory.saved_tensors``: a whole forward does not tell.
 
 What is kept of a forward is a sum of tensors with one row per vertex, halo row or edge. A step on pieces of
 many sizes therefore shows how many bytes each of these costs, and a part's size gives its memory::
@@ -30,7 +31,7 @@ from kagome.components.model_setup import twin_of
 from kagome.components.parallelize import CPU, PartOptions, parallelize
 from kagome.components.task import undisturbed
 from kagome.graph.partition.partition import Partition, extract
-from kagome.memory.tensor_bytes import SavedMemory, ledger_of
+from kagome.memory.tensor_bytes import SavedMemory, ledger_of, optimizer_tensors
 from kagome.model.copies import copied
 from kagome.model.sparse_buffers import laid_out
 from kagome.model.state import state_of
@@ -219,12 +220,7 @@ def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | N
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    return sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    )
+    return sum(tensor.nbytes for tensor in optimizer_tensors(optimizer))
 
 
 def _given(part: Partition) -> dict[str, tuple[float, ...]]:

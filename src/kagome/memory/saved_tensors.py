@@ -1,7 +1,8 @@
 """Saved tensors: the bytes that autograd saves at each step of a model, and the width of its halo reads.
 
 Where it sits: ``pipelining.staging`` asks before it cuts a model. The memory of a stage is estimated from
-what its steps save and read.
+what its steps save and read. All else that a rank holds is measured in ``memory.estimate``, on whole steps of
+training: an optimizer or a table belongs to no step of the model.
 
 Steps share memory: the result of a ReLU is saved by the ReLU itself and by the layer that reads it. If a cut
 lies between them, each stage has a copy, else there is one for both. The same holds for reads of the same
@@ -19,7 +20,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import torch
 from torch import Tensor, nn
 
 from kagome.comm.exchange import ExchangeRequest
@@ -29,8 +29,9 @@ from kagome.components.parallelize import CPU, ParallelModel, PartOptions, paral
 from kagome.components.task import undisturbed
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.graph.partition.partition import Partition, partition
-from kagome.memory.tensor_bytes import HeldTensor, ledger_of, restored
+from kagome.memory.tensor_bytes import ledger_of
 from kagome.model.copies import copied
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.model.trace.graph import LayerGraph
 from kagome.profile.part_size import UNITS, PartSize, counts_of, fitted
 from kagome.profile.step_shapes import SAMPLE, one_pass
@@ -210,19 +211,13 @@ def _sharing(twin: nn.Module) -> nn.Module:
 
 def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
     model, scope = net.model, net.scope
-    alive: list[Tensor] = []
+    saved = SavedTensors(keeps=True)
     kept: list[tuple[str, list[Tensor]]] = []
     read: list[tuple[str, int, int]] = []
     back: dict[str, float] = {}
-
-    def keep(tensor: Tensor) -> HeldTensor:
-        alive.append(tensor.detach())  # keeps the memory from being used again for another tensor
-        return HeldTensor(tensor)
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, restored)
-    with one_pass(net), hooks:
+    with one_pass(net), saved.recording():
         for step, (forward, backward) in step_by_step(model, graph, scope, lambda: float(channel.halo)):
-            kept.append((step.name, alive))
+            kept.append((step.name, saved.take()))
             back[step.name] = backward
             for rows, size in channel.gone:
                 if size and forward > 0:  # messages of the forward come first
@@ -231,7 +226,7 @@ def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
                     place = rows.data_ptr() if scope.lasting(rows) else -len(read) - 1
                     read.append((step.name, place, size))
                     forward -= size
-            alive, channel.gone = [], []
+            channel.gone = []
             scope.forget_kept()  # a stage that starts with the next step would read and compute it anew
         ledger = ledger_of(scope, model)
         held = [(name, *place) for name, some in kept for place in ledger.apart(some).items()]

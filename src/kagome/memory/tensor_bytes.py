@@ -7,7 +7,6 @@ Where it sits: ``train.graph_engine`` puts a :class:`SavedMemory` around the fir
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import TracebackType
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from kagome.halo.comm_recorder import tensors_of
 from kagome.intercept.interceptor import Interceptor
 from kagome.memory.held_tensors import holding
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.records.memory import MemoryByKind
 
 
@@ -95,11 +95,21 @@ def ledger_of(scope: Interceptor, model: nn.Module, copies: Iterable[Tensor] = (
     plan = scope.views[0].rows
     ledger = TensorMemory(plan.own, plan.halo, scope.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
-    for kind, tensor in holding(scope):
-        ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
+    add_scope(ledger, scope)
     # Tensors that layers keep as plain attributes, such as those of GCNConv(cached=True).
     ledger.add("tables", (t for module in model.modules() for t in tensors_in(vars(module).values())))
     return ledger
+
+
+def add_scope(ledger: TensorMemory, scope: Interceptor) -> None:
+    """Count the tensors that an interceptor keeps from one forward to the next."""
+    for kind, tensor in holding(scope):
+        ledger.add("tables" if kind == "kept" else kind, [tensor], rows=kind == "kept")
+
+
+def optimizer_tensors(optimizer: Optimizer) -> Iterable[Tensor]:
+    """Yield the tensors of an optimizer's state."""
+    return (tensor for state in optimizer.state.values() for tensor in tensors_in(state.values()))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
@@ -111,33 +121,6 @@ def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
-class HeldTensor:
-    """A tensor saved by autograd; it is freed as soon as autograd releases it."""
-
-    __slots__ = ("__weakref__", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # The detached tensor shares memory and version with the saved one, but has no graph: a result saved
-        # by its own node would keep that node alive for ever.
-        with torch._C.DisableTorchFunction():  # this is not part of the user's computation
-            self.tensor, self.version = tensor.detach(), tensor._version
-
-
-def restored(kept: HeldTensor) -> Tensor:
-    """Return the tensor that was saved, for autograd's unpack hook.
-
-    Raises:
-        RuntimeError: If the tensor has been written to since.
-    """
-    if kept.tensor._version != kept.version:  # with hooks set, torch leaves this check to them
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {list(kept.tensor.shape)} is at version {kept.tensor._version}; "
-            f"expected version {kept.version}"
-        )
-    return kept.tensor
-
-
 class SavedMemory:
     """A context around one forward in training that measures what autograd saves until backward.
 
@@ -147,9 +130,6 @@ class SavedMemory:
     Args:
         scope: The rank's interceptor.
         model: The user's module.
-
-    Cost:
-        Some microseconds for each tensor that autograd saves.
     """
 
     def __init__(self, scope: Interceptor, model: nn.Module) -> None:
@@ -157,55 +137,39 @@ class SavedMemory:
         self.bytes: Mapping[str, int] | None = None
 
     def __enter__(self) -> SavedMemory:
-        self._found: list[weakref.ref[HeldTensor]] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
-        self._hooks.__enter__()
+        self._saved = SavedTensors()
+        self._recording = self._saved.recording()
+        self._recording.__enter__()
         self.scope.channel.tapes = []
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+        self._recording.__exit__(kind, error, trace)
         tapes, self.scope.channel.tapes = self.scope.channel.tapes or [], None
         if error is None:
             ledger = ledger_of(self.scope, self.model)
             ledger.bytes.clear()
-            ledger.add("activations", (k.tensor for f in self._found if (k := f()) is not None), rows=True)
+            ledger.add("activations", self._saved.take(), rows=True)
             for tape in tapes:
                 ledger.add("activations", tensors_of(tape), rows=True)
             self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
-        self._found = []
-
-    def _pack(self, tensor: Tensor) -> HeldTensor:
-        kept = HeldTensor(tensor)
-        self._found.append(weakref.ref(kept))
-        return kept
 
 
-def measure(
-    scope: Interceptor,
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: Mapping[str, int] | None,
-    *,
-    best: Mapping[str, Tensor] | None = None,
-    beside: Iterable[Tensor] = (),
+def account(
+    ledger: TensorMemory, model: nn.Module, optimizer: Optimizer, saved: Mapping[str, int] | None
 ) -> MemoryByKind:
-    """Return the memory by kind of a rank between backward and the next forward, and its activations.
+    """Count gradients and the optimizer's state too, and return the memory by kind of a rank.
 
     Args:
-        scope: The rank's interceptor.
+        ledger: The count of all else that the rank holds.
         model: The user's module.
-        optimizer: The optimizer of the model's parameters.
-        saved: The bytes that :class:`SavedMemory` measured in a forward; None if none was measured.
-        best: The weights of the best epoch.
-        beside: Further tensors of the graph that the engine keeps.
+        optimizer: The optimizer of the rank's parameters.
+        saved: The bytes of ``activations`` and of ``halo`` rows that autograd saves; None if not measured.
     """
-    ledger = ledger_of(scope, model, (best or {}).values())
-    ledger.add("tables", beside)
     ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-    ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
+    ledger.add("optimizer", optimizer_tensors(optimizer))
     found = ledger.bytes
     return MemoryByKind(
         weights=found["weights"],
@@ -215,11 +179,5 @@ def measure(
         edges=found["edges"],
         tables=found["tables"] + found["send"],
         activations=None if saved is None else saved["activations"],
-        halo=found["halo"] + (0 if saved is None else saved["halo"]),
+        halo=found["halo"] + (0 if saved is None else saved.get("halo", 0)),
     )
-
-
-def add_scope(ledger: TensorMemory, scope: Interceptor) -> None:
-    """Count the tensors that one chunk keeps from one forward to the next."""
-    for kind, tensor in holding(scope):
-        ledger.add("tables" if kind in ("kept", "send") else kind, [tensor])

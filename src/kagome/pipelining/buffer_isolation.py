@@ -1,6 +1,6 @@
 """Buffer isolation: each chunk changes the model's buffers as if it were the only chunk.
 
-Where it sits: ``executor`` uses one :class:`BufferIsolation` in each pass; ``ownership`` makes it.
+Where it sits: ``chunk_passes`` uses one :class:`BufferIsolation` in each pass; ``ownership`` makes it.
 """
 
 from __future__ import annotations

@@ -40,15 +40,16 @@ from kagome.config import Parallel, Train
 from kagome.graph.partition.partition import Partition
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.intercept.active import ActiveInterceptor
+from kagome.memory.tensor_bytes import account
 from kagome.model.split.stages import describe
 from kagome.model.state import state_of
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Aim
-from kagome.pipelining.chunk_memory import ChunkActivations, held_by_chunks
+from kagome.pipelining.chunk_memory import ChunkActivations, ledger_of_chunks
+from kagome.pipelining.chunk_passes import ChunkPasses, Jobs
 from kagome.pipelining.chunking import chunked
-from kagome.pipelining.executor import Executor, Jobs
 from kagome.pipelining.foreign_weights import (
     read_by_loss,
     refuse_mixing,
@@ -135,7 +136,7 @@ class ChunkEngine:
         history = None if self.chunks.tables is None else history_controller(parallel)
         self.controller = EpochController(parallel, self.report, self._say, history=history)
         self._drifts: tuple[float, ...] = ()
-        self.passes = Executor(
+        self.passes = ChunkPasses(
             *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
             codec,
         )
@@ -276,7 +277,8 @@ class ChunkEngine:
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """Return the memory by kind that this rank holds between epochs, and its activations within one."""
         copies = [*(best or {}).values(), *self.undo.tensors]
-        return held_by_chunks(self.chunks, self.model, optimizer, self.saving.most, copies)
+        ledger = ledger_of_chunks(self.chunks, self.model, copies)
+        return account(ledger, self.model, optimizer, self.saving.bytes)
 
     # Epochs --------------------------------------------------------------------------------------
 

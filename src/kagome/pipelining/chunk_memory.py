@@ -6,19 +6,16 @@ measurement with the estimate. For a part in one piece, ``memory.tensor_bytes.Sa
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Final
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from kagome.components.offload import Offload
-from kagome.memory.tensor_bytes import HeldTensor, TensorMemory, add_scope, restored, tensors_in
+from kagome.memory.tensor_bytes import TensorMemory, add_scope
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.pipelining.chunking import Chunking
-from kagome.records.memory import MemoryByKind
 
 WATCHED: Final = 2
 """Epochs that are measured: with history the first is exact, and the second is like most others."""
@@ -33,95 +30,55 @@ class ChunkActivations:
         model: The user's module.
 
     Cost:
-        In the first epochs some microseconds for each tensor that autograd saves. After each chunk's forward
-        a pass over all saved tensors and all tensors that the chunks hold.
+        In the first epochs that of :class:`SavedTensors`. After each chunk's forward a pass over all saved
+        tensors and all tensors that the chunks hold.
     """
 
     def __init__(self, offload: Offload, chunks: Chunking, model: nn.Module) -> None:
         self.offload, self.chunks, self.model = offload, chunks, model
-        self.most: int | None = None
-        """Most bytes that were saved at one time; None if nothing was measured."""
+        self.bytes: Mapping[str, int] | None = None
+        """The most bytes that were saved at one time, as ``activations``; None if nothing was measured."""
         self._left = 0 if offload.moves else WATCHED
-        self._found: list[weakref.ref[HeldTensor]] = []
+        self._saved = SavedTensors()
 
     def saving(self) -> AbstractContextManager[None]:
         """Return the context in which a forward of training runs."""
         if not self._left:
             return self.offload.saving()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, restored)
+        return self._saved.recording()
 
     def look(self) -> None:
         """Count the saved bytes of all chunks after a chunk's forward, without tensors held in any case."""
         if not self._left:
             return
-        alive = [(reference, kept.tensor) for reference in self._found if (kept := reference()) is not None]
-        self._found = [reference for reference, _ in alive]
         # In lockstep other chunks are in flight too. What is held in any case is counted anew each time,
         # because freed memory is used again for other tensors.
         anyhow = ledger_of_chunks(self.chunks, self.model)
-        self.most = max(self.most or 0, sum(anyhow.apart(tensor for _, tensor in alive).values()))
+        size = sum(anyhow.apart(self._saved.alive()).values())
+        self.bytes = {"activations": max(size, (self.bytes or {}).get("activations", 0))}
 
     def done(self) -> None:
         """Note that an epoch has ended."""
         self._left = max(self._left - 1, 0)
-        self._found = []
-
-    def _pack(self, tensor: Tensor) -> HeldTensor:
-        kept = HeldTensor(tensor)
-        self._found.append(weakref.ref(kept))
-        return kept
+        self._saved.take()
 
 
 def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
     """Count the tensors that a rank with chunks holds: its weights, all its chunks and their tables.
 
+    Chunks read each other's rows from tables, which count as halo rows. A part in one piece has no tables;
+    there :func:`~kagome.memory.tensor_bytes.ledger_of` finds the halo rows by the shapes of tensors.
+
     Args:
         chunks: The chunks of its part.
         model: The user's module.
-        copies: Further copies of weights, such as those of the best epoch.
+        copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
     """
     ledger = TensorMemory(0, 0, chunks.scopes[0].device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
-    _add_tables(ledger, chunks)
-    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
-        add_scope(ledger, scope)
-    return ledger
-
-
-def _add_tables(ledger: TensorMemory, chunks: Chunking) -> None:
-    """Count the tables of rows that chunks read from each other."""
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
-
-
-def held_by_chunks(
-    chunks: Chunking,
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: int | None,
-    copies: Iterable[Tensor] = (),
-) -> MemoryByKind:
-    """Return the memory by kind of a rank with chunks between epochs, and its activations within one.
-
-    Args:
-        chunks: The chunks of its part.
-        model: The user's module.
-        optimizer: The optimizer of the rank's parameters.
-        saved: Bytes that autograd saves within an epoch; None if that was not measured.
-        copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
-    """
-    ledger = ledger_of_chunks(chunks, model, copies)
-    ledger.add("gradients", (p.grad for p in model.parameters() if p.grad is not None))
-    ledger.add("optimizer", (t for state in optimizer.state.values() for t in tensors_in(state.values())))
-    found = ledger.bytes
-    return MemoryByKind(
-        weights=found["weights"],
-        gradients=found["gradients"],
-        optimizer=found["optimizer"],
-        features=found["features"],
-        edges=found["edges"],
-        tables=found["tables"],
-        activations=saved,
-        halo=found["halo"],
-    )
+    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
+        add_scope(ledger, scope)
+    return ledger

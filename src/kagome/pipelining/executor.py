@@ -1,263 +1,111 @@
-"""Executor: runs a rank's program of actions over its stage runs, chunk by chunk or all in lockstep.
+"""Executor: performs a rank's program action by action, and points at the action that fails.
 
-Where it sits: ``chunk_engine`` calls the pass that an epoch or an evaluation needs.
+Where it sits: ``chunk_passes`` runs the chunks of a graph with it, ``dag.sample_pass`` the samples of a
+batch. They compute; their transfers send and receive.
+
+::
+
+    program     0RECV_F2              0F2                 0SEND_F2
+                transfers.receive     compute             transfers.send     each is timed by its name
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import count
+from typing import Any, Protocol
 
-import torch
+from kagome.model.operators.pieces import Piece
+from kagome.model.split.stages import Stage
+from kagome.schedule.actions import Action, ActionKind, pointed
 
-from kagome.adaptive.stage_codec import StageCodec
-from kagome.comm.mesh import Mesh
-from kagome.components.engine import PhaseTimer
-from kagome.historical.lockstep import Lockstep
-from kagome.historical.provider import HistoricalRows
-from kagome.intercept.interceptor import Interceptor
-from kagome.model.split.stages import Stage, links
-from kagome.pipelining.buffer_isolation import BufferIsolation
-from kagome.pipelining.chunking import Chunking
-from kagome.pipelining.p2p import StageTransfers
-from kagome.pipelining.stage_run import StageCode, StageRun
-from kagome.schedule.actions import Action, ActionKind, Program, Programs, pointed
-from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward
 
-Jobs = dict[tuple[int, int], StageRun]
-"""The stage runs of a pass, by stage and chunk."""
+class Transfers(Protocol):
+    """The transfers of one rank in one pass."""
+
+    def send(self, action: Action) -> None:
+        """Start to send the values of a SEND."""
+
+    def receive(self, action: Action) -> None:
+        """Wait for the values of a RECV, and hand them to their stage run."""
+
+    def end(self) -> None:
+        """Wait until all sends have completed."""
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs the passes of one rank over its chunks.
+    """Performs the programs of one rank.
 
     Args:
-        codes: The code of each of its stages, by number, in order.
-        mesh: All ranks.
-        chunks: The chunks of its part.
-        stages: The stages of all ranks.
-        phases: Records the time of each action.
-        moved: Makes the buffer isolation of a pass; its argument says whether further buffers are watched.
-        lose: Called with each stage run whose forward has ended in training.
-        codec: Encodes the values that go from stage to stage in training.
+        rank: The rank, for errors.
+        doing: Called with a description of each action before it, for the errors of peers that wait.
+        phase: Returns the context that times an action, given its text and the epoch or update.
     """
 
-    codes: Mapping[int, StageCode]
-    mesh: Mesh
-    chunks: Chunking
-    stages: Sequence[Stage]
-    phases: PhaseTimer
-    moved: Callable[[bool], BufferIsolation]
-    lose: Callable[[StageRun], None]
-    codec: StageCodec
+    rank: int
+    doing: Callable[[str], None]
+    phase: Callable[[str, int | None], AbstractContextManager[Any]]
 
-    def one_by_one(self, epoch: int, history: HistoricalRows | None, *, checked: bool) -> Jobs:
-        """Train on one chunk after the other, by a program that is fixed before the pass.
-
-        Args:
-            epoch: The epoch.
-            history: The supplier of historical rows; None where chunks are independent.
-            checked: Whether ranks compare the headers of their messages.
-        """
-        jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
-        programs = self.programs(epoch)
-        program = programs[self.mesh.stage]
-        messages = self._messages(jobs, epoch, self.codec)
-        messages.post(arrivals(programs, self.mesh.stage))
-        # Independent chunks each update running statistics, as micro-batches do.
-        alike = history is not None
-        moved = self.moved(alike)
-
-        def compute(action: Action) -> None:
-            job = jobs[action.stage, action.chunk]
-            if action.kind is ActionKind.F:
-                stays = action.chunk == first if alike else job.scope.own > 0
-                with moved.by(action.chunk, stays=stays):
-                    job.forward()
-                self.lose(job)
-                return
-            job.backward()
-
-        first = next(action.chunk for action in program if action.kind is ActionKind.F)
-        self._run(program, jobs, messages, compute, epoch)
-        messages.end()
-        return jobs
-
-    def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> Jobs:
-        """Run all chunks piece by piece; a stage ends when its steps have no more reads of neighbours.
-
-        Args:
-            epoch: The epoch.
-            training: Whether a backward follows.
-            checked: Whether ranks compare the headers of their messages.
-            stale: Whether the next epoch may use gradients of this one.
-        """
-        tables = self.chunks.tables
-        assert tables is not None
-        jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
-        supplier = self.chunks.exact(epoch, training=training, stale=stale)
-        tables.begin(epoch, supplier)
-        messages = self._messages(jobs, epoch, self.codec if training else None)
-        passes = (True, False) if training else (True,)
-        for forward in passes:
-            messages.post(self._arrivals(len(self.chunks.scopes), forward))
-        numbers, moved = tuple(self.codes), self.moved(training)
-        turns = [(stage, way) for way in passes for stage in (numbers if way else numbers[::-1])]
-        for stage, forward in turns:
-            mine = {chunk: job for (other, chunk), job in jobs.items() if other == stage}
-            works = [job.forward if forward else job.backward for job in mine.values()]
-            lockstep = supplier.lockstep = Lockstep(works)
-            ended: set[int] = set()
-
-            def compute(action: Action, lockstep: Lockstep = lockstep, ended: set[int] = ended) -> None:
-                with moved.by(action.chunk, stays=action.chunk == 0):
-                    done = lockstep.advance(action.chunk)
-                if done:
-                    ended.add(action.chunk)
-                    if action.kind is ActionKind.F and training:
-                        self.lose(jobs[action.stage, action.chunk])
-
-            rounds = self._rounds(stage, tuple(mine), ended, forward)
-            try:
-                with _calling_thread():
-                    self._run(rounds, jobs, messages, compute, epoch)
-            finally:
-                lockstep.close()
-        messages.end()
-        return jobs
-
-    def programs(self, epoch: int) -> Programs:
-        """Return the programs of this part's stages for an epoch that runs chunk by chunk."""
-        settings = self.chunks.settings
-        order = self.chunks.program_order(epoch, self.mesh.part)
-        shape = Shape(len(self.stages), order, links(self.stages), settings.pipe)
-        if settings.pattern == "fill-drain":
-            found = fill_drain(shape)
-        else:
-            found = k_forward_k_backward(shape, 1 if settings.pattern == "1f1b" else settings.pipe)
-        return tuple(map(self._needed, found))
-
-    def forward(self, epoch: int) -> Jobs:
-        """Evaluate a part that is a single chunk."""
-        jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
-        messages = self._messages(jobs, epoch, None)
-        messages.post(self._arrivals(1, True))
-        program: list[Action] = []
-        for stage in self.codes:
-            receives, sends = self._ends(stage, 0, True)
-            program += [*receives, Action(stage, ActionKind.F, 0), *sends]
-        self._run(tuple(program), jobs, messages, lambda action: jobs[action.stage, 0].forward(), epoch)
-        messages.end()
-        return jobs
-
-    @cached_property
-    def _carried(self) -> Mapping[tuple[int, int], bool]:
-        """The pairs of stages that a value goes between, and whether gradients come back."""
-        values = next(iter(self.codes.values())).survey.values
-        return {
-            (stage.number, taker): any(values[name].grad for name in names)
-            for stage in self.stages
-            for taker, names in stage.gives.items()
-        }
-
-    def _messages(self, jobs: Jobs, epoch: int, codec: StageCodec | None) -> StageTransfers:
-        ranks = [stage.rank for stage in self.stages]
-        return StageTransfers(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
-
-    def _needed(self, program: Iterable[Action]) -> Program:
-        """Drop the messages of a program that would carry no gradient."""
-
-        def carries(action: Action) -> bool:
-            one, other = sorted((action.stage, action.other))
-            return action.kind.forward or self._carried[one, other]
-
-        return tuple(action for action in program if action.kind.computes or carries(action))
-
-    def _arrivals(self, chunks: int, forward: bool) -> list[Action]:
-        """Return the receives of a lockstep pass, those of each sender in the order in which it sends."""
-        order = range(chunks) if forward else range(chunks)[::-1]
-        stages = range(len(self.stages)) if forward else range(len(self.stages))[::-1]
-        sends = (send for stage in stages for chunk in order for send in self._ends(stage, chunk, forward)[1])
-        return [send.answer for send in sends if send.other in self.codes]
-
-    def _rounds(self, stage: int, order: Sequence[int], ended: set[int], forward: bool) -> Iterator[Action]:
-        """Yield rounds of one piece a chunk; receives come before its first piece, sends after its last."""
-        kind = ActionKind.F if forward else ActionKind.B
-        for piece in count():
-            for chunk in order if forward else order[::-1]:
-                receives, sends = self._ends(stage, chunk, forward)
-                if piece == 0:
-                    yield from receives
-                yield Action(stage, kind, chunk, piece)
-                if chunk in ended:
-                    yield from sends
-            if len(ended) == len(order):
-                return
-
-    def _ends(self, stage: int, chunk: int, forward: bool) -> tuple[list[Action], list[Action]]:
-        """Return the receives before a chunk's first piece in a stage, and the sends after its last."""
-        before = [one for one, other in self._carried if other == stage]
-        after = [other for one, other in self._carried if one == stage]
-        come, go = (before, after) if forward else (after[::-1], before[::-1])
-        take, give = (
-            (ActionKind.RECV_F, ActionKind.SEND_F) if forward else (ActionKind.RECV_B, ActionKind.SEND_B)
-        )
-        receives = self._needed(Action(stage, take, chunk, None, other) for other in come)
-        sends = self._needed(Action(stage, give, chunk, None, other) for other in go)
-        return list(receives), list(sends)
-
-    def _jobs(self, scopes: Sequence[Interceptor], epoch: int, *, training: bool, checked: bool) -> Jobs:
-        named = [Counter[str]() for _ in scopes]
-        return {
-            (stage, number): StageRun(code, scope, epoch, training, checked, named[number])
-            for stage, code in self.codes.items()
-            for number, scope in enumerate(scopes)
-        }
-
-    def _run(
+    def run(
         self,
         program: Iterable[Action],
-        jobs: Jobs,
-        messages: StageTransfers,
         compute: Callable[[Action], None],
-        epoch: int,
+        transfers: Transfers,
+        *,
+        turn: str,
+        epoch: int | None,
     ) -> None:
+        """Perform a program.
+
+        Args:
+            program: The actions in order. An iterator may choose the next one by what the last one did.
+            compute: Performs an F or a B.
+            transfers: Performs a SEND or a RECV.
+            turn: The epoch or update in words.
+            epoch: Its number, for the times; None if they belong to none.
+
+        Raises:
+            BaseException: Any exception of an action; the program with an arrow at it is written to stderr.
+        """
         done: list[Action] = []
         try:
             for action in program:
                 done.append(action)
-                self.mesh.doing(f"epoch {epoch}: {action}")
-                with self.phases.phase(str(action), epoch):
+                self.doing(f"{turn}: {action}")
+                with self.phase(str(action), epoch):
                     if action.kind.computes:
                         compute(action)
                     elif action.kind.sends:
-                        messages.send(action)
+                        transfers.send(action)
                     else:
-                        self._received(action, jobs[action.stage, action.chunk], messages)
+                        transfers.receive(action)
+            transfers.end()
         except BaseException:
             known = program if isinstance(program, tuple) else done
             print(
-                f"kagome: rank {self.mesh.rank} stopped here:\n{pointed(known, len(done) - 1)}",
+                f"kagome: rank {self.rank} stopped here in {turn}:\n{pointed(known, len(done) - 1)}",
                 file=sys.stderr,
             )
             raise
 
-    def _received(self, action: Action, job: StageRun, messages: StageTransfers) -> None:
-        for name, value in messages.receive(action):
-            if action.kind.forward:
-                job.take(name, value)
-            else:
-                job.returned(name, value)
+
+def names_of(action: Action, stage: Stage | Piece, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the values of a SEND or RECV; backward has only those with a gradient.
+
+    Args:
+        action: The action.
+        stage: Its stage.
+        values: What is known of each value, among it whether it has a gradient (``grad``).
+    """
+    given = stage.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage.takes
+    return [name for name in given.get(action.other, ()) if action.kind.forward or values[name].grad]
 
 
-@contextmanager
-def _calling_thread() -> Iterator[None]:
-    """Run backward in the calling thread, on a GPU too, because chunks in lockstep wait inside it."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
+def needed(
+    program: Iterable[Action], stages: Sequence[Stage | Piece], values: Mapping[str, Any]
+) -> Iterator[Action]:
+    """Yield the actions of a program, but for messages that would carry nothing."""
+    return (a for a in program if a.kind.computes or names_of(a, stages[a.stage], values))

@@ -1,8 +1,9 @@
 """Stage transfers: point-to-point messages between the stages of one part, a chunk at a time.
 
-Where it sits: ``executor`` posts all receives of a pass before its first action, so that transfers run while
-stages compute. A SEND starts a transfer; only the end of the pass waits for it. A value for another stage of
-the same rank is kept here until that stage takes it.
+Where it sits: ``chunk_passes`` posts all receives of a pass before its first action, so that transfers run
+while stages compute. A SEND starts a transfer; only the end of the pass waits for it. A value for another
+stage of the same rank is kept here until that stage takes it. Samples of a batch have ``dag.transfers``:
+their messages go in parts to several replicas, and there may be too many to post at once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from kagome.adaptive.stage_codec import StageCodec, decoded_values
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import Work
 from kagome.comm.work import SendWork
+from kagome.pipelining.executor import names_of
 from kagome.pipelining.stage_run import StageCode, StageRun
-from kagome.schedule.actions import Action, ActionKind
+from kagome.schedule.actions import Action
 
 
 class StageTransfers:
@@ -74,11 +76,7 @@ class StageTransfers:
     def names(self, action: Action) -> list[str]:
         """Return the names of the values that a SEND or RECV transfers."""
         code = self.codes[action.stage]
-        given = (
-            code.stage.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else code.stage.takes
-        )
-        names = given.get(action.other, ())
-        return [n for n in names if action.kind.forward or code.survey.values[n].grad]
+        return names_of(action, code.stage, code.survey.values)
 
     def send(self, action: Action) -> None:
         """Start to send a chunk's values, or their gradients."""
@@ -114,11 +112,18 @@ class StageTransfers:
         stamps = self.jobs[action.stage, action.chunk].scope.row_ids()
         return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
 
-    def receive(self, action: Action) -> list[tuple[str, Tensor]]:
-        """Wait for the values of a RECV, and return them with their names."""
+    def receive(self, action: Action) -> None:
+        """Wait for the values of a RECV, and hand them to the stage run."""
         if action in self._here:
-            return self._here.pop(action)
-        return [(name, coming.wait()) for name, coming in self._coming.pop(action)]
+            found = self._here.pop(action)
+        else:
+            found = [(name, coming.wait()) for name, coming in self._coming.pop(action)]
+        job = self.jobs[action.stage, action.chunk]
+        for name, value in found:
+            if action.kind.forward:
+                job.take(name, value)
+            else:
+                job.returned(name, value)
 
     def end(self) -> None:
         """Wait until all sends have completed."""

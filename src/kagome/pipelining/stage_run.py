@@ -1,7 +1,8 @@
 """Stage run: one chunk in one stage of a rank, with its inputs, its outputs and its backward pass.
 
-Where it sits: ``executor`` makes one for each stage, chunk and epoch. The stage's steps run here, with the
-chunk's interceptor active.
+Where it sits: ``chunk_passes`` makes one for each stage, chunk and epoch. The stage's steps run here, with
+the chunk's interceptor active. Samples of a batch have ``dag.stage_run``: they know nothing of each other,
+so that they need no interceptor, but their values come in parts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Measurement cache: values measured on this machine, kept in the user's cache folder while they are valid.
 
 Where it sits: ``autoplan.plan`` opens one; ``autoplan.workload`` asks it before it measures. A value is a
-file that appears by one rename, so any number of runs may store the same value at once.
+file that appears by one rename, so any number of runs may store the same value at once. Partitions have
+``graph.partition.cache``: they hold for every machine and for good, and are bounded by bytes, not by age.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -23,6 +23,7 @@ import torch
 from kagome.graph.partition.cache import cache_folder, makers
 from kagome.launch.threads import cores
 from kagome.profile.steady_times import AGREE
+from kagome.storage.atomic import write_text
 
 #: Values are measured again after this time, because a machine's load changes over a day.
 FRESH_SECONDS: Final = 86_400
@@ -96,10 +97,7 @@ class MeasurementCache:
         if self.folder is None:
             return
         with suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            fresh = self.folder / f".{key}-{os.getpid()}"
-            fresh.write_text(json.dumps(value))
-            fresh.rename(self.folder / f"{key}.json")
+            write_text(self.folder / f"{key}.json", json.dumps(value))
             for file in self.folder.iterdir():
                 with suppress(OSError):
                     if time.time() - file.stat().st_mtime > FRESH_SECONDS:

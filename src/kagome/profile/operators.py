@@ -23,6 +23,7 @@ from kagome.model.operators.graph import Branches, branches_of
 from kagome.model.operators.pieces import Piece
 from kagome.model.operators.sample_dropout import Masks
 from kagome.model.operators.samples import Batch, count_of, inputs_of
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.model.trace.graph import Step
 from kagome.model.weight_hooks import hooks_off
 from kagome.planner.stages.operator_costs import Operator, OperatorGraph
@@ -177,14 +178,6 @@ class _Bench:
 
     def run(self, piece: Piece) -> tuple[float, float, int]:
         """Run an operator once; return its seconds forward and backward, and the bytes it saves."""
-        kept: dict[int, int] = {}
-
-        def pack(saved: Tensor) -> Tensor:
-            place = saved.untyped_storage().data_ptr()
-            if place not in self.own:
-                kept[place] = max(kept.get(place, 0), saved.nbytes)
-            return saved
-
         values: dict[str, Any] = dict(self.inputs)
         for name in piece.taken:
             values[name] = tree_map_only(Tensor, Tensor.detach, self.values[name])
@@ -207,9 +200,14 @@ class _Bench:
                 )
             )
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved)
-        with self.masks.on(0, self.ids), torch.enable_grad(), hooks:
+        saved = SavedTensors()
+        with self.masks.on(0, self.ids), torch.enable_grad(), saved.recording():
             there = self._timed(forward)
+        kept: dict[int, int] = {}
+        for tensor in saved.take():
+            place = tensor.untyped_storage().data_ptr()
+            if place not in self.own:
+                kept[place] = max(kept.get(place, 0), tensor.nbytes)
         leaves = tree_leaves(outs)
         roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         ones = [torch.ones_like(root) for root in roots]

@@ -1,7 +1,7 @@
 """Schedules: generators of programs for fill-drain, 1F1B, kFkB, and the exact order layer by layer.
 
-Where it sits: pure functions. ``pipelining`` asks for one by name; ``planner`` tries them all in
-``simulator``.
+Where it sits: pure functions. ``pipelining`` asks for one by name, for the chunks of a graph and for the
+samples of a batch; ``planner`` tries them all in ``simulator``, and asks how many samples a stage must hold.
 
 ::
 
@@ -19,12 +19,21 @@ Where it sits: pure functions. ``pipelining`` asks for one by name; ``planner`` 
     fill-drain, 4 stages dealt to 2 ranks              all chunks pass a rank's first stage, then its next
       0: stage 0: 0 1 2  stage 2: 0 1 2                one: it fills in the time of a stage of few layers;
       1:    stage 1: 0 1 2  stage 3: 0 1 2             chunks beyond the ranks give messages time to travel
+
+    samples      0    1    2    3    4    5    6    7        stage 0 in micro-batches of 2, stage 1 of 4:
+    stage 0   [ 0F0    ][ 0F1    ][ 0F2    ][ 0F3    ]       a message has the smaller of both sizes, and
+    messages    u = 0      u = 1     u = 2     u = 3         its number counts in them
+    stage 1   [        1F0       ][        1F1       ]
+
+Source: fill-drain is GPipe's, 1F1B PipeDream's, kFkB by stage over a DAG GraphPipe's (ASPLOS 2025).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import Action, ActionKind, Program, Programs
@@ -39,21 +48,25 @@ class Shape:
 
     Args:
         stages: The number of stages.
-        order: The chunks in the order in which they are processed.
+        order: The chunks in the order in which they are processed; with ``sizes``, the samples of a batch.
         links: Pairs of stages of which the second reads the first one's output; by default each stage reads
             the one before it.
         ranks: The number of ranks, to which the stages are assigned in rotation; by default each stage has
             its own.
+        sizes: The number of samples that each stage processes together, as a micro-batch, which is then its
+            chunk; by default stages have the same chunks.
 
     Raises:
         ScheduleError: If there is no stage or no chunk, a rank has no stage, a chunk is named twice, or a
-            link leads backward.
+            link leads backward. With sizes, if a batch is not a whole number of micro-batches, or if of two
+            linked stages neither micro-batch divides the other.
     """
 
     stages: int
-    order: tuple[int, ...]
+    order: tuple[int, ...] | range
     links: tuple[Link, ...] | None = None
     ranks: int | None = None
+    sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.order:
@@ -62,15 +75,43 @@ class Shape:
             )
         if not 1 <= self.homes <= self.stages:
             raise ScheduleError("each rank has a stage", f"{self.homes} ranks have {self.stages} stages")
-        if len(set(self.order)) != len(self.order) or min(self.order) < 0:
-            raise ScheduleError("each chunk is processed once", f"the order is {self.order}")
+        order = self.order
+        if isinstance(order, tuple) and (len(set(order)) != len(order) or min(order) < 0):
+            raise ScheduleError("each chunk is processed once", f"the order is {order}")
         for one, other in self.all_links:
             if not 0 <= one < other < self.stages:
                 raise ScheduleError(
                     f"a link leads from a stage to a later one of {self.stages}", f"found {one} -> {other}"
                 )
+        if self.sizes is not None:
+            self._check_sizes(self.sizes)
 
-    @property
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        batch = len(self.order)
+        in_order = self.order == range(batch) or self.order == tuple(range(batch))
+        if len(sizes) != self.stages or not in_order:
+            raise ScheduleError(
+                f"{self.stages} stages take micro-batches of samples in order",
+                f"{len(sizes)} sizes, order {self.order}",
+            )
+        for stage, size in enumerate(sizes):
+            if size < 1 or batch % size:
+                raise ScheduleError(
+                    f"a batch of {batch} samples is a whole number of micro-batches",
+                    f"micro-batches of {size} samples",
+                    where=f"stage {stage}",
+                    hint="take a micro-batch that divides the batch",
+                )
+        for one, other in self.all_links:
+            if max(sizes[one], sizes[other]) % self.unit(one, other):
+                raise ScheduleError(
+                    "of two linked stages one's micro-batch divides the other's",
+                    f"{sizes[one]} and {sizes[other]} samples",
+                    where=f"stages {one} and {other}",
+                    hint="take powers of two",
+                )
+
+    @cached_property
     def all_links(self) -> tuple[Link, ...]:
         """The links between stages, in order."""
         if self.links is None:
@@ -89,8 +130,25 @@ class Shape:
     def turns(self, rank: int) -> Iterator[tuple[int, int]]:
         """Yield stage and chunk of everything that a rank computes forward, in order."""
         for stage in self.held(rank):
-            for chunk in self.order:
+            for chunk in self.chunks(stage):
                 yield stage, chunk
+
+    def size(self, stage: int) -> int:
+        """Return the number of entries of ``order`` that a chunk of a stage covers."""
+        return 1 if self.sizes is None else self.sizes[stage]
+
+    def chunks(self, stage: int) -> Sequence[int]:
+        """Return the chunks of a stage in the order in which it processes them."""
+        return self.order if self.sizes is None else range(len(self.order) // self.sizes[stage])
+
+    def unit(self, one: int, other: int) -> int:
+        """Return the number of entries of ``order`` that a message between two stages covers."""
+        return min(self.size(one), self.size(other))
+
+    def messages(self, stage: int, other: int, chunk: int) -> range:
+        """Return the numbers of the messages between two stages that hold a chunk of the first."""
+        each = self.size(stage) // self.unit(stage, other)
+        return range(chunk * each, (chunk + 1) * each)
 
     def sources(self, stage: int) -> list[int]:
         """Return the stages whose output a stage reads."""
@@ -110,48 +168,78 @@ def fill_drain(shape: Shape) -> Programs:
     def program(rank: int) -> Iterator[Action]:
         turns = list(shape.turns(rank))
         for stage, chunk in turns:
-            yield from _forward(shape, stage, chunk)
+            yield from _step(shape, stage, chunk, forward=True)
         for stage, chunk in reversed(turns):
-            yield from _backward(shape, stage, chunk)
+            yield from _step(shape, stage, chunk, forward=False)
 
     return _programs(shape, program)
 
 
-def k_forward_k_backward(shape: Shape, k: int = 1) -> Programs:
-    """Generate programs that alternate k chunks forward and k backward after a warm-up; k = 1 is 1F1B.
+def forward_only(shape: Shape) -> Programs:
+    """Generate programs that take all chunks forward, for evaluation."""
 
-    For independent work only: backward takes the chunks in the order of forward.
+    def program(rank: int) -> Iterator[Action]:
+        for stage, chunk in shape.turns(rank):
+            yield from _step(shape, stage, chunk, forward=True)
+
+    return _programs(shape, program)
+
+
+def k_forward_k_backward(shape: Shape, k: int | Sequence[int] = 1) -> Programs:
+    """Generate programs that fill each stage's window, then alternate k chunks backward and k forward.
+
+    For independent work only: backward takes the chunks in the order of forward. k = 1 is 1F1B.
 
     Args:
         shape: Stages and chunks.
-        k: Chunks per turn.
+        k: Chunks per turn; one number for all stages, or one for each.
 
     Raises:
-        ScheduleError: If k is below 1, or ranks have several stages.
+        ScheduleError: If a k is below 1, or ranks have several stages.
 
-    Cost: stage s holds at most ``k * (depth below it + 1)`` chunks: ``S - s`` in a chain with k = 1.
+    Cost: a stage holds at most :func:`windows` entries of the order.
     """
-    if k < 1:
-        raise ScheduleError("kFkB takes a k from 1 up", f"it is {k}")
+    held, turns = windows(shape, k), _each(shape, k)
     if shape.homes != shape.stages:
         raise ScheduleError("kFkB takes a stage a rank", f"{shape.homes} ranks have {shape.stages} stages")
-    below = _depths(shape)
 
     def program(stage: int) -> Iterator[Action]:
-        count, ahead = len(shape.order), min(len(shape.order), k * below[stage])
-        forward, backward = iter(shape.order), iter(shape.order)
-        for _ in range(ahead):
-            yield from _forward(shape, stage, next(forward))
-        done, begun = 0, ahead
-        while done < count:
-            for _ in range(min(k, count - done)):
-                yield from _backward(shape, stage, next(backward))
-                done += 1
-            for _ in range(min(k, count - begun)):
-                yield from _forward(shape, stage, next(forward))
-                begun += 1
+        chunks, turn = shape.chunks(stage), turns[stage]
+        forward, backward = iter(chunks), iter(chunks)
+        for chunk in islice(forward, held[stage] // shape.size(stage)):
+            yield from _step(shape, stage, chunk, forward=True)
+        for _ in range(0, len(chunks), turn):
+            for chunk in islice(backward, turn):
+                yield from _step(shape, stage, chunk, forward=False)
+            for chunk in islice(forward, turn):
+                yield from _step(shape, stage, chunk, forward=True)
 
     return _programs(shape, program)
+
+
+def windows(shape: Shape, k: int | Sequence[int] = 1) -> list[int]:
+    """Return the most entries of the order that each stage must hold, so that no reader waits for it.
+
+    It is one turn of its own plus the most that a reader holds, in whole chunks of its own. In a chain of S
+    stages with the same chunks, stage s holds ``k * (S - s)`` chunks, or all of them.
+
+    Args:
+        shape: Stages and chunks.
+        k: Chunks per turn; one number for all stages, or one for each.
+
+    Raises:
+        ScheduleError: If a k is below 1.
+
+    Source: GraphPipe, in-flight samples under kFkB.
+    """
+    turns, found = _each(shape, k), [0] * shape.stages
+    for stage in range(shape.stages - 1, -1, -1):
+        size = shape.size(stage)
+        most = turn = turns[stage] * size
+        for other in shape.readers(stage):
+            most = max(most, -(-found[other] // size) * size + max(turn, shape.size(other)))
+        found[stage] = min(most, len(shape.order))
+    return found
 
 
 def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
@@ -171,16 +259,14 @@ def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
         raise ScheduleError(f"{shape.stages} stages have a piece each at least", f"found {tuple(pieces)}")
 
     def program(rank: int) -> Iterator[Action]:
-        for stage in shape.held(rank):
-            last = pieces[stage] - 1
-            for piece in range(last + 1):
-                for chunk in shape.order:
-                    yield from _forward(shape, stage, chunk, piece, first=piece == 0, last=piece == last)
-        for stage in reversed(shape.held(rank)):
-            last = pieces[stage] - 1
-            for piece in range(last, -1, -1):
-                for chunk in reversed(shape.order):
-                    yield from _backward(shape, stage, chunk, piece, first=piece == last, last=piece == 0)
+        for forward in (True, False):
+            way = slice(None, None, 1 if forward else -1)
+            for stage in shape.held(rank)[way]:
+                order = range(pieces[stage])[way]
+                for piece in order:
+                    ends = {"first": piece == order[0], "last": piece == order[-1]}
+                    for chunk in shape.chunks(stage)[way]:
+                        yield from _step(shape, stage, chunk, piece, forward=forward, **ends)
 
     return _programs(shape, program)
 
@@ -192,31 +278,45 @@ def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
     return tuple(answer for answer in sent if answer in mine)
 
 
-def _forward(
-    shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
+def receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
+    """Yield the RECVs before a stage computes a chunk; backward takes other stages in reverse."""
+    kind = ActionKind.RECV_F if forward else ActionKind.RECV_B
+    for other in shape.sources(stage) if forward else reversed(shape.readers(stage)):
+        for message in shape.messages(stage, other, chunk):
+            yield Action(stage, kind, message, None, other)
+
+
+def sends(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
+    """Yield the SENDs after a stage has computed a chunk; backward gives to other stages in reverse."""
+    kind = ActionKind.SEND_F if forward else ActionKind.SEND_B
+    for other in shape.readers(stage) if forward else reversed(shape.sources(stage)):
+        for message in shape.messages(stage, other, chunk):
+            yield Action(stage, kind, message, None, other)
+
+
+def _step(
+    shape: Shape,
+    stage: int,
+    chunk: int,
+    piece: int | None = None,
+    *,
+    forward: bool,
+    first: bool = True,
+    last: bool = True,
 ) -> Iterator[Action]:
-    for one in shape.sources(stage) if first else ():
-        yield Action(stage, ActionKind.RECV_F, chunk, None, one)
-    yield Action(stage, ActionKind.F, chunk, piece)
-    for other in shape.readers(stage) if last else ():
-        yield Action(stage, ActionKind.SEND_F, chunk, None, other)
+    """Yield the actions of a chunk in a stage, or of a piece of it, of which the first and last exchange."""
+    if first:
+        yield from receives(shape, stage, chunk, forward=forward)
+    yield Action(stage, ActionKind.F if forward else ActionKind.B, chunk, piece)
+    if last:
+        yield from sends(shape, stage, chunk, forward=forward)
 
 
-def _backward(
-    shape: Shape, stage: int, chunk: int, piece: int | None = None, *, first: bool = True, last: bool = True
-) -> Iterator[Action]:
-    for other in reversed(shape.readers(stage)) if first else ():
-        yield Action(stage, ActionKind.RECV_B, chunk, None, other)
-    yield Action(stage, ActionKind.B, chunk, piece)
-    for one in reversed(shape.sources(stage)) if last else ():
-        yield Action(stage, ActionKind.SEND_B, chunk, None, one)
-
-
-def _depths(shape: Shape) -> list[int]:
-    """Return for each stage the number of stages on the longest path from it to an end, itself included."""
-    found = [1] * shape.stages
-    for stage in range(shape.stages - 1, -1, -1):
-        found[stage] = 1 + max((found[reader] for reader in shape.readers(stage)), default=0)
+def _each(shape: Shape, k: int | Sequence[int]) -> Sequence[int]:
+    """Return the k of each stage."""
+    found = (k,) * shape.stages if isinstance(k, int) else k
+    if len(found) != shape.stages or min(found) < 1:
+        raise ScheduleError("kFkB takes a k from 1 up for each stage", f"it is {k}")
     return found
 
 

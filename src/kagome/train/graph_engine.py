@@ -36,7 +36,7 @@ from kagome.graph.partition.partition import Partition
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.resumed_rows import NOTHING
 from kagome.launch.os_errors import in_words
-from kagome.memory.tensor_bytes import SavedMemory, measure
+from kagome.memory.tensor_bytes import SavedMemory, account, ledger_of
 from kagome.model.buffers import Buffers
 from kagome.model.forward_call import failed
 from kagome.objective.kept_rows import RefusesKept
@@ -123,8 +123,9 @@ class GraphEngine:
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """Return the memory that this rank holds, with what the first forward pass saved."""
-        beside = [self.train_rows]
-        return measure(self.scope, self.model, optimizer, self.saved, best=best, beside=beside)
+        ledger = ledger_of(self.scope, self.model, (best or {}).values())
+        ledger.add("tables", [self.train_rows])
+        return account(ledger, self.model, optimizer, self.saved)
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Do nothing: with one stage, this rank has all weights already."""

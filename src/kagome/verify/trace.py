@@ -29,13 +29,13 @@ from kagome.intercept.interceptor import Interceptor
 from kagome.model.copies import copied
 from kagome.model.exact import dropout
 from kagome.model.exact.distributions import LAWS, Given, given_of, handed_out, likely
-from kagome.model.exact.handlers import DROPOUTS, HANDLERS, counted, drawn_for
+from kagome.model.exact.handlers import HANDLERS, counted, drawn_for
 from kagome.model.exact.scope import argument
 from kagome.model.forward_call import ForwardCall
 from kagome.user_code.functional import opened
 from kagome.user_code.torch_checkpoint import once
 
-_DROPS = {*DROPOUTS, *(f"dropout{dims}d" for dims in (1, 2, 3))}
+_DROPS = {*dropout.DROPOUTS, *(f"dropout{dims}d" for dims in (1, 2, 3))}
 _DROPS_INSIDE = "scaled_dot_product_attention"
 DRAWS = frozenset(dropout.DRAWS) | _DROPS | {_DROPS_INSIDE}
 """Calls that draw random numbers: switched off where split and whole are compared with plain PyG."""

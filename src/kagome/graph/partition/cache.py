@@ -2,6 +2,7 @@
 
 Where it sits: ``train.data`` looks here before it cuts a graph, and stores the result. An entry is a folder
 that appears by one rename and disappears by one, so any number of runs may use the cache at the same time.
+Measured values have ``profile.cache``: they are small, hold for one machine, and expire after a day.
 """
 
 from __future__ import annotations

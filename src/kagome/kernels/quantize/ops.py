@@ -1,7 +1,8 @@
 """Quantization: rows of floats to a few bits per number and back, with repeatable stochastic rounding.
 
 Where it sits: ``comm.codec`` codes messages with it. This module is plain PyTorch; the numba loops on a CPU
-and Triton on a GPU give the same bits.
+and Triton on a GPU give the same bits. Their draws are a hash of 32 bits, half as wide as that of
+``model.exact.dropout``: a vector of the loops holds twice as many, and rounding needs no more.
 
 ::
 

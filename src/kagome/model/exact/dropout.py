@@ -1,7 +1,9 @@
 """Counter-based dropout: draws depend on which row it is, not on where the row is stored or on the mesh.
 
-Where it sits: called by ``handlers`` for every dropout in a model's forward. A number depends on (seed,
-epoch, call, row id, column) alone, so that every partition of the graph draws the same numbers.
+Where it sits: called by ``handlers`` for every dropout in a model's forward, and by
+``model.operators.sample_dropout`` in a pipeline of independent samples. A number depends on (seed, epoch,
+call, row id, column) alone, so that every partition of the graph draws the same numbers. The rounding of
+encoded rows has a hash of its own in ``kernels.quantize.ops``: it makes 32 bits a number, on three backends.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels.base.thread_pool import compiled, inlined, spread
+from kagome.model.exact.scope import Args, Func, Kwargs, argument
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
@@ -23,6 +26,10 @@ _SECOND = 0x94D049BB133111EB
 _WORD = 1 << 64
 
 
+DROPOUTS: Final = tuple(
+    f"{kind}dropout{place}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for place in ("", "_")
+)
+"""Names of torch's dropout calls."""
 DRAWS: Final = (
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "binomial"),
     *("rand_like", "randn_like", "randint_like", "rrelu", "rrelu_", "_standard_gamma", "_sample_dirichlet"),
@@ -180,6 +187,25 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: in
     flat = rows.reshape(rows.size(0), -1) if x.numel() else rows.reshape(rows.size(0), 0)
     out: Tensor = _Drop.apply(flat, ids, key, p, first)  # type: ignore[no-untyped-call]
     return out.reshape(rows.shape).movedim(0, axis)
+
+
+def call_of(name: str, func: Func, args: Args, kwargs: Kwargs) -> tuple[Tensor, float, bool, bool]:
+    """Return the arguments of one of torch's :data:`DROPOUTS`, however they are named.
+
+    Returns:
+        The tensor, the share dropped, whether anything is dropped, whether the result is written in place.
+    """
+    return (
+        args[0] if args else kwargs["input"],
+        float(argument(args, kwargs, 1, "p", 0.5)),
+        bool(argument(args, kwargs, 2, "training" if isinstance(func, FunctionType) else "train", True)),
+        name.endswith("_") or bool(argument(args, kwargs, 3, "inplace", False)),
+    )
+
+
+def channels(x: Tensor) -> Tensor:
+    """Return a one for each channel ``x[i, j]``, which feature dropout drops as a whole."""
+    return x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2))
 
 
 def of_torch(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:

@@ -59,13 +59,11 @@ def _refused_seed(scope: Scope, name: str) -> Exception:
 
 
 def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    x: Tensor = args[0] if args else kwargs["input"]
-    p = float(argument(args, kwargs, 1, "p", 0.5))
+    x, p, training, in_place = dropout.call_of(name, func, args, kwargs)
     if not 0.0 <= p <= 1.0 or not x.dim():
         return NotImplemented
     if isinstance(func, FunctionType) and name != "dropout":
         return NotImplemented  # torch's Python function calls the native one of this name
-    training = argument(args, kwargs, 2, "train" if name != "dropout" else "training", True)
     if not training or p == 0.0:
         return x if scope.drops_shares(x) else NotImplemented
     if scope.own_seed():
@@ -75,7 +73,6 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
         return scope.drop_shares(
             x, lambda part, words, first: dropout.dropout(part, words, key, p, 0, first), ids
         )
-    in_place = name.endswith("_") or bool(argument(args, kwargs, 3, "inplace", False))
     if not name.startswith(("feature", "alpha")) and not in_place:
         ids, key, axis = _ids(scope, x, name)
         return scope.like(dropout.dropout(x, ids, key, p, axis), x)
@@ -99,7 +96,7 @@ def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
     if not name.startswith("feature") or x.dim() < 3:
         ids, key, axis = _ids(scope, x, name)
         return dropout.dropout(torch.ones_like(x), ids, key, p, axis)
-    ones = x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2))
+    ones = dropout.channels(x)
     if (scope.axis(x) or 0) > 1:  # one channel of all rows
         ids, key, axis = _ids(scope, torch.nn.Parameter(ones), name)
     else:
@@ -233,12 +230,8 @@ def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     return scope.like(out, x)
 
 
-DROPOUTS: Final = tuple(
-    f"{kind}dropout{place}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for place in ("", "_")
-)
-
 HANDLERS: Mapping[str, Handler] = {
-    **dict.fromkeys(DROPOUTS, _dropout),
+    **dict.fromkeys(dropout.DROPOUTS, _dropout),
     **dict.fromkeys(dropout.DRAWS, _shared),
     **dict.fromkeys(LAWS, _drawn),
     **dict.fromkeys(("rrelu", "rrelu_"), _rrelu),

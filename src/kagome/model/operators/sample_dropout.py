@@ -24,9 +24,6 @@ from kagome.model.exact.scope import argument
 from kagome.model.trace.graph import Step
 from kagome.user_code.functional import opened
 
-_DROPS = ("dropout", "dropout_", "feature_dropout", "feature_dropout_")
-_REFUSED = ("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
-
 
 class DropoutSite(NamedTuple):
     """The axis of the samples in a tensor.
@@ -85,7 +82,7 @@ class Masks(TorchFunctionMode):
         """Answer dropout calls, and run all other calls as they are."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _DROPS or name in _REFUSED:
+        if name in dropout.DROPOUTS:
             return self._dropped(name, func, args, kwargs)
         if name == "scaled_dot_product_attention" and argument(args, kwargs, 4, "dropout_p", 0.0) > 0.0:
             with self:  # its kernel would draw for the whole micro-batch
@@ -96,13 +93,10 @@ class Masks(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropped(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x: Tensor = args[0] if args else kwargs["input"]
-        p = float(argument(args, kwargs, 1, "p", 0.5))
-        python = isinstance(func, FunctionType)
-        training = argument(args, kwargs, 2, "training" if python else "train", True)
+        x, p, training, in_place = dropout.call_of(name, func, args, kwargs)
         if not training or p == 0.0 or not 0.0 <= p <= 1.0:
             return func(*args, **kwargs)
-        if name in _REFUSED:
+        if "alpha" in name:
             raise ModelError(
                 "a mask of dropout is drawn for each sample",
                 f"{name} has none",
@@ -114,10 +108,9 @@ class Masks(TorchFunctionMode):
         if self.places is None:
             self.shapes[call] = tuple(x.shape)
             return x.clone()
-        ones = x.new_ones(*x.shape[:2], *[1] * (x.dim() - 2)) if name.startswith("feature") else None
+        ones = dropout.channels(x) if name.startswith("feature") else None
         out = self._drawn(x if ones is None else ones, call, p)
         out = out if ones is None else x * out
-        in_place = name.endswith("_") or argument(args, kwargs, 3, "inplace", False)
         return x.copy_(out) if in_place else out
 
     def _drawn(self, x: Tensor, call: Call, p: float) -> Tensor:

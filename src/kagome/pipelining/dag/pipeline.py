@@ -43,12 +43,12 @@ from kagome.pipelining.dag.checks import (
     rough_operators,
     take_state,
 )
-from kagome.pipelining.dag.executor import DagExecutor, forward_program, update_programs
-from kagome.pipelining.dag.plans import plan_of
 from kagome.pipelining.dag.replicas import ReplicaWeights
 from kagome.pipelining.dag.sample_layout import SampleLayout
+from kagome.pipelining.dag.sample_pass import SamplePass, forward_program, update_programs
 from kagome.pipelining.dag.stage_run import DagStageCode, DagStageRun
 from kagome.pipelining.foreign_weights import read_by_loss, refused, watch_hooks, watched
+from kagome.planner.stages.default_plan import plan_of
 from kagome.planner.stages.plan import StagePlan
 from kagome.records.spans import Span, Spans
 from kagome.report.page.stages_page import StageRow, write_stages
@@ -216,7 +216,7 @@ class Pipeline:
         self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
         self._layout = SampleLayout.of(self.plan)
         self.stage, self._replica = self._layout.seat(channel.rank)
-        programs = update_programs(self._branches, self._pieces, shape)
+        programs = update_programs(self._branches, self._pieces, shape, self.plan.k)
         self.program = to_text(programs)
         self._programs, self._program = programs, programs[self.stage]
         self._forms = forms_of(inputs)
@@ -274,7 +274,7 @@ class Pipeline:
             if job.loss is not None:
                 total.add_(job.loss.detach().double())
 
-        current = DagExecutor(self._code, self._layout, self._program, self.channel, self._spans)
+        current = SamplePass(self._code, self._layout, self._program, self.channel, self._spans)
         with hooks_off(self._weights.mine.values()):
             current.run(inputs, update, training=True, lose=lose, done=done)
         with self._spans.phase("weights", update):
@@ -308,7 +308,7 @@ class Pipeline:
         """
         inputs = self._checked(batch)
         layout = self._layout.even(count_of(inputs))
-        program = forward_program(self._pieces[self.stage], layout.chunks(self.stage))
+        program = forward_program(self._pieces, layout.chunks(self.stage), self.stage)
         name, found = self._branches.graph.output, dict[int, Tensor]()
         fact = self._branches.facts[name]
 
@@ -318,7 +318,7 @@ class Pipeline:
 
         self.model.eval()
         try:
-            DagExecutor(self._code, layout, program, self.channel, self._spans).run(
+            SamplePass(self._code, layout, program, self.channel, self._spans).run(
                 inputs, self._update, training=False, done=done
             )
         finally:

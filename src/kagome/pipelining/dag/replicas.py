@@ -106,22 +106,20 @@ class ReplicaWeights:
         """Give every rank the weights and buffers of all ranks. All ranks call it."""
         named = {**self.parameters, **dict(self.model.named_buffers())}
         for owner in range(self.channel.size):
-            by_type: dict[torch.dtype, list[Tensor]] = {}
-            for name, tensor in named.items():
-                if self.holders.get(name, (0,))[0] == owner:
-                    by_type.setdefault(tensor.dtype, []).append(tensor)
-            for tensors in by_type.values():
-                flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-                _fill(tensors, self.channel.broadcast(flat, owner, action=f"weights of rank {owner}"))
+            self._share((t for name, t in named.items() if self.holders.get(name, (0,))[0] == owner), owner)
 
     def share_first(self) -> None:
         """Give every rank the weights and buffers of rank 0. All ranks call it."""
+        self._share((*self.parameters.values(), *self.model.buffers()), 0)
+
+    def _share(self, tensors: Iterable[Tensor], owner: int) -> None:
+        """Give every rank one rank's values of some tensors, in a message for each dtype."""
         by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in (*self.parameters.values(), *self.model.buffers()):
+        for tensor in tensors:
             by_type.setdefault(tensor.dtype, []).append(tensor)
-        for tensors in by_type.values():
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-            _fill(tensors, self.channel.broadcast(flat, 0, action="weights of rank 0"))
+        for group in by_type.values():
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            _fill(group, self.channel.broadcast(flat, owner, action=f"weights of rank {owner}"))
 
 
 def _fill(tensors: Iterable[Tensor], flat: Tensor) -> None:

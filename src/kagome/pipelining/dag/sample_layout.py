@@ -1,6 +1,7 @@
 """Sample layout: which rank computes which samples of a batch, and which samples two ranks exchange.
 
-Where it sits: ``pipeline`` makes it from a plan; ``executor`` and ``transfers`` use it.
+Where it sits: ``pipeline`` makes it from a plan; ``sample_pass`` and ``transfers`` use it. The order of the
+micro-batches comes from a ``schedule.schedules.Shape``, which knows no ranks and no shorter last micro-batch.
 
 ::
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kagome.planner.stages.plan import StagePlan
+from kagome.schedule.actions import Action
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class SampleLayout:
         first = chunk * size
         count = min(first + size, self.batch) - first
         return range(first + count * replica // devices, first + count * (replica + 1) // devices)
+
+    def chunk(self, stage: int, action: Action) -> int:
+        """Return the micro-batch of a stage that one of its actions is done to."""
+        if action.kind.computes:
+            return action.chunk
+        return self.chunk_of(stage, action.other, action.chunk)
 
     def chunk_of(self, stage: int, other: int, unit: int) -> int:
         """Return the micro-batch of a stage that contains the samples of a message to or from another."""

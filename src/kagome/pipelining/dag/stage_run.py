@@ -1,13 +1,14 @@
 """DAG stage run: one rank's samples of one micro-batch, forward and backward through its stage.
 
-Where it sits: ``executor`` makes one for each micro-batch, and drops it after its last action. ``transfers``
-hands it the values that it receives.
+Where it sits: ``sample_pass`` makes one for each micro-batch, and drops it with its last action.
+``transfers`` hands it the values that it receives. Chunks of a graph have ``pipelining.stage_run``: they
+read each other's rows, which takes an interceptor, and each lives until the pass ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class DagStageCode:
     masks: Masks
 
 
+@dataclass
 class DagStageRun:
     """One rank's run of its stage on its samples of one micro-batch.
 
@@ -49,24 +51,20 @@ class DagStageRun:
         lose: Returns the share of the loss for some samples of the output; None without training.
         update: The number of the weight update, for random draws.
         training: Whether a backward follows.
+        outs: The values that the stage has computed for later stages or as the output, by name.
+        loss: The share of the loss; None where the stage does not compute the output.
     """
 
-    def __init__(
-        self,
-        code: DagStageCode,
-        samples: range,
-        inputs: Mapping[str, Tensor],
-        lose: Callable[[Tensor, range], Tensor] | None,
-        update: int,
-        *,
-        training: bool,
-    ) -> None:
-        self.code, self.samples, self.update, self.training = code, samples, update, training
-        self._inputs, self._lose = inputs, lose
-        self._come: dict[tuple[int, str], list[Part]] = {}
-        self._taken: dict[str, Tensor] = {}
-        self.outs: dict[str, Tensor] = {}
-        self.loss: Tensor | None = None
+    code: DagStageCode
+    samples: range
+    inputs: Mapping[str, Tensor]
+    lose: Callable[[Tensor, range], Tensor] | None
+    update: int
+    training: bool
+    outs: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    _come: dict[tuple[int, str], list[Part]] = field(default_factory=dict)
+    _taken: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, other: int, name: str, part: Part) -> None:
         """Store samples of a value, or of its gradient, that another stage has sent."""
@@ -78,7 +76,7 @@ class DagStageRun:
         if not self.samples:
             return
         values: dict[str, Any] = {
-            name: self._inputs[name][self.samples.start : self.samples.stop] for name in piece.inputs
+            name: self.inputs[name][self.samples.start : self.samples.stop] for name in piece.inputs
         }
         for other, names in piece.takes.items():
             for name in names:
@@ -97,9 +95,9 @@ class DagStageRun:
                 before=masks.at,
                 keep=piece.given,
             )
-        if self._lose is not None and piece.output is not None:
+        if self.lose is not None and piece.output is not None:
             with torch.set_grad_enabled(self.training):
-                self.loss = self._lose(self.outs[piece.output], self.samples)
+                self.loss = self.lose(self.outs[piece.output], self.samples)
 
     def backward(self) -> None:
         """Run backward from the gradients of the sent values and the loss, to weights and received values."""

@@ -1,7 +1,8 @@
 """DAG transfers: point-to-point messages between the stages of a DAG, started early and waited for late.
 
-Where it sits: ``executor`` posts receives a few actions ahead, and sends without waiting. Each rank sends
-each rank of another stage exactly the samples that both compute.
+Where it sits: ``sample_pass`` makes one for each pass. Receives are posted a few actions ahead, and sends
+are not waited for. Each rank sends each rank of another stage exactly the samples that both compute. Chunks
+of a graph have ``pipelining.p2p``: their messages go whole to one rank, are encoded, or stay on a rank.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import torch
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import Work
 from kagome.comm.work import SendWork
-from kagome.model.operators.graph import Branches
-from kagome.model.operators.pieces import Piece
 from kagome.pipelining.dag.sample_layout import SampleLayout
-from kagome.pipelining.dag.stage_run import DagStageRun
-from kagome.schedule.actions import Action, ActionKind, Program
+from kagome.pipelining.dag.stage_run import DagStageCode, DagStageRun
+from kagome.pipelining.executor import names_of
+from kagome.schedule.actions import Action, Program
 
 AHEAD: Final = 8
 """Most receives that are posted ahead: more would hold memory that the schedule's window does not count."""
@@ -31,47 +31,48 @@ class DagTransfers:
     """The transfers of one rank in one pass.
 
     Args:
-        branches: The model's graph of operators.
-        piece: This rank's stage.
+        code: The code of this rank's stage.
         layout: Which rank computes which samples.
         channel: The channel between all ranks.
         program: The actions of this rank, in order.
-        words: Describes an action for error messages.
+        job_of: Returns the stage run of an action.
+        turn: The update in words, for error messages.
     """
 
     def __init__(
         self,
-        branches: Branches,
-        piece: Piece,
+        code: DagStageCode,
         layout: SampleLayout,
         channel: Channel,
         program: Program,
-        words: Callable[[Action], str],
+        job_of: Callable[[Action], DagStageRun],
+        turn: str,
     ) -> None:
-        self.branches, self.piece, self.layout, self.channel = branches, piece, layout, channel
-        self.words = words
+        self.code, self.layout, self.channel = code, layout, channel
+        self.job_of, self.turn = job_of, turn
         self._posted: deque[tuple[Action, list[_Coming]]] = deque()
         self._left = deque(action for action in program if action.kind.receives)
         self._leaving: dict[int, list[SendWork]] = {}
         self._post()
 
-    def send(self, action: Action, job: DagStageRun) -> None:
+    def send(self, action: Action) -> None:
         """Start to send each peer its samples of a message."""
-        forward = action.kind.forward
+        job, forward = self.job_of(action), action.kind.forward
         for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
-            for name in names_of(self.branches, self.piece, action):
+            for name in self._names(action):
                 value = job.outs[name].detach() if forward else job.gradient(name)
                 sending = self.channel.start_send(
                     job.rows(value, name, samples),
                     peer,
-                    action=self.words(action),
+                    action=f"{action}, {self.turn}",
                     backward=not forward,
                 )
-                answered = forward and self.branches.facts[name].grad
+                answered = forward and self.code.branches.facts[name].grad
                 self._leaving.setdefault(job.samples.start if answered else -1, []).append(sending)
 
-    def receive(self, action: Action, job: DagStageRun) -> None:
+    def receive(self, action: Action) -> None:
         """Wait for the samples of a message from all peers, and hand them to the stage run."""
+        job = self.job_of(action)
         posted, coming = self._posted.popleft()
         assert posted == action
         for name, samples, pending in coming:
@@ -97,20 +98,16 @@ class DagTransfers:
 
     def _begun(self, action: Action) -> Iterable[_Coming]:
         for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
-            for name in names_of(self.branches, self.piece, action):
-                fact = self.branches.facts[name]
+            for name in self._names(action):
+                fact = self.code.branches.facts[name]
                 pending = self.channel.start_receive(
                     fact.shape_of(len(samples)),
                     fact.dtype or torch.float32,
                     peer,
-                    action=self.words(action),
+                    action=f"{action}, {self.turn}",
                     backward=not action.kind.forward,
                 )
                 yield name, samples, pending
 
-
-def names_of(branches: Branches, piece: Piece, action: Action) -> list[str]:
-    """Return the values that a SEND or RECV transfers; backward only has those with a gradient."""
-    given = piece.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else piece.takes
-    names = given.get(action.other, ())
-    return [name for name in names if action.kind.forward or branches.facts[name].grad]
+    def _names(self, action: Action) -> list[str]:
+        return names_of(action, self.code.piece, self.code.branches.facts)

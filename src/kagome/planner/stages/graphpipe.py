@@ -36,7 +36,7 @@ from kagome.planner.stages.operator_groups import Floats, GroupFacts, Groups, In
 from kagome.planner.stages.plan import PlannedStage, StagePlan
 from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 from kagome.planner.stages.simulate_plan import longer_turns, trial
-from kagome.schedule.dag_schedules import windows
+from kagome.schedule.schedules import windows
 
 
 class TreePlans(ABC):
@@ -359,7 +359,7 @@ class GraphPipe:
         return next(filter(self._fits_memory, plans), None)
 
     def _fits_memory(self, plan: StagePlan) -> bool:
-        held = windows(plan.shape(self.cost.graph))
+        held = windows(plan.shape(self.cost.graph), plan.k)
         return all(
             self.cost.memory(stage.operators, stage.devices, samples) <= self.cost.devices.memory
             for stage, samples in zip(plan.stages, held, strict=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from kagome.config.fields import path_of
 from kagome.errors import PlanError
 from kagome.planner.stages.operator_costs import OperatorGraph
-from kagome.schedule.dag_schedules import DagShape, Turns
+from kagome.schedule.schedules import Shape
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,20 @@ class StagePlan:
         """The number of devices of all stages."""
         return sum(stage.devices for stage in self.stages)
 
-    def shape(self, graph: OperatorGraph) -> DagShape:
+    @property
+    def k(self) -> tuple[int, ...]:
+        """The number of micro-batches that each stage takes in one turn."""
+        return tuple(stage.k for stage in self.stages)
+
+    def shape(self, graph: OperatorGraph) -> Shape:
         """Return the shape that programs of this plan are generated for.
 
         Raises:
             PlanError: If an operator is in no stage or in two, or a stage reads a later one.
         """
-        return DagShape(
-            self.batch,
-            tuple(Turns(stage.micro_batch, stage.k) for stage in self.stages),
-            links_of(graph, [stage.operators for stage in self.stages]),
-        )
+        links = links_of(graph, [stage.operators for stage in self.stages])
+        sizes = tuple(stage.micro_batch for stage in self.stages)
+        return Shape(len(self.stages), range(self.batch), links, sizes=sizes)
 
     def to_json(self) -> str:
         """Return the plan as JSON text."""

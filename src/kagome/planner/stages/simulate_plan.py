@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.plan import StagePlan
 from kagome.schedule.actions import Action, ActionKind
-from kagome.schedule.dag_schedules import DagShape, dag, windows
+from kagome.schedule.schedules import Shape, k_forward_k_backward, windows
 from kagome.schedule.simulator import Simulation, simulate
 
 
@@ -26,7 +26,7 @@ class PlanSimulation:
         memory: Bytes of a replica of each stage.
     """
 
-    shape: DagShape
+    shape: Shape
     run: Simulation
     seconds: float
     memory: tuple[float, ...]
@@ -34,12 +34,12 @@ class PlanSimulation:
     @property
     def throughput(self) -> float:
         """The number of samples per second."""
-        return self.shape.batch / self.seconds
+        return len(self.shape.order) / self.seconds
 
     @property
     def depth(self) -> int:
         """The number of stages on the longest path."""
-        found = [1] * len(self.shape.stages)
+        found = [1] * self.shape.stages
         for stage in range(len(found) - 1, -1, -1):
             found[stage] = 1 + max((found[other] for other in self.shape.readers(stage)), default=0)
         return max(found)
@@ -65,14 +65,14 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
         return message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way))
 
     run = simulate(
-        dag(shape),
+        k_forward_k_backward(shape, plan.k),
         compute,
         transfer=transfer,
-        size=lambda action: shape.stages[action.stage].micro_batch,
+        size=lambda action: shape.size(action.stage),
         paired=True,
     )
     sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
-    held = windows(shape)
+    held = windows(shape, plan.k)
     memory = tuple(
         cost.memory(stage.operators, stage.devices, samples)
         for stage, samples in zip(plan.stages, held, strict=True)
@@ -82,12 +82,12 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
 
 def flow(
     cost: StageCost, plan: StagePlan, *, sequential: bool = False
-) -> tuple[DagShape, dict[tuple[int, int], float]]:
+) -> tuple[Shape, dict[tuple[int, int], float]]:
     """Return the shape of a plan, and the bytes per sample on each link between stages."""
     shape = plan.shape(cost.graph)
     if sequential:
         links = tuple((stage, stage + 1) for stage in range(len(plan.stages) - 1))
-        shape = DagShape(shape.batch, shape.stages, links)
+        shape = replace(shape, links=links)
     place = {name: number for number, stage in enumerate(plan.stages) for name in stage.operators}
     carried: dict[tuple[int, int], float] = {}
     for operator in cost.graph.operators:
@@ -127,26 +127,29 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
         *(cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
     )
     begin, drain = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
-    hops = {way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.links}
+    hops = {
+        way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.all_links
+    }
     most = 0.0
-    for one, other in sorted(shape.links, key=lambda link: link[1]):
+    for one, other in sorted(shape.all_links, key=lambda link: link[1]):
         # The first micro-batch of the reader covers this many of its source's, and so does the last.
-        many = max(1, shape.stages[other].micro_batch // shape.stages[one].micro_batch)
+        many = max(1, shape.size(other) // shape.size(one))
         hop = hops[one, other]
         begin[other] = max(begin[other], begin[one] + many * forward[one] + hop)
         drain[other] = max(drain[other], hop + many * backward[one] + drain[one])
-    for one, other in shape.links:
-        messages = shape.batch // shape.unit(one, other)
+    batch = len(shape.order)
+    for one, other in shape.all_links:
+        messages = batch // shape.unit(one, other)
         busy = forward[one] + messages * hops[one, other] + forward[other] + backward[other]
         most = max(most, begin[one] + busy + drain[other])
     # A micro-batch starts once the one before it by the length of the window has come back.
-    window, trip = windows(shape), [0.0] * len(plan.stages)
+    window, trip = windows(shape, plan.k), [0.0] * len(plan.stages)
     for stage in range(len(plan.stages) - 1, -1, -1):
-        turns, own = shape.stages[stage], forward[stage] + backward[stage]
+        size, own = shape.size(stage), forward[stage] + backward[stage]
         beyond = max((2 * hops[stage, other] + trip[other] for other in shape.readers(stage)), default=0.0)
         trip[stage] = own + beyond
-        count = shape.batch // turns.micro_batch
-        rounds = (count - 1) // (window[stage] // turns.micro_batch)
+        count = batch // size
+        rounds = (count - 1) // (window[stage] // size)
         most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
     return most + max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
 
@@ -172,7 +175,7 @@ def longer_turns(
             return  # the last plan was yielded too: it may be better than its estimate
         before = seconds
         plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
-        held = windows(flow(cost, plan, sequential=sequential)[0])
+        held = windows(flow(cost, plan, sequential=sequential)[0], plan.k)
         for stage, samples in zip(plan.stages, held, strict=True):
             if cost.memory(stage.operators, stage.devices, samples) > cost.devices.memory:
                 return

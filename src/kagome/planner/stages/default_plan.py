@@ -1,6 +1,6 @@
-"""Plans: checks the user's plan against the ranks at hand, or makes a default plan for them.
+"""Default plan: a chain of stages of about the same time, and the check of a user's plan for given ranks.
 
-Where it sits: ``pipeline`` calls :func:`plan_of` once.
+Where it sits: ``pipelining.dag.pipeline`` calls :func:`plan_of` once.
 """
 
 from __future__ import annotations

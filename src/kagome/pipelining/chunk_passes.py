@@ -1,0 +1,210 @@
+"""Chunk passes: a rank's stages over the chunks of its part, chunk by chunk or all in lockstep.
+
+Where it sits: ``chunk_engine`` calls the pass that an epoch or an evaluation needs. A pass makes its stage
+runs and its program, which ``executor`` performs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from kagome.adaptive.stage_codec import StageCodec
+from kagome.comm.mesh import Mesh
+from kagome.components.engine import PhaseTimer
+from kagome.historical.lockstep import Lockstep
+from kagome.historical.provider import HistoricalRows
+from kagome.intercept.interceptor import Interceptor
+from kagome.model.split.stages import Stage, links
+from kagome.pipelining.buffer_isolation import BufferIsolation
+from kagome.pipelining.chunking import Chunking
+from kagome.pipelining.executor import Executor, needed
+from kagome.pipelining.p2p import StageTransfers
+from kagome.pipelining.stage_run import StageCode, StageRun
+from kagome.schedule.actions import Action, ActionKind, Programs
+from kagome.schedule.schedules import (
+    Shape,
+    arrivals,
+    fill_drain,
+    forward_only,
+    k_forward_k_backward,
+    receives,
+    sends,
+)
+
+Jobs = dict[tuple[int, int], StageRun]
+"""The stage runs of a pass, by stage and chunk."""
+
+
+@dataclass(frozen=True)
+class ChunkPasses:
+    """The passes of one rank over its chunks.
+
+    Args:
+        codes: The code of each of its stages, by number, in order.
+        mesh: All ranks.
+        chunks: The chunks of its part.
+        stages: The stages of all ranks.
+        phases: Records the time of each action.
+        moved: Makes the buffer isolation of a pass; its argument says whether further buffers are watched.
+        lose: Called with each stage run whose forward has ended in training.
+        codec: Encodes the values that go from stage to stage in training.
+    """
+
+    codes: Mapping[int, StageCode]
+    mesh: Mesh
+    chunks: Chunking
+    stages: Sequence[Stage]
+    phases: PhaseTimer
+    moved: Callable[[bool], BufferIsolation]
+    lose: Callable[[StageRun], None]
+    codec: StageCodec
+
+    def one_by_one(self, epoch: int, history: HistoricalRows | None, *, checked: bool) -> Jobs:
+        """Train on one chunk after the other, by a program that is fixed before the pass.
+
+        Args:
+            epoch: The epoch.
+            history: The supplier of historical rows; None where chunks are independent.
+            checked: Whether ranks compare the headers of their messages.
+        """
+        jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
+        programs = self.programs(epoch)
+        program = programs[self.mesh.stage]
+        messages = self._messages(jobs, epoch, programs, self.codec)
+        # Independent chunks each update running statistics, as micro-batches do.
+        alike = history is not None
+        moved = self.moved(alike)
+        first = next(action.chunk for action in program if action.kind is ActionKind.F)
+
+        def compute(action: Action) -> None:
+            job = jobs[action.stage, action.chunk]
+            if action.kind is ActionKind.F:
+                stays = action.chunk == first if alike else job.scope.own > 0
+                with moved.by(action.chunk, stays=stays):
+                    job.forward()
+                self.lose(job)
+                return
+            job.backward()
+
+        self._run(program, compute, messages, epoch)
+        return jobs
+
+    def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> Jobs:
+        """Run all chunks piece by piece; a stage ends when its steps have no more reads of neighbours.
+
+        Args:
+            epoch: The epoch.
+            training: Whether a backward follows.
+            checked: Whether ranks compare the headers of their messages.
+            stale: Whether the next epoch may use gradients of this one.
+        """
+        tables = self.chunks.tables
+        assert tables is not None
+        jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
+        supplier = self.chunks.exact(epoch, training=training, stale=stale)
+        tables.begin(epoch, supplier)
+        shape = self._shape(tuple(range(len(self.chunks.scopes))))
+        programs = self._needed(fill_drain(shape) if training else forward_only(shape))
+        messages = self._messages(jobs, epoch, programs, self.codec if training else None)
+        numbers, moved, ended = tuple(self.codes), self.moved(training), set[int]()
+
+        def program() -> Iterator[Action]:
+            """Yield a stage's rounds after the other's; how many a stage takes shows when it ends."""
+            for forward in (True, False) if training else (True,):
+                for stage in numbers if forward else numbers[::-1]:
+                    mine = [job for (other, _), job in jobs.items() if other == stage]
+                    ended.clear()
+                    lockstep = Lockstep([job.forward if forward else job.backward for job in mine])
+                    supplier.lockstep = lockstep
+                    with closing(lockstep):
+                        yield from self._carrying(_rounds(shape, stage, ended, forward=forward))
+
+        def compute(action: Action) -> None:
+            assert supplier.lockstep is not None
+            with moved.by(action.chunk, stays=action.chunk == 0):
+                done = supplier.lockstep.advance(action.chunk)
+            if done:
+                ended.add(action.chunk)
+                if action.kind is ActionKind.F and training:
+                    self.lose(jobs[action.stage, action.chunk])
+
+        # Backward runs in the calling thread, on a GPU too, because chunks in lockstep wait inside it.
+        with closing(program()) as rounds, torch.autograd.set_multithreading_enabled(False):
+            self._run(rounds, compute, messages, epoch)
+        return jobs
+
+    def forward(self, epoch: int) -> Jobs:
+        """Evaluate a part that is a single chunk."""
+        jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
+        programs = forward_only(self._shape((0,)))
+        messages = self._messages(jobs, epoch, programs, None)
+
+        def compute(action: Action) -> None:
+            jobs[action.stage, 0].forward()
+
+        self._run(programs[self.mesh.stage], compute, messages, epoch)
+        return jobs
+
+    def programs(self, epoch: int) -> Programs:
+        """Return the programs of this part's stages for an epoch that runs chunk by chunk."""
+        settings = self.chunks.settings
+        shape = self._shape(self.chunks.program_order(epoch, self.mesh.part))
+        if settings.pattern == "fill-drain":
+            return self._needed(fill_drain(shape))
+        return self._needed(k_forward_k_backward(shape, 1 if settings.pattern == "1f1b" else settings.pipe))
+
+    def _shape(self, order: tuple[int, ...]) -> Shape:
+        return Shape(len(self.stages), order, links(self.stages), self.chunks.settings.pipe)
+
+    def _needed(self, programs: Programs) -> Programs:
+        return tuple(tuple(self._carrying(program)) for program in programs)
+
+    def _carrying(self, program: Iterable[Action]) -> Iterator[Action]:
+        return needed(program, self.stages, next(iter(self.codes.values())).survey.values)
+
+    def _messages(
+        self, jobs: Jobs, epoch: int, programs: Programs, codec: StageCodec | None
+    ) -> StageTransfers:
+        """Return the transfers of a pass, all of whose receives have started."""
+        ranks = [stage.rank for stage in self.stages]
+        messages = StageTransfers(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
+        messages.post(arrivals(programs, self.mesh.stage))
+        return messages
+
+    def _jobs(self, scopes: Sequence[Interceptor], epoch: int, *, training: bool, checked: bool) -> Jobs:
+        named = [Counter[str]() for _ in scopes]
+        return {
+            (stage, number): StageRun(code, scope, epoch, training, checked, named[number])
+            for stage, code in self.codes.items()
+            for number, scope in enumerate(scopes)
+        }
+
+    def _run(
+        self,
+        program: Iterable[Action],
+        compute: Callable[[Action], None],
+        messages: StageTransfers,
+        epoch: int,
+    ) -> None:
+        executor = Executor(self.mesh.rank, self.mesh.doing, self.phases.phase)
+        executor.run(program, compute, messages, turn=f"epoch {epoch}", epoch=epoch)
+
+
+def _rounds(shape: Shape, stage: int, ended: set[int], *, forward: bool) -> Iterator[Action]:
+    """Yield rounds of one piece a chunk; receives come before its first piece, sends after its last."""
+    kind = ActionKind.F if forward else ActionKind.B
+    for piece in count():
+        for chunk in shape.order if forward else shape.order[::-1]:
+            if piece == 0:
+                yield from receives(shape, stage, chunk, forward=forward)
+            yield Action(stage, kind, chunk, piece)
+            if chunk in ended:
+                yield from sends(shape, stage, chunk, forward=forward)
+        if len(ended) == len(shape.order):
+            return
