@@ -57,7 +57,7 @@ def words(case: str, epochs: int, out: Path) -> list[str]:
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """A checkout's own code, on one core a rank; Python keeps the bytecode, as it does of an installed package."""
+    """A checkout's own code, on one core a rank; bytecode is kept, as of an installed package."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
 
@@ -118,7 +118,7 @@ def by_turns(before: Path, case: str, start: int) -> dict[str, list[float]]:
 
 
 def commands(before: Path, case: str, turns: int) -> dict[str, list[float]]:
-    """Seconds of the whole command of both sides, by turns, after one of each that compiles and does not count."""
+    """Seconds of the whole command of both sides, by turns; the first of each compiles and does not count."""
     found = dict[str, list[float]](before=[], now=[])
     for turn in range(-1, turns):
         for side in sorted(found, reverse=bool(turn % 2)):
