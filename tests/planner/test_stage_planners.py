@@ -140,9 +140,7 @@ def brute(cost: StageCost, sizes: Sequence[int], ways: Iterable[tuple[Stages, Li
         ordered, links = found
         for chosen in product(sizes, repeat=len(ordered)):
             readers = [[chosen[two] for one, two in links if one == stage] for stage in range(len(ordered))]
-            k = [
-                max(1, max(reads, default=0) // size) for size, reads in zip(chosen, readers, strict=True)
-            ]
+            k = [max(1, max(reads, default=0) // size) for size, reads in zip(chosen, readers, strict=True)]
             shape = Shape(len(ordered), range(cost.batch), tuple(sorted(links)), sizes=chosen)
             held = windows(shape, k)
             for devices in product(range(1, cost.devices.count + 1), repeat=len(ordered)):

@@ -127,7 +127,9 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
         *(cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
     )
     begin, drain = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
-    hops = {way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.all_links}
+    hops = {
+        way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.all_links
+    }
     most = 0.0
     for one, other in sorted(shape.all_links, key=lambda link: link[1]):
         # The first micro-batch of the reader covers this many of its source's, and so does the last.
