@@ -20,7 +20,7 @@ def one_rank(ranks):
     def get(*key: Any) -> dict[str, Any]:
         if key not in made:
             made[key] = ranks(1, trained, key[0], {}, *key[1:])[0]
-            assert made[key]["engine"] == "Engine"
+            assert made[key]["engine"] == "GraphEngine"
         return made[key]
 
     return get

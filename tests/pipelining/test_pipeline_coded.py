@@ -235,7 +235,7 @@ def test_late_rows_through_stages_are_late_rows(ranks, guard, every):
     """A stage's sites are as late as they are in a model that is whole."""
     late = {"graph": 2, "max_age": 1, "codec": "int8", "guard": guard, "sync_every": every}
     whole = ranks(2, trained, "gcn", late, 6, 0.0, True)[0]
-    assert whole["engine"] == "Engine"
+    assert whole["engine"] == "GraphEngine"
     for rank in ranks(4, trained, "gcn", {**late, "pipe": 2, "chunks": 1}, 6, 0.0, True):
         assert isinstance(rank, dict), rank
         torch.testing.assert_close(rank["losses"], whole["losses"], rtol=0, atol=1e-8)

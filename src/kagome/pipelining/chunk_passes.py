@@ -7,7 +7,7 @@ runs and its program, which ``executor`` performs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
@@ -114,7 +114,7 @@ class ChunkPasses:
         messages = self._messages(jobs, epoch, programs, self.codec if training else None)
         numbers, moved, ended = tuple(self.codes), self.moved(training), set[int]()
 
-        def program() -> Iterator[Action]:
+        def program() -> Generator[Action, None, None]:
             """Yield a stage's rounds after the other's; how many a stage takes shows when it ends."""
             for forward in (True, False) if training else (True,):
                 for stage in numbers if forward else numbers[::-1]:

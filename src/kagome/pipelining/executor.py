@@ -58,7 +58,7 @@ class Executor:
         turn: str,
         epoch: int | None,
     ) -> None:
-        """Perform a program.
+        """Perform the actions of a program in order.
 
         Args:
             program: The actions in order. An iterator may choose the next one by what the last one did.
