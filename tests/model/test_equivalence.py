@@ -188,7 +188,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
     [
         (Typed, ["in training the outputs differ by up to", "is second, after first", "no step calls norm"]),
         (TypedEvaluation, ["in evaluation the outputs differ by up to", "no step calls norm"]),
-        (Alias, ["in training the outputs differ by up to", "is second, after map", "test_likeness.py:"]),
+        (Alias, ["in training the outputs differ by up to", "is second, after map", "test_equivalence.py:"]),
         (Last, ["in training the outputs differ by up to", "look behind the last one, after second"]),
         (Residual, ["in training the outputs are alike, but", "is map, after first"]),
     ],

@@ -12,9 +12,9 @@ weights, apart from halo rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.channel import Channel
 from kagome.comm.codec import CASTS
-from kagome.components.gradient_hooks import GradientHooks
 from kagome.config import SumCodec
 from kagome.errors import ModelError
 
@@ -30,6 +29,9 @@ BUCKET_BYTES: Final = 128 * 1024
 """The least bytes of a bucket, if there are that many: a smaller message costs its latency only."""
 MOST_BUCKETS: Final = 32
 """The most buckets; larger models have larger buckets instead."""
+
+
+Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 def buckets_of(
@@ -248,3 +250,54 @@ class Gradients:
         begun = self.channel.start_all_reduce(values, action=self._action, cast=cast, exact=row.numel())
         self.uncoded += begun.uncast
         self._under_way.append(begun)
+
+
+class GradientHooks:
+    """A user's hooks on parameters' gradients, run once the gradients are summed over all ranks.
+
+    Autograd would run them on the share of one rank or of one chunk: a clamp or a norm of a share is not a
+    share of the clamp or norm of the sum.
+
+    Args:
+        parameters: The parameters that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._of_tensor: dict[int, Hooks] = {}
+        self._after: dict[int, Hooks] = {}
+
+    def take_off(self) -> None:
+        """Take the hooks off before a backward: none runs until :meth:`run`."""
+        for place, parameter in enumerate(self._parameters):
+            for name, taken in (
+                ("_backward_hooks", self._of_tensor),
+                ("_post_accumulate_grad_hooks", self._after),
+            ):
+                hooks: Hooks | None = getattr(parameter, name)
+                if hooks:
+                    taken[place] = dict(hooks)
+                    hooks.clear()  # autograd refers to this very dict
+
+    def put_back(self) -> None:
+        """Put the hooks back after the backward, also after one that failed."""
+        for place, parameter in enumerate(self._parameters):
+            for name, taken in (
+                ("_backward_hooks", self._of_tensor),
+                ("_post_accumulate_grad_hooks", self._after),
+            ):
+                if place in taken:
+                    getattr(parameter, name).update(taken[place])
+
+    def run(self) -> None:
+        """Run the hooks, as autograd would have, on the gradients that the parameters hold now."""
+        for place in sorted({*self._of_tensor, *self._after}):
+            parameter = self._parameters[place]
+            if parameter.grad is None:
+                continue
+            for hook in self._of_tensor.get(place, {}).values():
+                changed = hook(parameter.grad)
+                parameter.grad = parameter.grad if changed is None else changed
+            for hook in self._after.get(place, {}).values():
+                hook(parameter)
+        self._of_tensor, self._after = {}, {}
