@@ -1,0 +1,134 @@
+"""Plain loops in place of the LLVM vector steps: what numba makes of a loop over columns.
+
+Where it sits: ``switches.py`` puts these functions in the place of those of ``kernels.cpu.simd`` and of
+``kernels.quantize.simd``, before any loop is compiled. Each has the arguments of the one it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.extending import register_jitable
+
+from kagome.kernels.quantize.ops import FIRST, SECOND
+
+U1, U2 = np.uint32(FIRST), np.uint32(SECOND)
+HALF, LOW = np.uint32(15), np.uint32(8)
+STEP, ONE, INFINITE = np.float32(2.0**-24), np.float32(1), np.float32(np.inf)
+ANY_ORDER = {"contract", "reassoc", "nsz"}
+"""A sum over columns becomes vectors only if its order is free; that of the vector steps is free too."""
+
+
+@register_jitable(forceinline=True)
+def add_two(width: int, out: Any, at: int, a: Any, p: Any, b: Any, q: Any) -> None:
+    row, one, two = out[at : at + width], a[at : at + width], b[at : at + width]
+    for f in range(width):
+        row[f] += p * one[f] + q * two[f]
+
+
+@register_jitable(forceinline=True)
+def add_one(width: int, out: Any, at: int, a: Any, factor: Any) -> None:
+    row, one = out[at : at + width], a[at : at + width]
+    for f in range(width):
+        row[f] += factor * one[f]
+
+
+@register_jitable(forceinline=True)
+def add_four(width: int, out: Any, at: int, a: Any, b: Any, c: Any, d: Any, factor: Any) -> None:
+    row, one, two = out[at : at + width], a[at : at + width], b[at : at + width]
+    three, four = c[at : at + width], d[at : at + width]
+    for f in range(width):
+        row[f] += factor * ((one[f] + two[f]) + (three[f] + four[f]))
+
+
+@register_jitable(forceinline=True)
+def add_products(
+    width: int, out: Any, at: int, a: Any, p: Any, b: Any, q: Any, c: Any, r: Any, d: Any, s: Any
+) -> None:
+    row, one, two = out[at : at + width], a[at : at + width], b[at : at + width]
+    three, four = c[at : at + width], d[at : at + width]
+    for f in range(width):
+        row[f] += (p * one[f] + q * two[f]) + (r * three[f] + s * four[f])
+
+
+@register_jitable(forceinline=True, fastmath=ANY_ORDER)
+def dot(width: int, a: Any, at: int, b: Any) -> Any:
+    one, two, total = a[at : at + width], b[at : at + width], a.dtype.type(0)
+    for f in range(width):
+        total += one[f] * two[f]
+    return total
+
+
+@register_jitable(forceinline=True, fastmath=ANY_ORDER)
+def bent_dot(width: int, a: Any, at: int, b: Any, factor: Any, slope: Any) -> Any:
+    one, two, share = a[at : at + width], b[at : at + width], factor[at : at + width]
+    total = a.dtype.type(0)
+    for f in range(width):
+        z = one[f] + two[f]
+        total += share[f] * (z if z > 0 else z * slope)
+    return total
+
+
+@register_jitable(forceinline=True)
+def add_bent(
+    width: int, out: Any, at: int, a: Any, b: Any, steep: Any, gentle: Any, tally: Any, kept: Any
+) -> None:
+    row, one, two = out[at : at + width], a[at : at + width], b[at : at + width]
+    if kept:
+        sums = tally[at : at + width]
+        for f in range(width):
+            z = one[f] + two[f]
+            d = steep if z > 0 else gentle
+            row[f] += d
+            sums[f] += z * d
+    else:
+        for f in range(width):
+            row[f] += steep if one[f] + two[f] > 0 else gentle
+
+
+@register_jitable(forceinline=True, fastmath={"nnan", "nsz"})
+def _ends(line: Any) -> Any:
+    least = most = line[0]
+    for c in range(line.size):
+        v = line[c]
+        least = v if v < least else least
+        most = v if v > most else most
+    return least, most
+
+
+@register_jitable(forceinline=True)
+def extremes(lanes: int, x: Any, row: int) -> Any:
+    line, wild = x[row], 0
+    least, most = _ends(line)
+    for c in range(line.size):
+        wild += 0 if abs(line[c]) < INFINITE else 1
+    return least, most, INFINITE if wild else ONE
+
+
+@register_jitable(forceinline=True)
+def encode_columns(
+    lanes: int,
+    bits: int,
+    x: Any,
+    place: Any,
+    k: int,
+    low: Any,
+    factor: Any,
+    state: Any,
+    column: Any,
+    body: Any,
+    out: int,
+    at: int,
+) -> None:
+    """Encode whole rows: ``lanes`` is the number of columns."""
+    row, most = body[out], np.float32(2**bits - 1)
+    for j in range(8 // bits):
+        line, bottom, scale, word = x[place[k + j]], low[k + j], factor[k + j], state[k + j]
+        for c in range(line.size):
+            h = np.uint32(np.uint32(column[c] ^ word) * U1)
+            h = np.uint32(np.uint32(h ^ np.uint32(h >> HALF)) * U2)
+            drawn = np.float32(np.float32(np.int32(h >> LOW)) * STEP)
+            value = np.float32(np.float32(np.float32(line[c] - bottom) * scale) + drawn)
+            q = np.uint8(np.int32(value if value < most else most)) << np.uint8(j * bits)
+            row[c] = np.uint8(q) if j == 0 else np.uint8(row[c] | np.uint8(q))
