@@ -1,0 +1,245 @@
+"""The site: README, the pages of ``docs/`` and ``benchmarks/``, and an API from docstrings.
+
+Where it sits: ``make docs`` gives it to Sphinx; pages are read as they stand on a Git host. Inline code such
+as ``halo/exchange.py: HaloExchange.add`` or ``kagome.load`` becomes a link to the docstring. What pages name
+so decides what the API shows beside the public names, and a name that is gone ends the build.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.nodes import make_refnode
+
+import kagome
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+CODE = ROOT / "docs" / "code"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+project = "Kagome"
+release = kagome.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+root_doc = "README"
+include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**", "benchmarks/*/*.md"]
+exclude_patterns = [".*", "build", "examples", "runs", "src", "tests", "**/runs"]
+html_theme = "furo"
+html_title = "Kagome"
+html_copy_source = False
+highlight_language = "none"
+maximum_signature_line_length = 88
+myst_heading_anchors = 3
+napoleon_numpy_docstring = False
+napoleon_custom_sections = ["Shapes", "Cost", "Source"]
+autodoc_member_order = "bysource"
+
+CONTENTS = """
+```{toctree}
+:hidden:
+:caption: Tutorial
+
+docs/training
+```
+
+```{toctree}
+:hidden:
+:caption: How-to
+:glob:
+
+docs/how-to-*
+```
+
+```{toctree}
+:hidden:
+:caption: Strategies
+
+docs/strategies
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+docs/cli
+docs/api
+docs/glossary
+docs/messages
+docs/convolutions
+docs/places
+```
+
+```{toctree}
+:hidden:
+:caption: Explanation
+
+docs/architecture
+docs/design-notes
+docs/exchange
+docs/slices
+docs/pipelines
+docs/dag-pipelines
+docs/planner
+docs/benchmarks
+CONTRIBUTING
+```
+"""
+FOLDERS = """
+```{toctree}
+:hidden:
+:glob:
+
+../benchmarks/*/README
+```
+"""
+
+_FILE = re.compile(r"((?:[a-z_0-9]+/)*[a-z_0-9]+)\.py(?:: ([\w.]+))?")
+_DOTTED = re.compile(r"(kagome(?:\.\w+)+)(?:\(.*\))?")
+_IMPORT = re.compile(r"^from (kagome[\w.]*) import (.+)$", re.MULTILINE)
+_logger = logging.getLogger(__name__)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect the three functions below to the build."""
+    app.connect("builder-inited", write_code_pages)
+    app.connect("source-read", add_frame)
+    app.connect("doctree-resolved", link_names)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def add_frame(app: Sphinx, page: str, source: list[str]) -> None:
+    """Add what the site alone needs to a page: tables of contents, and titles for results."""
+    if page == root_doc:
+        source[0] += CONTENTS
+    elif page == "docs/benchmarks":
+        source[0] += FOLDERS
+    elif "/results" in page:
+        source[0] = f"---\norphan: true\n---\n\n# {page}\n\n{source[0]}"
+
+
+def write_code_pages(app: Sphinx) -> None:
+    """Write a page for each package, with the modules, classes and functions that pages name."""
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in filter(exists, names_in_pages()):
+        module, within = split(name)
+        if documented(name) == name and module != "kagome":
+            found[module].update({each: found[module][each] for each in within[:1]})
+            if len(within) > 1 and within[1].startswith("_"):
+                found[module][within[0]].add(within[1])
+    pages: dict[str, list[str]] = defaultdict(list)
+    parents = {".".join(words[:count]) for words in map(split_words, found) for count in range(2, len(words))}
+    for module in sorted({*found, *parents}):
+        words = split_words(module)
+        path = "/".join(words[1:]) + ("" if module in parents else ".py")
+        lines = [path, ("=" if len(words) == 2 else "-") * len(path), "", f".. automodule:: {module}", ""]
+        for name, private in sorted(found.get(module, {}).items()):
+            lines += [*directive(module, name, private), ""]
+        pages[words[1]] += lines
+    CODE.mkdir(exist_ok=True)
+    for old in CODE.glob("*.rst"):
+        if old.stem not in pages:
+            old.unlink()
+    for package, lines in pages.items():
+        path, text = CODE / f"{package}.rst", "\n".join(lines)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+
+
+def directive(module: str, name: str, private: set[str]) -> list[str]:
+    """The lines that show one name of a module, and those private members of a class that pages name."""
+    value = getattr(import_module(module), name)
+    if inspect.isclass(value):
+        chosen = [f"   :private-members: {', '.join(sorted(private))}"] if private else []
+        return [f".. autoclass:: {module}.{name}", "   :members:", *chosen]
+    if inspect.isroutine(value):
+        return [f".. autofunction:: {module}.{name}"]
+    return [f".. autodata:: {module}.{name}", "   :no-value:"]
+
+
+def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Make inline code that names a file or a public name a link to its docstring, or the class around it."""
+    objects = app.env.domains["py"].objects  # type: ignore[attr-defined]
+    for literal in list(doctree.findall(nodes.literal)):
+        text, name = literal.astext(), name_of(literal.astext())
+        if isinstance(literal.parent, nodes.reference | nodes.title) or not (name or _FILE.fullmatch(text)):
+            continue
+        if not name:
+            if not any((folder / text.partition(":")[0]).exists() for folder in (ROOT, (ROOT / page).parent)):
+                _logger.warning("no such file: %s", text, location=literal)
+            continue
+        if not exists(name):
+            _logger.warning("no such name: %s", text, location=literal)
+            continue
+        name = documented(name)
+        while name and name not in objects:
+            name = name.rpartition(".")[0]
+        if name:
+            entry = objects[name]
+            link = make_refnode(app.builder, page, entry.docname, entry.node_id, literal.deepcopy(), name)
+            literal.replace_self(link)
+
+
+def names_in_pages() -> Iterator[str]:
+    """Yield the dotted names that pages have in inline code, and import in scripts."""
+    for page in PAGES:
+        text = page.read_text()
+        yield from filter(None, map(name_of, re.findall(r"`([^`\n]+)`", text)))
+        for module, names in _IMPORT.findall(text):
+            yield from (f"{module}.{name}" for name in names.split(", "))
+
+
+def name_of(text: str) -> str:
+    """Return the dotted name that inline code stands for; empty if it stands for none of Kagome's."""
+    if found := _DOTTED.fullmatch(text):
+        return found[1]
+    if (found := _FILE.fullmatch(text)) and (SOURCE / "kagome" / f"{found[1]}.py").exists():
+        return ".".join(["kagome", *found[1].split("/"), *filter(None, [found[2]])])
+    return ""
+
+
+def split_words(name: str) -> list[str]:
+    """The words of a dotted name."""
+    return name.split(".")
+
+
+def split(name: str) -> tuple[str, list[str]]:
+    """Return the module of a dotted name, and the names within the module."""
+    words = split_words(name)
+    count = len(words)
+    while not (
+        (path := SOURCE.joinpath(*words[:count])).with_suffix(".py").is_file()
+        or (path / "__init__.py").is_file()
+    ):
+        count -= 1
+    return ".".join(words[:count]), words[count:]
+
+
+def exists(name: str) -> bool:
+    """Whether there is such a name; attributes of instances are looked for in the source of their class."""
+    module, within = split(name)
+    value: Any = import_module(module)
+    for word in within:
+        if not hasattr(value, word):
+            return inspect.isclass(value) and re.search(rf"\b{word}\b", inspect.getsource(value)) is not None
+        value = getattr(value, word)
+    return True
+
+
+def documented(name: str) -> str:
+    """Return the name under which the API has a dotted name: that of the public face, if it is there."""
+    module, within = split(name)
+    if within and module != "kagome":
+        value = getattr(import_module(module), within[0])
+        for public in kagome.__all__:
+            if getattr(kagome, public) is value:
+                return ".".join(["kagome", public, *within[1:]])
+    return name
