@@ -7,6 +7,7 @@ so decides what the API shows beside the public names, and a name that is gone e
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import re
 from collections import defaultdict
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx.addnodes import download_reference, pending_xref
 from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
@@ -36,6 +38,7 @@ exclude_patterns = [".*", "build", "examples", "runs", "src", "tests", "**/runs"
 html_theme = "furo"
 html_title = "Kagome"
 html_copy_source = False
+smartquotes = False
 # Most lines of code fit the page then: tables of plans have 101 columns.
 html_theme_options = {"light_css_variables": {"code-font-size": "0.72rem"}}
 highlight_language = "none"
@@ -117,6 +120,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_code_pages)
     app.connect("source-read", add_frame)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon's
+    app.connect("doctree-read", leave_builtins)
     app.connect("doctree-resolved", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -137,32 +141,41 @@ def keep_colons(app: Sphinx, what: str, name: str, value: object, options: objec
         lines.insert(0, "")
 
 
+def leave_builtins(app: Sphinx, doctree: nodes.document) -> None:
+    """Take the links of Python's own types away: Sphinx would make ``bytes`` one to a field of that name."""
+    for node in list(doctree.findall(pending_xref)):
+        if node["reftarget"] in vars(builtins):
+            node.replace_self(node.children)
+
+
 def write_code_pages(app: Sphinx) -> None:
     """Write a page for each package, with the modules, classes and functions that pages name."""
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in filter(exists, names_in_pages()):
+    for name in names_in_pages():
         module, within = split(name)
-        if documented(name) == name and module != "kagome":
-            found[module].update({each: found[module][each] for each in within[:1]})
-            if len(within) > 1 and within[1].startswith("_"):
-                found[module][within[0]].add(within[1])
+        if module == "kagome" or not exists(name) or documented(name) != name:
+            continue  # public names have a page of their own; link_names reports missing ones
+        words = module.split(".")
+        for count in range(2, len(words) + 1):
+            shown = found[".".join(words[:count])]
+        for first in within[:1]:
+            shown[first].update(each for each in within[1:2] if each.startswith("_"))
     pages: dict[str, list[str]] = defaultdict(list)
-    parents = {".".join(words[:count]) for words in map(split_words, found) for count in range(2, len(words))}
-    for module in sorted({*found, *parents}):
-        words = split_words(module)
-        path = "/".join(words[1:]) + ("" if module in parents else ".py")
-        lines = [path, ("=" if len(words) == 2 else "-") * len(path), "", f".. automodule:: {module}", ""]
-        for name, private in sorted(found.get(module, {}).items()):
+    for module in sorted(found):
+        path = module.replace(".", "/").removeprefix("kagome/")
+        heading = path if (SOURCE / "kagome" / path).is_dir() else f"{path}.py"
+        underline = ("-" if "/" in path else "=") * len(heading)
+        lines = [heading, underline, "", f".. automodule:: {module}", ""]
+        for name, private in sorted(found[module].items()):
             lines += [*directive(module, name, private), ""]
-        pages[words[1]] += lines
+        pages[path.partition("/")[0]] += lines
     CODE.mkdir(exist_ok=True)
-    for old in CODE.glob("*.rst"):
-        if old.stem not in pages:
-            old.unlink()
+    for old in {path.stem for path in CODE.glob("*.rst")} - set(pages):
+        (CODE / f"{old}.rst").unlink()
     for package, lines in pages.items():
-        path, text = CODE / f"{package}.rst", "\n".join(lines)
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        page, text = CODE / f"{package}.rst", "\n".join(lines)
+        if not page.exists() or page.read_text() != text:  # else Sphinx would read it again
+            page.write_text(text)
 
 
 def directive(module: str, name: str, private: set[str]) -> list[str]:
@@ -179,24 +192,23 @@ def directive(module: str, name: str, private: set[str]) -> list[str]:
 def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Make inline code that names a file or a public name a link to its docstring, or the class around it."""
     objects = app.env.domains["py"].objects  # type: ignore[attr-defined]
-    for literal in list(doctree.findall(nodes.literal)):
-        text, name = literal.astext(), name_of(literal.astext())
-        if isinstance(literal.parent, nodes.reference | nodes.title) or not (name or _FILE.fullmatch(text)):
+    for node in [*doctree.findall(nodes.literal), *doctree.findall(download_reference)]:
+        text, name = node.astext(), name_of(node.astext())
+        if isinstance(node.parent, nodes.reference | nodes.title | download_reference):
             continue
         if not name:
-            if not any((folder / text.partition(":")[0]).exists() for folder in (ROOT, (ROOT / page).parent)):
-                _logger.warning("no such file: %s", text, location=literal)
-            continue
-        if not exists(name):
-            _logger.warning("no such name: %s", text, location=literal)
-            continue
-        name = documented(name)
-        while name and name not in objects:
-            name = name.rpartition(".")[0]
-        if name:
-            entry = objects[name]
-            link = make_refnode(app.builder, page, entry.docname, entry.node_id, literal.deepcopy(), name)
-            literal.replace_self(link)
+            near = (ROOT, (ROOT / page).parent)
+            if _FILE.fullmatch(text) and not any((each / text.partition(":")[0]).exists() for each in near):
+                _logger.warning("no such file: %s", text, location=node)
+        elif not exists(name):
+            _logger.warning("no such name: %s", text, location=node)
+        else:
+            name = documented(name)
+            while name and name not in objects:
+                name = name.rpartition(".")[0]
+            if entry := objects.get(name):
+                place = page, entry.docname, entry.node_id
+                node.replace_self(make_refnode(app.builder, *place, nodes.literal(text, text), name))
 
 
 def names_in_pages() -> Iterator[str]:
@@ -217,14 +229,9 @@ def name_of(text: str) -> str:
     return ""
 
 
-def split_words(name: str) -> list[str]:
-    """The words of a dotted name."""
-    return name.split(".")
-
-
 def split(name: str) -> tuple[str, list[str]]:
     """Return the module of a dotted name, and the names within the module."""
-    words = split_words(name)
+    words = name.split(".")
     count = len(words)
     while not (
         (path := SOURCE.joinpath(*words[:count])).with_suffix(".py").is_file()
