@@ -38,7 +38,8 @@ exclude_patterns = [".*", "build", "examples", "runs", "src", "tests", "**/runs"
 html_theme = "furo"
 html_title = "Kagome"
 html_copy_source = False
-smartquotes = False
+html_show_copyright = False
+smartquotes_action = "D"  # dashes alone: quotes stay as they are on a Git host
 # Most lines of code fit the page then: tables of plans have 101 columns.
 html_theme_options = {"light_css_variables": {"code-font-size": "0.72rem"}}
 highlight_language = "none"
@@ -136,9 +137,9 @@ def add_frame(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def keep_colons(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Put a blank line before a field's docstring: napoleon takes a first line with a colon for a type."""
+    """Put an empty comment before a field's docstring: napoleon takes a first line with a colon for a type."""
     if what in ("attribute", "data", "property"):
-        lines.insert(0, "")
+        lines[:0] = ["..", ""]
 
 
 def leave_builtins(app: Sphinx, doctree: nodes.document) -> None:
