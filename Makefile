@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEFINED := pyproject.toml constraints.txt
 
-.PHONY: help train test test-all coverage lint table clean
+.PHONY: help train test test-all coverage lint table docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make coverage  all tests again, and which lines they run"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make table   write docs/convolutions.md anew"
+	@echo "make docs    the site, in build/docs"
 	@echo "make clean   remove the environment and what tools left behind"
 
 train: $(VENV)/.ready-train
@@ -55,8 +56,14 @@ lint: $(VENV)/.ready-test
 table: $(VENV)/.ready-test
 	@$(BIN)/python -m tests.conv_table
 
+# README is the front page; a server looks for index.html.
+docs: $(VENV)/.ready-docs
+	@echo "== docs"
+	@$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs . build/docs
+	@cp build/docs/README.html build/docs/index.html
+
 clean:
-	rm -rf $(VENV) .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist docs/code
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment. torch goes first, pinned, so that no other package can choose its build.
@@ -72,4 +79,9 @@ $(VENV)/.ready-train: $(DEFINED)
 $(VENV)/.ready-test: $(VENV)/.ready-train
 	@echo "== install what tests need"
 	@$(PIP) -e ".[data,tensorboard,dev]"
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready-train
+	@echo "== install what the site needs"
+	@$(PIP) -e ".[docs]"
 	@touch $@

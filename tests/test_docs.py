@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import warm
+from imports import MODULES, arrows
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -168,3 +170,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     links += re.findall(r'src="(?!https?://)([^"]+)"', text)
     for link in links:
         assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_architecture_has_the_first_sentence_of_every_package() -> None:
+    """Eight of them had changed in the source alone."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    shown = re.findall(r"^\| `([\w.]+)` \| (.+) \|$", page, re.MULTILINE)
+    heads = {name: ast.get_docstring(ast.parse(MODULES[name].read_text())) or "" for name in arrows()}
+    assert dict(shown) == {
+        name.removeprefix("kagome."): head.splitlines()[0].replace("``", "`") for name, head in heads.items()
+    }

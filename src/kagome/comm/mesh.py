@@ -1,16 +1,16 @@
-"""Mesh: the ranks of a run arranged along axes, one channel for each axis, opened and closed as a context.
+"""Mesh: the ranks of a run arranged along three axes, with their channels, opened and closed as a context.
 
 Where it sits: a run opens the mesh first. All other code receives its channels.
 
 ::
 
-    world rank = stage * parts + part         part 0   part 1   part 2
-                                   stage 0      0        1        2      ─ graph: the ranks of one stage
-                                   stage 1      3        4        5
-                                                │ pipe: the ranks of one part
+    rank = (stage * graph + part) * tensor + slice    part 0    part 1
+                                           stage 0    0   1     2   3     ─ graph: the ranks of one stage
+                                           stage 1    4   5     6   7
+                                                      │ pipe: the ranks of one part and slice
 
-It does not build on torch's ``DeviceMesh``: two axes leave little to slice, and a DeviceMesh accepts no
-time limit, sets the CUDA device by itself, and needs a process group, which a single rank can do without.
+It does not build on torch's ``DeviceMesh``: two channels (``tensor`` shares that of ``graph``) leave little
+to slice. A DeviceMesh also accepts no time limit, sets the CUDA device by itself, and needs a process group.
 """
 
 from __future__ import annotations

@@ -364,3 +364,4 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("mul", "add", "sub", "div", "true_divide", "__rsub__", "__rmul__", "__radd__"), binary),
     "expand_as": _as_shape,
 }
+"""The rule of each torch call, by the call's name."""

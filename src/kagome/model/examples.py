@@ -263,3 +263,4 @@ EXAMPLES = {
     "uno": Example(Uno, _uno, nn.MSELoss(reduction="none")),
     "gnn": Example(RelationalGNN, _relational, nn.CrossEntropyLoss(reduction="none")),
 }
+"""The models by name, each with batches of random samples and a loss."""
