@@ -137,7 +137,7 @@ def add_frame(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def keep_colons(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Put an empty comment before a field's docstring: napoleon takes a first line with a colon for a type."""
+    """Put an empty comment before a field's docstring: napoleon takes a line with a colon for a type."""
     if what in ("attribute", "data", "property"):
         lines[:0] = ["..", ""]
 

@@ -35,7 +35,7 @@ class Options:
     """Rows of a message."""
     widths: tuple[int, ...] = (128, 256)
     """Columns."""
-    ops: tuple[int, ...] = (1, 2, 4, 8)
+    bits: tuple[int, ...] = (1, 2, 4, 8)
     """Bits a number."""
     turns: int = 15
     """Times that each way is run, after one that is not counted."""

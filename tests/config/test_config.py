@@ -102,7 +102,7 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
         (math.hypot, "python:math:hypot"),
         (functools.partial(math.hypot, 1), "python:math:hypot"),
         (tomllib.loads, "python:tomllib._parser:loads"),
-        (config.Train(), "python:kagome.config:Train"),
+        (config.Train(), "python:kagome.config.settings:Train"),
         (lambda: 1, f"python:{__name__}:<lambda>"),
     ],
 )

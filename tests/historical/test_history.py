@@ -105,7 +105,7 @@ def test_stale_gradients_are_those_of_the_epoch_before(ranks, pipe, graph, histo
 
 def careful(channel: Any, parallel: dict[str, Any], epochs: int) -> Any:
     """Every probe finds history not quite right."""
-    with mock.patch.object(history, "GOOD", 2.0), mock.patch.object(history, "FAIR", -2.0):
+    with mock.patch.object(history, "HISTORY_GOOD", 2.0), mock.patch.object(history, "HISTORY_FAIR", -2.0):
         return trained_plainly(channel, "gcn", parallel, epochs)
 
 

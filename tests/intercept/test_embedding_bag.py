@@ -82,7 +82,7 @@ def test_other_bags_are_refused_by_name_and_one_rank_runs_them(name: str) -> Non
     assert isinstance(found, str)
     assert "F.embedding_bag sums rows of a table" in found
     assert words in found
-    assert "test_bags.py, line" in found
+    assert "test_embedding_bag.py, line" in found
 
 
 def test_distances_to_anchors_are_served_and_those_among_all_name_their_call() -> None:
@@ -96,6 +96,6 @@ def test_distances_to_anchors_are_served_and_those_among_all_name_their_call() -
     pairs = partial(ByHand, lambda m, x, e, d: torch.cdist(x, x).softmax(1) @ x)
     said = outcome(pairs, graph(), random_owner(N, 2), 2)
     assert isinstance(said, str)
-    assert "rows went through cdist (test_bags.py, line" in said
+    assert "rows went through cdist (test_embedding_bag.py, line" in said
     assert "which gives a value for each pair of rows" in said
     assert "F.scaled_dot_product_attention" in said

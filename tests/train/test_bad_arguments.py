@@ -205,7 +205,7 @@ def test_models_that_cannot_run(what: str) -> None:
         trained(MODELS[what](), small())
     if what == "divides":
         assert "ZeroDivisionError: division by zero" in caught.value.found
-        assert "test_doors.py, line" in caught.value.where
+        assert "test_bad_arguments.py, line" in caught.value.where
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

@@ -246,39 +246,42 @@ class _Doubling:
 
 S, HEADED = structure(), (6, 2, 3)
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
-    "aggregate._Sum": (
+    "edge_sum._Sum": (
         lambda x, w: edge_sum.neighbor_sum(x, S, weight=w, scale=torch.arange(6.0).double()),
         (draw(*HEADED), draw(14, 2)),
     ),
-    "aggregate._Gather": (lambda x: edge_sum.gather(x, S, "source"), (draw(6, 3),)),
-    "aggregate._EdgeSum": (lambda x: edge_sum.edge_sum(x, S), (draw(14, 3),)),
-    "aggregate._EdgeExtreme": (lambda x: edge_sum.edge_extreme(x, S, 1), (draw(14, 3),)),
-    "aggregate._NeighborExtreme": (lambda x: edge_sum.neighbor_extreme(x, S, -1), (draw(6, 3),)),
-    "attention._Dots": (lambda a, b: edge_softmax.dots(a, b, S), (draw(*HEADED), draw(*HEADED))),
-    "attention._LeakyDots": (
+    "edge_sum._Gather": (lambda x: edge_sum.gather(x, S, "source"), (draw(6, 3),)),
+    "edge_sum._EdgeSum": (lambda x: edge_sum.edge_sum(x, S), (draw(14, 3),)),
+    "edge_sum._EdgeExtreme": (lambda x: edge_sum.edge_extreme(x, S, 1), (draw(14, 3),)),
+    "edge_sum._NeighborExtreme": (lambda x: edge_sum.neighbor_extreme(x, S, -1), (draw(6, 3),)),
+    "edge_softmax._Dots": (lambda a, b: edge_softmax.dots(a, b, S), (draw(*HEADED), draw(*HEADED))),
+    "edge_softmax._LeakyDots": (
         lambda a, b, c: edge_softmax.leaky_dots(a, b, c, 0.2, S),
         (draw(*HEADED), draw(*HEADED), draw(2, 3)),
     ),
-    "attention._EdgeSoftmax": (lambda x: edge_softmax.edge_softmax(x, S), (draw(14, 2),)),
-    "attention._JointSoftmax": (
+    "edge_softmax._EdgeSoftmax": (lambda x: edge_softmax.edge_softmax(x, S), (draw(14, 2),)),
+    "edge_softmax._JointSoftmax": (
         lambda a, b: edge_softmax.joint_softmax(a, b, 0.2, S),
         (draw(6, 2), draw(6, 2)),
     ),
-    "attention._Join": (lambda a, b: edge_softmax.join(a, b, 0.2, S), (draw(6, 3), draw(6, 3))),
-    "attention._ColumnSoftmax": (lambda z, m: edge_softmax.column_softmax(z, m, S), (draw(6, 3), draw(6, 3))),
-    "thin._Linear": (_thin, (draw(4, 5), draw(4))),
-    "draws._Drop": (lambda x: dropout.dropout(x, torch.arange(6), 5, 0.4), (draw(6, 3),)),
-    "rows._Collective": (lambda x: _summed(x).sin(), (draw(6, 3),)),
+    "edge_softmax._Join": (lambda a, b: edge_softmax.join(a, b, 0.2, S), (draw(6, 3), draw(6, 3))),
+    "edge_softmax._ColumnSoftmax": (
+        lambda z, m: edge_softmax.column_softmax(z, m, S),
+        (draw(6, 3), draw(6, 3)),
+    ),
+    "sparse_features._Linear": (_thin, (draw(4, 5), draw(4))),
+    "dropout._Drop": (lambda x: dropout.dropout(x, torch.arange(6), 5, 0.4), (draw(6, 3),)),
+    "exchange._Collective": (lambda x: _summed(x).sin(), (draw(6, 3),)),
     # What needs peers: the tests above, on several ranks.
-    "aggregate._SumOverRoad": "on several ranks",
-    "rows._Summing": "on several ranks",
+    "edge_sum._SumOverRoad": "on several ranks",
+    "exchange._Summing": "on several ranks",
     # Float32 alone: a test of its own.
-    "dense._Linear": "by itself",
+    "linear._Linear": "by itself",
     # Torch has no second derivative of it, and says so.
-    "laws._Gamma": "refused",
+    "distributions._Gamma": "refused",
     # Refused by their backward, and on several ranks before.
-    "bounded._Hop": "refused",
-    "bounded_columns._ByChunk": "refused",
+    "tiled_reduce._Hop": "refused",
+    "tiled_columns._ByChunk": "refused",
 }
 
 
