@@ -38,7 +38,9 @@ def keep(kind: str, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Write the rows of a kind."""
     path = FOLDER / "results" / f"{kind}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()), encoding="utf-8")
+    lines = "".join(json.dumps(row) + "\n" for row in rows.values())
+    # Errors name files of the checkout.
+    path.write_text(lines.replace(f"{FOLDER.parents[1]}/", ""), encoding="utf-8")
 
 
 def run(kind: str, pool: Pool, again: str | None) -> None:
