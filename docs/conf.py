@@ -198,7 +198,7 @@ def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
         if isinstance(node.parent, nodes.reference | nodes.title | download_reference):
             continue
         if not name:
-            near = (ROOT, (ROOT / page).parent)
+            near = (ROOT, ROOT / "benchmarks", (ROOT / page).parent)
             if _FILE.fullmatch(text) and not any((each / text.partition(":")[0]).exists() for each in near):
                 _logger.warning("no such file: %s", text, location=node)
         elif not exists(name):

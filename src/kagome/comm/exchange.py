@@ -188,7 +188,8 @@ class Exchange(Protocol):
 
         It is not differentiable. The rows must not change before the wait ends.
 
-        Shapes: rows [sum(send_counts), ...], or [*, ...] with an index -> [sum(recv_counts), ...].
+        Shapes:
+            rows ``[sum(send_counts), ...]``, or ``[*, ...]`` with an index -> ``[sum(recv_counts), ...]``.
         """
 
     def all_reduce(
