@@ -106,12 +106,9 @@ class RecordedRows:
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
         """Begin an exchange of rows, or return the recorded one. Its rows must not be written to."""
-
-        def ask() -> Work:
-            begun = self.channel.start(rows, request)
-            return begun if self._tape is None else DeferredWork(begun.wait)
-
-        return self._once(request.action, ask)
+        if self._tape is None:
+            return self.channel.start(rows, request)
+        return self._once(request.action, lambda: DeferredWork(self.channel.start(rows, request).wait))
 
     def all_reduce(
         self,
