@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEFINED := pyproject.toml constraints.txt
 
-.PHONY: help train test test-all coverage lint table docs clean
+.PHONY: help train test test-all coverage lint table docs gpu gpu-wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,8 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make table   write docs/convolutions.md anew"
 	@echo "make docs    the site, in build/docs"
+	@echo "make gpu     checks and figures on this machine's GPU, with its own Python and torch (STEPS=... names some)"
+	@echo "make gpu-wheels  the packages that such a machine may lack, in .whl, to carry there"
 	@echo "make clean   remove the environment and what tools left behind"
 
 train: $(VENV)/.ready-train
@@ -61,6 +63,22 @@ docs: $(VENV)/.ready-docs
 	@echo "== docs"
 	@$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs . build/docs
 	@cp build/docs/README.html build/docs/index.html
+
+# On a machine with a GPU that may reach no package registry: its own Python, which has torch with CUDA and PyG.
+# Wheels that were carried along are installed beside it. Results: benchmarks/gpu/runs, or GPU_OUT.
+GPU_OUT ?= benchmarks/gpu/runs
+STEPS ?=
+gpu:
+	@if ls .whl/*.whl >/dev/null 2>&1; then \
+		$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target build/gpu-site .whl/*.whl; fi
+	@PYTHONPATH=build/gpu-site PYTHONUNBUFFERED=1 $(PYTHON) benchmarks/gpu/main.py --out $(GPU_OUT) $(STEPS)
+
+# For GPU_PYTHON on x86-64 Linux. They take half a MiB.
+GPU_PYTHON ?= 3.12
+gpu-wheels:
+	@$(PYTHON) -m pip download -q --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		$(foreach tag,2_28 2_27 2_24 2_17,--platform manylinux_$(tag)_x86_64) -d .whl -c constraints.txt \
+		pymetis tyro docstring-parser typeguard
 
 clean:
 	rm -rf $(VENV) .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist docs/code

@@ -7,7 +7,7 @@ rows with one-hot matrices in float64, so it shares no line with what it judges.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -28,12 +28,24 @@ class Case:
     dtype: torch.dtype
     generator: torch.Generator
 
+    @property
+    def device(self) -> torch.device:
+        """Where the kernel's tensors lie. Numbers are drawn on the CPU, the same for all."""
+        return self.structure.source.device
+
+    def on(self, device: torch.device) -> Case:
+        """The same case with its tensors on another device."""
+        s = self.structure
+        there = Structure(s.source.to(device), s.target.to(device), s.own, s.whole)
+        return replace(self, structure=there)
+
     def draw(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return drawn.to(self.device, self.dtype)
 
     def draw_few(self, *shape: int) -> Tensor:
         """Of few values, so that some are equal."""
-        return torch.randint(-2, 3, shape, generator=self.generator).to(self.dtype)
+        return torch.randint(-2, 3, shape, generator=self.generator).to(self.device, self.dtype)
 
     @property
     def to_target(self) -> Tensor:
@@ -57,8 +69,8 @@ class Case:
 
 
 def one_hot(index: Tensor, size: int) -> Tensor:
-    out = torch.zeros(index.numel(), size, dtype=torch.float64)
-    out[torch.arange(index.numel()), index] = 1
+    out = torch.zeros(index.numel(), size, dtype=torch.float64, device=index.device)
+    out[torch.arange(index.numel(), device=index.device), index] = 1
     return out
 
 
@@ -143,12 +155,12 @@ def extremes(way: ModuleType, case: Case) -> None:
             met = case.to_target.unsqueeze(-1) > 0
             spread = torch.where(met, rows.unsqueeze(0) * sign, -torch.inf)
             some = (met.sum(1) > 0).expand(s.own, width)
-            best = spread.amax(1) * sign if s.edges else torch.zeros(s.own, width, dtype=torch.float64)
+            best = spread.amax(1) * sign if s.edges else g.new_zeros(s.own, width, dtype=torch.float64)
             best = torch.where(some, best, 0.0)
             ties = (
                 torch.where(some, (met & (rows * sign == spread.amax(1, keepdim=True))).sum(1), 0)
                 if (s.edges)
-                else torch.zeros(s.own, width)
+                else g.new_zeros(s.own, width)
             )
             if of_edges:
                 found = way.extreme_edges(s.by_target, x, sign)
@@ -213,8 +225,8 @@ def moves(way: ModuleType, case: Case) -> None:
     a, b, g = case.draw(s.own, h, c), case.draw(s.whole, h, c), case.draw(s.edges, h, c)
     for index in (s.source, s.source.int()):
         case.same(way.gather(index, b), times(case.from_source, b.double()))
-    table, which, scale = b.clone(), torch.arange(s.own).flip(0), case.draw(s.own)
-    place = torch.randperm(s.whole)[: s.own]
+    table, which, scale = b.clone(), torch.arange(s.own, device=case.device).flip(0), case.draw(s.own)
+    place = torch.randperm(s.whole)[: s.own].to(case.device)
     wanted = b.double().index_add(0, place, a.double()[which] * scale.double().view(-1, 1, 1))
     way.add_rows(table, place, a, which, scale)
     case.same(table, wanted)

@@ -89,7 +89,7 @@ def whole(build: Build, data: Data, *, seed: int = 0, epochs: int = 1) -> Result
             model.zero_grad(set_to_none=True)
             x.grad = None
             out = ForwardCall.of(model, set(inputs)).call(model, inputs)
-            loss = (out * _weights(out, data.num_nodes, seed)).sum()
+            loss = (out * weights(out, data.num_nodes, seed)).sum()
             if loss.requires_grad:
                 loss.backward()
         return Result(out.detach(), _grads(model), x.grad, _buffers(model))
@@ -130,7 +130,7 @@ def parity(
                 model.zero_grad(set_to_none=True)
                 x.grad = None
                 out = net.forward(epoch, training=True, checked=True)
-                loss = (out * _weights(out, data.num_nodes, seed)[part.own]).sum() + net.scope.turn.token
+                loss = (out * weights(out, data.num_nodes, seed)[part.own]).sum() + net.scope.turn.token
                 if loss.requires_grad:
                     loss.backward()
                 halo.append(take_bytes().get("halo", 0))
@@ -226,9 +226,10 @@ def random_owner(nodes: int, world: int, seed: int = 0) -> Tensor:
     return owner
 
 
-def _weights(out: Tensor, nodes: int, seed: int) -> Tensor:
+def weights(out: Tensor, nodes: int, seed: int) -> Tensor:
+    """What the loss multiplies each entry of the whole output with, on the output's device."""
     generator = torch.Generator().manual_seed(seed + 1)
-    return torch.rand(nodes, *out.shape[1:], generator=generator, dtype=out.dtype) + 0.5
+    return torch.rand(nodes, *out.shape[1:], generator=generator, dtype=out.dtype).to(out.device) + 0.5
 
 
 def _grads(model: nn.Module) -> dict[str, Tensor | None]:
