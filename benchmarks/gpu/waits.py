@@ -36,7 +36,7 @@ def _counted(label: str, name: str, parallel: Parallel) -> Row:
             trainer.fit()
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("warn")
-            with warnings.catch_warnings(record=True) as seen:
+            with warnings.catch_warnings(record=True) as seen, trainer.engine.net:
                 warnings.simplefilter("always")
                 trainer.engine.train(5, trainer.optimizer)
             torch.cuda.set_sync_debug_mode("default")
