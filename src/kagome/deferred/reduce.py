@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kagome.deferred import sliced_attention, sliced_reduce
+from kagome.deferred.edge_map import EdgeTerm
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import EdgeSet, Linear, Message, Shared, SoftmaxShare, flat
 from kagome.kernels.base.address import address
@@ -90,6 +91,8 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
             return sliced_reduce.column_softmax(expr.share.logits, expr.message, slicing)
         z, m = expr.share.logits.whole(), expr.message.whole()
         return edges.rows(edge_softmax.column_softmax(z, m, s))
+    if isinstance(expr, EdgeTerm) and expr.target is None and how in ("sum", "mean"):
+        return _with_edges(expr, how)
     if isinstance(expr, Message) and expr.source is not None and expr.form == "sum":
         if how in ("sum", "mean"):
             return _total(expr, how)
@@ -105,6 +108,16 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
         return edges.rows(best.view(s.own, *values.shape[1:]))
     out = edge_sum.edge_sum(values, s)
     return edges.rows(out if how == "sum" else out / _column(s.degree.clamp(min=1), out))
+
+
+def _with_edges(term: EdgeTerm, how: Reduce) -> Tensor:
+    """Return the sum or mean of ``w_e * (b_j + W e)``: rows and edge features are summed separately."""
+    edges = term.message.edges
+    rows = now(_linear_sum(replace(term.message, weight=term.weight), how))
+    features = term.edge.summed(term.weight, edges.structure)
+    if how == "mean":
+        features = features / _column(edges.structure.degree.clamp(min=1), features)
+    return edges.rows(rows + features)
 
 
 def _extreme(message: Message, sign: int) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.deferred import sliced_attention, sliced_reduce
+from kagome.deferred import edge_map, sliced_attention, sliced_reduce
 from kagome.deferred.arithmetic import binary
 from kagome.deferred.endpoint_ops import each, joined, message_of, put_off, source_rows, with_rows
 from kagome.deferred.lazy_tensor import LazyTensor, now
@@ -84,6 +84,9 @@ def answer(
         found = sliced_attention.answer(name, args, kwargs)
         if found is not NotImplemented:
             return found
+    if any(edge_map.expression(value) is not None for value in args):
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
+            return edge_map.answer(marks, name, func, args, kwargs)
     if name in sliced_reduce.NAMES:
         args = tuple(map(settled, args))
         if any(sliced_reduce.in_slices(value) is not None for value in args):

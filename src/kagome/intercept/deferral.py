@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kagome.deferred import message, reduce, rewrite_rules, sliced_attention
 from kagome.deferred.constants import Constants
+from kagome.deferred.edge_map import WIDENS
 from kagome.deferred.lazy_tensor import LazyTensor, supports
 from kagome.errors import ModelError
 from kagome.feature_parallel.all_to_all import SliceCut
@@ -318,6 +319,21 @@ class Deferral:
         if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False
         return weight.size(1) < weight.size(0) or self.lasting(x)
+
+    def maps_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True if ``x W^T`` of edge features is deferred, so that it is applied after sums over edges.
+
+        Decided by shapes that are the same on all ranks.
+        """
+        if not self.fast or self.layers == 0 or self.slices or transformed() or isinstance(x, LazyTensor):
+            return False
+        if x.dim() != 2 or weight.dim() != 2 or self.marks.get(weight) is not None:
+            return False
+        mark = self.marks.get(x)
+        fits = mark is not None and mark.kind is PlacementKind.PAIRS and mark.axis == 0 and mark.whole
+        if not fits or not supports(x) or x.dtype != weight.dtype:
+            return False
+        return WIDENS * weight.size(1) <= weight.size(0) and not torch.is_autocast_enabled(x.device.type)
 
     def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
         """Return the softmax over each row's in-edges if ``index`` holds the graph's targets; else None."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kagome.deferred import sliced_reduce
+from kagome.deferred.edge_map import EdgeMap
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Linear
 from kagome.deferred.rewrite_rules import all_computed
@@ -97,6 +98,9 @@ class Reader(PositionScope, Protocol):
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
         """Return True if a linear map of rows is deferred."""
+
+    def maps_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True if a linear map of edge features is deferred."""
 
     def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
         """Return a reduction over each row's in-edges, or None where kernels do not apply."""
@@ -298,6 +302,8 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         return out if bias is None else call(Tensor.add, (), (out, bias))
     if bias is None and scope.sums_late(args[0], weight):
         return scope.marks.put(LazyTensor(Linear(args[0], weight, scope)), Placement(PlacementKind.ROWS))
+    if scope.maps_late(args[0], weight):
+        return scope.like(LazyTensor(EdgeMap(args[0], weight, bias, (weight.size(0),))), args[0])
     rows = _factor(scope, args[0], weight)
     if rows is None or not (isinstance(rows, SparseFeatures) or linear.suits(rows, weight)):
         return NotImplemented
