@@ -17,7 +17,7 @@ import numpy  # the interpreter's numbers
 from hypothesis import HealthCheck, given, settings
 import torch
 from bit_cases import assert_same, cases, code
-from kagome.kernels import gpu_bits
+from kagome.kernels.quantize import triton as gpu_bits
 from kagome.kernels.quantize.ops import Plain
 @settings(deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck))
 @given(cases(most=20))
@@ -43,7 +43,7 @@ COMPILED = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kagome.kernels import gpu_bits
+from kagome.kernels.quantize import triton as gpu_bits
 TYPES = {"x": "fp32", "low": "fp32", "out": "fp32", "pick": "i64", "stamps": "i64", "column": "i64",
          "span": "i16", "bad": "u8", "body": "u8"}
 for name in ("encode_kernel", "decode_kernel"):

@@ -16,7 +16,7 @@ PROGRAM = """
 import numpy  # the interpreter's numbers
 from hypothesis import HealthCheck, given, settings
 from kernel_cases import CHECKS, cases
-from kagome.kernels import gpu
+from kagome.kernels.triton import ops as gpu
 for check in CHECKS:
     @settings(deadline=None, max_examples=8, database=None, suppress_health_check=list(HealthCheck))
     @given(cases(most=25))
@@ -48,7 +48,7 @@ import triton.language as tl
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kagome.kernels import gpu_heads, gpu_rows
+from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows
 LONG, SHORT = {"begin", "end"}, {"index", "edge", "column"}
 SIZES = {"offset", "columns", "heads", "width", "rows", "share"}
 KNOWN = {"BLOCK": 128, "HEADS": 8, "WIDTH": 16, "SLOPE": 0.2, "SIGN": -1.0, "TINY": 1e-16}

@@ -15,14 +15,13 @@ Each is the gradient of the other, so both can be differentiated any number of t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kagome.kernels import ops
-from kagome.kernels.base.csr import CsrLayout, Structure
+from kagome.kernels.base.csr import Structure
 from kagome.sparse_ops import edge_sum
 
 
@@ -57,18 +56,12 @@ def _spread(weight: Tensor, own: Tensor, edges: Structure) -> Tensor:
     return torch.einsum("eh,ehk->ek", weight, edge_sum.gather(own, edges, "target"))
 
 
-def _by_edge(edges: Structure) -> CsrLayout:
-    """Return the in-edges of each own row with the edge itself in place of the row that it reads."""
-    layout = edges.by_target
-    return replace(layout, column=layout.edge)
-
-
 class _Dots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, x: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
         ctx.save_for_backward(own, x)
-        layout, rows = _by_edge(edges), x.unsqueeze(1)
+        layout, rows = edges.by_target.by_edge, x.unsqueeze(1)
         heads = [ops.dot_edges(layout, own[:, h : h + 1].contiguous(), rows) for h in range(own.size(1))]
         return torch.cat(heads, 1) if heads else own.new_zeros(x.size(0), 0)
 
@@ -85,7 +78,7 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, x: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
         ctx.save_for_backward(weight, x)
-        layout = _by_edge(edges)
+        layout = edges.by_target.by_edge
         heads = [ops.sum_rows(layout, x, weight[:, h].contiguous()) for h in range(weight.size(1))]
         return torch.stack(heads, 1) if heads else x.new_zeros(edges.own, 0, x.size(1))
 

@@ -66,6 +66,18 @@ class CsrLayout:
         return self.column.numel()
 
     @cached_property
+    def prepared(self) -> dict[Any, Any]:
+        """What a device's kernels computed from ``pointer`` and ``middle``, and keep with the layout."""
+        return {}
+
+    @cached_property
+    def by_edge(self) -> CsrLayout:
+        """The layout in which each entry reads its own edge, in place of the row at the edge's other end."""
+        found = replace(self, column=self.edge)
+        vars(found)["prepared"] = self.prepared
+        return found
+
+    @cached_property
     def own(self) -> CsrLayout:
         """The layout of the entries that read own rows, without gaps; the layout itself if all of them do."""
         return self._taken(self.pointer[:-1], self.middle)

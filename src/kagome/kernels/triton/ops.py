@@ -3,9 +3,8 @@
 Where it sits: ``kernels.ops`` imports it for the first CUDA tensor if Triton is installed, which torch's CUDA
 builds bring along. Values are summed in float32, and in float64 if they are float64.
 
-Checked so far: every kernel passes the tests of the numba loops in Triton's interpreter on a CPU
-(``TRITON_INTERPRET=1``), and all compile for compute capability 9.0. None has been run or timed on a GPU. One
-program walks a whole row, which will be slow on graphs with very large hubs.
+Each sum over a row's entries is cut at ``segments.SPLIT`` of them, so that hubs are shared by programs. The
+results are the same on every run. ``benchmarks/gpu`` has what they reach on an H200.
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ from kagome.kernels.base.reference import (
     gather,
     join_edges,
 )
-from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows
+from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows, sums as gpu_sums
+from kagome.kernels.triton.segments import Segments, bounds, row_of_entries, rows_by_length, segments_of
 
 __all__ = [
     "add_rows",
@@ -54,7 +54,9 @@ __all__ = [
 
 BLOCK = 128
 """Most columns that a program takes."""
-PROGRAMS = 1024
+TILE = 1024
+"""Numbers of a tile of entries, heads and columns: 32 for each lane of a warp."""
+PROGRAMS = 4096
 """Programs that add up over rows. Each keeps a sum of its own, and the sums are added in a fixed order."""
 
 
@@ -68,11 +70,16 @@ def _tile(x: Tensor) -> tuple[int, int]:
     return columns, min(BLOCK, triton.next_power_of_2(max(columns, 1)))
 
 
-def _bounds(layout: CsrLayout, span: Span = "all", rows: slice | None = None) -> tuple[Tensor, Tensor]:
-    kept = slice(None) if rows is None else rows
-    begin = layout.middle if span == "halo" else layout.pointer[:-1]
-    end = layout.middle if span == "own" else layout.pointer[1:]
-    return begin[kept].contiguous(), end[kept].contiguous()
+def _power(number: int) -> int:
+    return int(triton.next_power_of_2(max(number, 1)))
+
+
+def _blocks(heads: int, width: int) -> tuple[int, int, int, int]:
+    """Return how many heads and columns a program takes, its blocks of columns, and all blocks."""
+    columns = min(BLOCK, _power(width))
+    several = min(_power(heads), max(BLOCK // columns, 1))
+    across = triton.cdiv(width, columns)
+    return several, columns, across, across * triton.cdiv(heads, several)
 
 
 def _by_row(kernel: Any, x: Tensor, rows: int, *arguments: Any, **constants: Any) -> None:
@@ -81,12 +88,6 @@ def _by_row(kernel: Any, x: Tensor, rows: int, *arguments: Any, **constants: Any
     if rows and columns:
         grid = (rows, triton.cdiv(columns, block))
         kernel[grid](*arguments, **constants, WIDE=_wide(x), BLOCK=block)
-
-
-def _by_heads(kernel: Any, x: Tensor, programs: int, heads: int, *arguments: Any, **constants: Any) -> None:
-    """Launch one program per row, with all its heads."""
-    if programs and heads:
-        kernel[(programs,)](*arguments, **constants, WIDE=_wide(x), HEADS=triton.next_power_of_2(heads))
 
 
 def sum_rows(
@@ -101,36 +102,73 @@ def sum_rows(
     into: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with Triton kernels."""
-    begin, end = _bounds(layout, span, rows)
     direct = into is not None and into.is_contiguous()
-    count = count_of(layout, rows)
-    out = into if into is not None and direct else x.new_empty(count, *x.shape[1:])
-    columns, _ = _tile(x)
+    out = into if into is not None and direct else x.new_empty(count_of(layout, rows), *x.shape[1:])
+    columns = prod(x.shape[1:])
     heads = 1 if weight is None else weight.numel() // max(weight.size(0), 1)
-    x = x.contiguous()
-    arguments = (
-        begin,
-        end,
-        layout.column,
-        layout.edge,
-        x,
-        x if weight is None else weight.contiguous(),
-        x if scale is None else scale.contiguous(),
-        out,
-        offset,
-        columns,
-        heads,
-        max(columns // max(heads, 1), 1),
-    )
-    chosen = {"WEIGHTED": weight is not None, "SCALED": scale is not None, "ADD": direct}
-    _by_row(gpu_rows.sum_kernel, x, count, *arguments, **chosen)
+    if out.numel():
+        held = segments_of(layout, span, rows)
+        scratch = out.new_empty(held.slots, columns, dtype=_sums_in(x))
+        scale = None if scale is None else scale.contiguous()
+        chosen = {"SCALED": scale is not None, "ADD": direct, "WIDE": _wide(x)}
+        width = columns // max(heads, 1)
+        several, wide, across, blocks = _blocks(heads, width)
+        lanes = min(TILE // (several * wide), _power(held.mean), 64)
+        gpu_sums.sum_kernel[(held.row.numel(), blocks)](
+            held.row,
+            held.begin,
+            held.end,
+            held.slot,
+            layout.column,
+            layout.edge,
+            x.contiguous(),
+            x if weight is None else weight.contiguous(),
+            x if scale is None else scale,
+            out,
+            scratch,
+            offset,
+            heads,
+            width,
+            across,
+            WEIGHTED=weight is not None,
+            **chosen,
+            EDGES=max(lanes, 2),
+            HEADS=several,
+            WIDTH=wide,
+            num_warps=1,
+        )
+        _join(held, scratch, scale, out, columns, chosen)
     return out if into is None or direct else into.add_(out)
+
+
+def _join(
+    held: Segments, scratch: Tensor, scale: Tensor | None, out: Tensor, columns: int, chosen: dict[str, Any]
+) -> None:
+    """Add up the slots of hubs."""
+    block = min(BLOCK, _power(columns))
+    if held.slots:
+        gpu_sums.join_kernel[(held.hubs.numel(), triton.cdiv(columns, block))](
+            held.hubs,
+            held.hub_begin,
+            held.hub_end,
+            scratch,
+            scratch if scale is None else scale,
+            out,
+            columns,
+            **chosen,
+            PARTS=max(TILE // block, 1),
+            BLOCK=block,
+            num_warps=1,
+        )
+
+
+def _sums_in(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
     """Compute ``ops.sum_edges`` with Triton kernels."""
-    by_edge = CsrLayout(layout.pointer, layout.middle, layout.edge, layout.edge)
-    return sum_rows(by_edge, values, rows=rows)
+    return sum_rows(layout.by_edge, values, rows=rows)
 
 
 def dot_edges(
@@ -167,12 +205,34 @@ def _dots(
     offset: int,
 ) -> None:
     heads, width = a.shape[1:]
+    if not (layout.edges and heads):
+        return
     a, b = a.contiguous(), b.contiguous()
-    factor = a if att is None else att.contiguous()
-    ends = (*_bounds(layout, span), layout.column, layout.edge)
-    chosen = {"LEAKY": att is not None, "SLOPE": slope, "WIDTH": triton.next_power_of_2(max(width, 1))}
-    _by_heads(
-        gpu_heads.dot_kernel, a, layout.rows, heads, *ends, a, b, factor, out, offset, heads, width, **chosen
+    columns = min(BLOCK, _power(width))
+    several = min(_power(heads), max(BLOCK // columns, 1))
+    lanes = 2 * TILE // (several * columns)
+    gpu_heads.dot_kernel[(triton.cdiv(layout.edges, lanes), triton.cdiv(heads, several))](
+        row_of_entries(layout),
+        layout.middle,
+        layout.column,
+        layout.edge,
+        a,
+        b,
+        a if att is None else att.contiguous(),
+        out,
+        offset,
+        layout.edges,
+        heads,
+        width,
+        OWN=span == "own",
+        HALO=span == "halo",
+        LEAKY=att is not None,
+        SLOPE=slope,
+        WIDE=_wide(a),
+        EDGES=lanes,
+        HEADS=several,
+        WIDTH=columns,
+        num_warps=4,
     )
 
 
@@ -183,35 +243,61 @@ def leaky_dots_back(
     heads, width = a.shape[1:]
     a, b, att, g = a.contiguous(), b.contiguous(), att.contiguous(), g.contiguous()
     ga, gb = torch.empty_like(a), torch.empty_like(b)
-    rows = structure.own
-    share = triton.cdiv(max(rows, 1), PROGRAMS)
-    programs = triton.cdiv(rows, share)
-    kind = torch.float64 if a.dtype == torch.float64 else torch.float32
-    tally = a.new_zeros(max(programs, 1), heads, width, dtype=kind)
-    fixed = {"SLOPE": slope, "WIDTH": triton.next_power_of_2(max(width, 1))}
-    for layout, mine, its, out, count, each, tallied in (
-        (structure.by_target, a, b, ga, programs, share, True),
-        (structure.by_source, b, a, gb, structure.whole, 1, False),
-    ):
-        ends = (*_bounds(layout), layout.column, layout.edge)
-        sizes = (layout.rows, each, heads, width)
-        _by_heads(
-            gpu_heads.leaky_back_kernel,
-            a,
-            count,
-            heads,
-            *ends,
-            mine,
-            its,
-            att,
-            g,
-            out,
-            tally,
-            *sizes,
-            TALLIED=tallied,
-            **fixed,
-        )
+    held = segments_of(structure.by_target, "all")
+    programs = min(held.row.numel(), PROGRAMS)
+    tally = a.new_zeros(max(programs, 1), heads, width, dtype=_sums_in(a))
+    _leaky_back(structure.by_target, a, b, att, slope, g, ga, tally)
+    _leaky_back(structure.by_source, b, a, att, slope, g, gb, None)
     return ga, gb, tally.sum(0).to(att.dtype)
+
+
+def _leaky_back(
+    layout: CsrLayout,
+    mine: Tensor,
+    its: Tensor,
+    att: Tensor,
+    slope: float,
+    g: Tensor,
+    out: Tensor,
+    tally: Tensor | None,
+) -> None:
+    """Compute the gradient of the rows of one end, and with ``tally`` of att."""
+    heads, width = mine.shape[1:]
+    if not out.numel():
+        return
+    held = segments_of(layout, "all")
+    segments = held.row.numel()
+    scratch = out.new_empty(held.slots, heads * width, dtype=_sums_in(mine))
+    several, wide, across, blocks = _blocks(heads, width)
+    programs = segments if tally is None else tally.size(0)
+    gpu_heads.leaky_back_kernel[(programs, blocks)](
+        held.row,
+        held.begin,
+        held.end,
+        held.slot,
+        layout.column,
+        layout.edge,
+        mine,
+        its,
+        att,
+        g,
+        out,
+        scratch,
+        scratch if tally is None else tally,
+        segments,
+        programs,
+        heads,
+        width,
+        across,
+        TALLIED=tally is not None,
+        SLOPE=slope,
+        WIDE=_wide(mine),
+        EDGES=max(min(TILE // 2 // (several * wide), _power(held.mean)), 1),
+        HEADS=several,
+        WIDTH=wide,
+        num_warps=1,
+    )
+    _join(held, scratch, None, out, heads * width, {"SCALED": False, "ADD": False, "WIDE": _wide(mine)})
 
 
 def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
@@ -229,14 +315,34 @@ def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor
 def _edge_softmax(
     layout: CsrLayout, like: Tensor, logits: Tensor, a: Tensor, b: Tensor, slope: float | None
 ) -> Tensor:
-    heads = like.size(1)
-    out = like.new_empty(layout.edges, heads)
-    ends = (*_bounds(layout), layout.column, layout.edge)
+    out = like.new_empty(layout.edges, like.size(1))
+    given = (layout.column, layout.edge, logits, a, b, out, like.size(1))
     chosen = {"SUMS": slope is not None, "SLOPE": slope or 0.0, "TINY": TINY}
-    _by_heads(
-        gpu_heads.edge_softmax_kernel, like, layout.rows, heads, *ends, logits, a, b, out, heads, **chosen
-    )
+    _by_rows_of_heads(gpu_heads.edge_softmax_kernel, layout, like, given, chosen)
     return out
+
+
+def _by_rows_of_heads(
+    kernel: Any, layout: CsrLayout, like: Tensor, given: tuple[Any, ...], chosen: dict[str, Any]
+) -> None:
+    """Launch a program for each row: a warp with a small tile, or for hubs more of them with a large one."""
+    heads = _power(like.size(1))
+    begin, end = bounds(layout)
+    for hubs, rows in enumerate(rows_by_length(layout)):
+        lanes = max((8 * TILE if hubs else TILE // 2) // heads, 1)
+        lanes = lanes if hubs else min(lanes, _power(2 * segments_of(layout, "all").mean))
+        if rows.numel() and like.size(1):
+            kernel[(rows.numel(),)](
+                rows,
+                begin,
+                end,
+                *given,
+                **chosen,
+                WIDE=_wide(like),
+                EDGES=lanes,
+                HEADS=heads,
+                num_warps=8 if hubs else 1,
+            )
 
 
 def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
@@ -257,12 +363,10 @@ def softmax_sum_back(
 def _edge_softmax_back(
     layout: CsrLayout, a: Tensor, b: Tensor, slope: float | None, alpha: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
-    heads = alpha.size(1)
-    ga, gz = torch.empty_like(a), torch.empty_like(alpha)
-    ends = (*_bounds(layout), layout.column, layout.edge)
+    ga, gz = torch.zeros_like(a), torch.empty_like(alpha)
+    given = (layout.column, layout.edge, a, b, alpha, g, gz, ga, alpha.size(1))
     chosen = {"SUMS": slope is not None, "SLOPE": slope or 0.0}
-    kernel = gpu_heads.edge_softmax_back_kernel
-    _by_heads(kernel, alpha, layout.rows, heads, *ends, a, b, alpha, g, gz, ga, heads, **chosen)
+    _by_rows_of_heads(gpu_heads.edge_softmax_back_kernel, layout, alpha, given, chosen)
     return ga, gz
 
 
@@ -279,7 +383,7 @@ def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tenso
 def _extremes(layout: CsrLayout, index: Tensor, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     best, ties = x.new_empty(layout.rows, *x.shape[1:]), x.new_empty(layout.rows, *x.shape[1:])
-    arguments = (*_bounds(layout), index, x, best, ties, _tile(x)[0])
+    arguments = (*bounds(layout), index, x, best, ties, _tile(x)[0])
     _by_row(gpu_rows.extreme_kernel, x, layout.rows, *arguments, SIGN=sign)
     return best, ties
 
@@ -288,7 +392,7 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
     """Compute ``ops.extreme_back`` with Triton kernels."""
     x, part = x.contiguous(), (g / ties.clamp(min=1)).contiguous()
     out = torch.empty_like(x)
-    arguments = (*_bounds(layout), layout.column, x, best.contiguous(), part, out, _tile(x)[0])
+    arguments = (*bounds(layout), layout.column, x, best.contiguous(), part, out, _tile(x)[0])
     _by_row(gpu_rows.extreme_back_kernel, x, layout.rows, *arguments)
     return out
 
@@ -297,7 +401,7 @@ def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Ten
     """Compute ``ops.column_softmax`` with Triton kernels."""
     z, m = z.contiguous(), m.contiguous()
     out, top, total = (z.new_empty(layout.rows, *z.shape[1:]) for _ in range(3))
-    arguments = (*_bounds(layout), layout.column, z, m, out, top, total, _tile(z)[0])
+    arguments = (*bounds(layout), layout.column, z, m, out, top, total, _tile(z)[0])
     _by_row(gpu_rows.softmax_kernel, z, layout.rows, *arguments, TINY=TINY)
     return out, top, total
 
@@ -308,7 +412,7 @@ def column_softmax_back(
     """Compute ``ops.column_softmax_back`` with Triton kernels."""
     z, m, out, top = (t.contiguous() for t in (z, m, out, top))
     gz, gm, part = torch.empty_like(z), torch.empty_like(m), (g / (total + TINY)).contiguous()
-    arguments = (*_bounds(layout), layout.column, z, m, out, top, part, gz, gm, _tile(z)[0])
+    arguments = (*bounds(layout), layout.column, z, m, out, top, part, gz, gm, _tile(z)[0])
     _by_row(gpu_rows.softmax_back_kernel, z, layout.rows, *arguments)
     return gz, gm
 
@@ -323,7 +427,7 @@ def join_edges_back(
     made = []
     for layout, mine, its in ((structure.by_target, a, b), (structure.by_source, b, a)):
         out = torch.empty_like(mine)
-        arguments = (*_bounds(layout), layout.column, layout.edge, mine, its, g, out, _tile(mine)[0])
+        arguments = (*bounds(layout), layout.column, layout.edge, mine, its, g, out, _tile(mine)[0])
         _by_row(gpu_rows.join_back_kernel, mine, layout.rows, *arguments, SLOPE=slope)
         made.append(out)
     return made[0], made[1]

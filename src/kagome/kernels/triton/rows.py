@@ -1,4 +1,4 @@
-"""Triton kernels by row and block of columns: sums, minimum and maximum, and softmax by column.
+"""Triton kernels by row and block of columns: minimum and maximum, and softmax by column.
 
 Where it sits: ``ops`` launches them. A program handles one row of the layout and a block of columns. It walks
 the row's entries one after another and uses no atomics, so results are the same on every run.
@@ -11,46 +11,6 @@ from __future__ import annotations
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def sum_kernel(
-    begin,
-    end,
-    index,
-    edge,
-    x,
-    weight,
-    scale,
-    out,
-    offset,
-    columns,
-    heads,
-    width,
-    WEIGHTED: tl.constexpr,
-    SCALED: tl.constexpr,
-    ADD: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """``out[i] (+)= scale[i] * sum of weight[edge] * x[index - offset]``."""
-    i = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < columns
-    total = tl.zeros((BLOCK,), WIDE)
-    for k in range(tl.load(begin + i), tl.load(end + i)):
-        u = tl.load(index + k).to(tl.int64) - offset
-        v = tl.load(x + u * columns + c, mask=inside, other=0).to(WIDE)
-        if WEIGHTED:
-            e = tl.load(edge + k).to(tl.int64)
-            v *= tl.load(weight + e * heads + c // width, mask=inside, other=0).to(WIDE)
-        total += v
-    if SCALED:
-        total *= tl.load(scale + i).to(WIDE)
-    place = out + i * columns + c
-    if ADD:
-        total += tl.load(place, mask=inside, other=0).to(WIDE)
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, Final
 
@@ -129,9 +131,13 @@ def _drop_rows(
 
 def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
     """Return ``x`` with a share ``p`` of entries zeroed, the rest scaled by 1 / (1 - p); no gradient."""
+    limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
+    if x.device.type == "cuda" and x.is_floating_point() and find_spec("triton") is not None:
+        on_gpu = import_module("kagome.kernels.triton.dropout")
+        dropped: Tensor = on_gpu.drop(x, ids, key, limit, scale, first)
+        return dropped
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return plain_scaled(x, ids, key, p, first)
-    limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
     out = torch.empty_like(x)
     number = np.float32 if x.dtype == torch.float32 else np.float64
     source, words, result = x.numpy(), ids.contiguous().numpy().view(np.uint64), out.numpy()

@@ -1,0 +1,107 @@
+"""Triton kernels of sums: of rows over each row's entries, and of a hub's segments.
+
+Where it sits: ``ops`` launches them. A program has a segment (``segments.py``) and a block of heads and
+columns. It adds up a tile of entries, heads and columns, whose loads do not wait for each other, and adds up
+the tile's entries at the end. No atomics are used, so results are the same on every run.
+"""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# Triton reads annotations, so kernel arguments have none except for compile-time constants.
+
+from __future__ import annotations
+
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def sum_kernel(
+    row,
+    begin,
+    end,
+    slot,
+    index,
+    edge,
+    x,
+    weight,
+    scale,
+    out,
+    scratch,
+    offset,
+    heads,
+    width,
+    blocks,
+    WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
+    ADD: tl.constexpr,
+    WIDE: tl.constexpr,
+    EDGES: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """``out[i] (+)= scale[i] * sum of weight[edge] * x[index - offset]``, or a part of a hub in scratch."""
+    s = tl.program_id(0)
+    i = tl.load(row + s)
+    first, last, place = tl.load(begin + s), tl.load(end + s), tl.load(slot + s)
+    h = (tl.program_id(1) // blocks) * HEADS + tl.arange(0, HEADS)
+    c = (tl.program_id(1) % blocks) * WIDTH + tl.arange(0, WIDTH)
+    inside = (h[:, None] < heads) & (c[None, :] < width)
+    at = h[:, None] * width + c[None, :]
+    columns = heads * width
+    lane = tl.arange(0, EDGES)
+    tile = tl.zeros((EDGES, HEADS, WIDTH), WIDE)
+    for k in range(first, last, EDGES):
+        live = k + lane < last
+        u = tl.load(index + k + lane, mask=live, other=0).to(tl.int64) - offset
+        mask = live[:, None, None] & inside[None, :, :]
+        v = tl.load(x + (u * columns)[:, None, None] + at[None, :, :], mask=mask, other=0).to(WIDE)
+        if WEIGHTED:
+            e = tl.load(edge + k + lane, mask=live, other=0).to(tl.int64)
+            known = live[:, None] & (h[None, :] < heads)
+            w = tl.load(weight + e[:, None] * heads + h[None, :], mask=known, other=0).to(WIDE)
+            v *= w[:, :, None]
+        tile += v
+    total = tl.sum(tile, 0)
+    if place >= 0:
+        tl.store(scratch + place * columns + at, total, mask=inside)
+    else:
+        if SCALED:
+            total *= tl.load(scale + i).to(WIDE)
+        spot = out + i * columns + at
+        if ADD:
+            total += tl.load(spot, mask=inside, other=0).to(WIDE)
+        tl.store(spot, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def join_kernel(
+    hubs,
+    begin,
+    end,
+    scratch,
+    scale,
+    out,
+    columns,
+    SCALED: tl.constexpr,
+    ADD: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """``out[hub] (+)= scale[hub] * sum of the hub's slots``."""
+    i = tl.load(hubs + tl.program_id(0))
+    first, last = tl.load(begin + tl.program_id(0)), tl.load(end + tl.program_id(0))
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < columns
+    lane = tl.arange(0, PARTS)
+    tile = tl.zeros((PARTS, BLOCK), WIDE)
+    for k in range(first, last, PARTS):
+        mask = (k + lane < last)[:, None] & inside[None, :]
+        tile += tl.load(scratch + (k + lane)[:, None] * columns + c[None, :], mask=mask, other=0)
+    total = tl.sum(tile, 0)
+    if SCALED:
+        total *= tl.load(scale + i).to(WIDE)
+    spot = out + i * columns + c
+    if ADD:
+        total += tl.load(spot, mask=inside, other=0).to(WIDE)
+    tl.store(spot, total.to(out.dtype.element_ty), mask=inside)
