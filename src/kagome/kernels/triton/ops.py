@@ -105,13 +105,13 @@ def sum_rows(
     direct = into is not None and into.is_contiguous()
     out = into if into is not None and direct else x.new_empty(count_of(layout, rows), *x.shape[1:])
     columns = prod(x.shape[1:])
-    heads = 1 if weight is None else weight.numel() // max(weight.size(0), 1)
-    if out.numel():
+    heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
+    if out.numel() and heads:
         held = segments_of(layout, span, rows)
         scratch = out.new_empty(held.slots, columns, dtype=_sums_in(x))
         scale = None if scale is None else scale.contiguous()
         chosen = {"SCALED": scale is not None, "ADD": direct, "WIDE": _wide(x)}
-        width = columns // max(heads, 1)
+        width = columns // heads
         several, wide, across, blocks = _blocks(heads, width)
         lanes = min(TILE // (several * wide), _power(held.mean), 64)
         gpu_sums.sum_kernel[(held.row.numel(), blocks)](
