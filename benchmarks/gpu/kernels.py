@@ -1,4 +1,4 @@
-"""Each kernel's time on made graphs, its share of the bandwidth of a copy, and what others take for the same."""
+"""Each kernel's time on made graphs, its share of a copy's bandwidth, and what others take for it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 import torch
 from bit_cases import assert_same, cases, code
 from kagome.kernels.quantize import triton as gpu_bits
-from kagome.kernels.quantize.ops import Plain
+from kagome.kernels.quantize.ops import ReferenceCodec as Plain
 @settings(deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck))
 @given(cases(most=20))
 def run(case):

@@ -106,15 +106,25 @@ def sum_rows(
 
     Shapes:
         ``x [*, F]`` with ``weight`` None or ``[E]``, or ``x [*, H, C]`` with ``weight`` None, ``[E]`` or
-        ``[E, H]``; result ``[R, F]`` or ``[R, H, C]``.
+        ``[E, H]``; result ``[R, F]`` or ``[R, H, C]``. With ``x [*, 1, C]`` and ``weight [E, H]`` all heads
+        read the same columns, and ``into`` must be None.
 
     Cost:
         Reads one row of x per edge; writes the result once.
     """
-    out: Tensor = _way(x, weight).sum_rows(
-        layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into
-    )
+    way = _way(x, weight)
+    if weight is not None and weight.dim() == 2 and x.size(1) < weight.size(1) and not _takes_shared(way):
+        every = []
+        for w in weight.t():
+            every.append(sum_rows(layout, x[:, 0], w, scale, span=span, offset=offset, rows=rows))
+        return torch.stack(every, 1)
+    out: Tensor = way.sum_rows(layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into)
     return out
+
+
+def _takes_shared(way: ModuleType) -> bool:
+    """Return True if a backend's kernels read columns that all heads share."""
+    return way.__name__.endswith("triton.ops")
 
 
 def dot_edges(
@@ -137,9 +147,14 @@ def dot_edges(
         into: A tensor to write the result into, in place; it is then returned.
 
     Shapes:
-        ``a [R, H, C]``, ``b [*, H, C]``; result ``[E, H]``.
+        ``a [R, H, C]``, ``b [*, H, C]``; result ``[E, H]``. With ``b [*, 1, C]`` all heads read the same
+        columns, and ``into`` must be None.
     """
-    out: Tensor = _way(a, b).dot_edges(layout, a, b, span=span, offset=offset, into=into)
+    way = _way(a, b)
+    if b.size(1) < a.size(1) and not _takes_shared(way):
+        heads = (dot_edges(layout, head, b, span=span, offset=offset) for head in a.split(1, 1))
+        return torch.cat([out.contiguous() for out in heads], 1)
+    out: Tensor = way.dot_edges(layout, a, b, span=span, offset=offset, into=into)
     return out
 
 

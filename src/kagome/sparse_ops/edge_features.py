@@ -32,7 +32,7 @@ def dots(own: Tensor, x: Tensor, edges: Structure) -> Tensor:
         own ``[own, H, K]``, x ``[E, K]`` -> ``[E, H]``.
 
     Cost:
-        Reads x once per head; keeps own and x for backward.
+        Reads x once on a GPU and once per head on a CPU; keeps own and x for backward.
     """
     out: Tensor = _Dots.apply(own.contiguous(), x.contiguous(), edges)  # type: ignore[no-untyped-call]
     return out
@@ -45,7 +45,7 @@ def sums(weight: Tensor, x: Tensor, edges: Structure) -> Tensor:
         weight ``[E, H]``, x ``[E, K]`` -> ``[own, H, K]``.
 
     Cost:
-        Reads x once per head; keeps weight and x for backward.
+        Reads x once on a GPU and once per head on a CPU; keeps weight and x for backward.
     """
     out: Tensor = _Sums.apply(weight.contiguous(), x.contiguous(), edges)  # type: ignore[no-untyped-call]
     return out
@@ -61,9 +61,7 @@ class _Dots(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, x: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
         ctx.save_for_backward(own, x)
-        layout, rows = edges.by_target.by_edge, x.unsqueeze(1)
-        heads = [ops.dot_edges(layout, own[:, h : h + 1].contiguous(), rows) for h in range(own.size(1))]
-        return torch.cat(heads, 1) if heads else own.new_zeros(x.size(0), 0)
+        return ops.dot_edges(edges.by_target.by_edge, own, x.unsqueeze(1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,9 +76,7 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, x: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
         ctx.save_for_backward(weight, x)
-        layout = edges.by_target.by_edge
-        heads = [ops.sum_rows(layout, x, weight[:, h].contiguous()) for h in range(weight.size(1))]
-        return torch.stack(heads, 1) if heads else x.new_zeros(edges.own, 0, x.size(1))
+        return ops.sum_rows(edges.by_target.by_edge, x.unsqueeze(1), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -28,6 +28,8 @@ def dot_kernel(
     entries,
     heads,
     width,
+    row_stride,
+    head_stride,
     OWN: tl.constexpr,
     HALO: tl.constexpr,
     LEAKY: tl.constexpr,
@@ -37,7 +39,10 @@ def dot_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """``out[edge] = <a[i], b[column - offset]>``, or with LEAKY ``<att, leaky_relu(a[i] + b[column])>``."""
+    """``out[edge] = <a[i], b[column - offset]>``, or with LEAKY ``<att, leaky_relu(a[i] + b[column])>``.
+
+    A head's columns of ``b`` begin ``head_stride`` after those of the head before: 0 if heads share them.
+    """
     k = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = k < entries
@@ -55,7 +60,8 @@ def dot_kernel(
         inside = known[:, :, None] & (c[None, None, :] < width)
         at = h[:, None] * width + c[None, :]
         mine = tl.load(a + (i * heads * width)[:, None, None] + at[None, :, :], mask=inside, other=0).to(WIDE)
-        its = tl.load(b + (u * heads * width)[:, None, None] + at[None, :, :], mask=inside, other=0).to(WIDE)
+        read = h[:, None] * head_stride + c[None, :]
+        its = tl.load(b + (u * row_stride)[:, None, None] + read[None, :, :], mask=inside, other=0).to(WIDE)
         if LEAKY:
             z = mine + its
             there = (h[:, None] < heads) & (c[None, :] < width)
@@ -154,32 +160,60 @@ def edge_softmax_kernel(
     h = tl.arange(0, HEADS)
     lane = tl.arange(0, EDGES)
     first, last = tl.load(begin + i), tl.load(end + i)
-    top = tl.full((HEADS,), float("-inf"), WIDE)
-    total = tl.zeros((HEADS,), WIDE)
+    mine = tl.zeros((HEADS,), WIDE)
     if SUMS:
         mine = tl.load(a + i * heads + h, mask=h < heads, other=0).to(WIDE)
-    for sweep in tl.static_range(2):  # sweeps: largest and total, result
+    v, e, mask = _logits(first + lane, last, column, edge, logits, b, mine, heads, h, SUMS, SLOPE, WIDE)
+    top = tl.max(v, 0)
+    total = tl.sum(tl.exp(v - _finite(top)[None, :]), 0)
+    for k in range(first + EDGES, last, EDGES):
+        v, e, mask = _logits(k + lane, last, column, edge, logits, b, mine, heads, h, SUMS, SLOPE, WIDE)
+        most = tl.maximum(top, tl.max(v, 0))
+        base = _finite(most)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(v - base[None, :]), 0)
+        top = most
+    if last - first > EDGES:
         for k in range(first, last, EDGES):
-            live = k + lane < last
-            mask = live[:, None] & (h[None, :] < heads)
-            e = tl.load(edge + k + lane, mask=live, other=0).to(tl.int64)
-            if SUMS:
-                u = tl.load(column + k + lane, mask=live, other=0).to(tl.int64)
-                its = tl.load(b + u[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
-                v = mine[None, :] + its
-                v = tl.where(v > 0, v, v * SLOPE)
-            else:
-                v = tl.load(logits + e[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
-            v = tl.where(live[:, None], v, float("-inf"))
-            if sweep == 0:
-                most = tl.maximum(top, tl.max(v, 0))
-                base = tl.where(most == float("-inf"), 0.0, most)  # so that -inf minus -inf does not arise
-                before = tl.where(top == float("-inf"), 0.0, tl.exp(top - base))
-                total = total * before + tl.sum(tl.exp(v - base[None, :]), 0)
-                top = most
-            else:
-                p = tl.exp(v - top[None, :]) / (total[None, :] + TINY)
-                tl.store(out + e[:, None] * heads + h[None, :], p.to(out.dtype.element_ty), mask=mask)
+            v, e, mask = _logits(k + lane, last, column, edge, logits, b, mine, heads, h, SUMS, SLOPE, WIDE)
+            p = tl.exp(v - top[None, :]) / (total[None, :] + TINY)
+            tl.store(out + e[:, None] * heads + h[None, :], p.to(out.dtype.element_ty), mask=mask)
+    else:  # the row's only tile is at hand
+        p = tl.exp(v - top[None, :]) / (total[None, :] + TINY)
+        tl.store(out + e[:, None] * heads + h[None, :], p.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _finite(top):
+    """Return the largest logits with 0 for -inf, so that -inf minus -inf does not arise in a sum."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _logits(
+    k,
+    last,
+    column,
+    edge,
+    logits,
+    b,
+    mine,
+    heads,
+    h,
+    SUMS: tl.constexpr,
+    SLOPE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Return the logits of a tile of entries, -inf beyond the row's end, with their edges and a mask."""
+    live = k < last
+    mask = live[:, None] & (h[None, :] < heads)
+    e = tl.load(edge + k, mask=live, other=0).to(tl.int64)
+    if SUMS:
+        u = tl.load(column + k, mask=live, other=0).to(tl.int64)
+        v = mine[None, :] + tl.load(b + u[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
+        v = tl.where(v > 0, v, v * SLOPE)
+    else:
+        v = tl.load(logits + e[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
+    return tl.where(live[:, None], v, float("-inf")), e, mask
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

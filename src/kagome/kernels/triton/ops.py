@@ -103,9 +103,11 @@ def sum_rows(
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with Triton kernels."""
     direct = into is not None and into.is_contiguous()
-    out = into if into is not None and direct else x.new_empty(count_of(layout, rows), *x.shape[1:])
-    columns = prod(x.shape[1:])
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
+    shared = heads > 1 and x.size(1) == 1
+    trailing = (heads, *x.shape[2:]) if shared else x.shape[1:]
+    out = into if into is not None and direct else x.new_empty(count_of(layout, rows), *trailing)
+    columns = prod(trailing)
     if out.numel() and heads:
         held = segments_of(layout, span, rows)
         scratch = out.new_empty(held.slots, columns, dtype=_sums_in(x))
@@ -130,6 +132,8 @@ def sum_rows(
             heads,
             width,
             across,
+            width if shared else columns,
+            0 if shared else width,
             WEIGHTED=weight is not None,
             **chosen,
             EDGES=max(lanes, 2),
@@ -224,6 +228,8 @@ def _dots(
         layout.edges,
         heads,
         width,
+        prod(b.shape[1:]),
+        0 if b.size(1) < heads else width,
         OWN=span == "own",
         HALO=span == "halo",
         LEAKY=att is not None,

@@ -31,6 +31,8 @@ def sum_kernel(
     heads,
     width,
     blocks,
+    row_stride,
+    head_stride,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     ADD: tl.constexpr,
@@ -39,7 +41,10 @@ def sum_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """``out[i] (+)= scale[i] * sum of weight[edge] * x[index - offset]``, or a part of a hub in scratch."""
+    """``out[i] (+)= scale[i] * sum of weight[edge] * x[index - offset]``, or a part of a hub in scratch.
+
+    A head's columns of ``x`` begin ``head_stride`` after those of the head before: 0 if heads share them.
+    """
     s = tl.program_id(0)
     i = tl.load(row + s)
     first, last, place = tl.load(begin + s), tl.load(end + s), tl.load(slot + s)
@@ -48,13 +53,14 @@ def sum_kernel(
     inside = (h[:, None] < heads) & (c[None, :] < width)
     at = h[:, None] * width + c[None, :]
     columns = heads * width
+    read = h[:, None] * head_stride + c[None, :]
     lane = tl.arange(0, EDGES)
     tile = tl.zeros((EDGES, HEADS, WIDTH), WIDE)
     for k in range(first, last, EDGES):
         live = k + lane < last
         u = tl.load(index + k + lane, mask=live, other=0).to(tl.int64) - offset
         mask = live[:, None, None] & inside[None, :, :]
-        v = tl.load(x + (u * columns)[:, None, None] + at[None, :, :], mask=mask, other=0).to(WIDE)
+        v = tl.load(x + (u * row_stride)[:, None, None] + read[None, :, :], mask=mask, other=0).to(WIDE)
         if WEIGHTED:
             e = tl.load(edge + k + lane, mask=live, other=0).to(tl.int64)
             known = live[:, None] & (h[None, :] < heads)
