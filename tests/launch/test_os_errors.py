@@ -35,7 +35,7 @@ def test_what_the_system_refuses_is_told(error, words):
     found = refused(error)
     assert isinstance(found, ResourceError)
     assert words in str(found)
-    assert "\n" not in found.found
+    assert "\n" not in found.got
     wrapped = RuntimeError("a layer failed")
     wrapped.__cause__ = error
     assert words in str(refused(wrapped))

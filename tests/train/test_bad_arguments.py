@@ -204,7 +204,7 @@ def test_models_that_cannot_run(what: str) -> None:
     with pytest.raises(ModelError) as caught:
         trained(MODELS[what](), small())
     if what == "divides":
-        assert "ZeroDivisionError: division by zero" in caught.value.found
+        assert "ZeroDivisionError: division by zero" in caught.value.got
         assert "test_bad_arguments.py, line" in caught.value.where
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 

@@ -39,7 +39,7 @@ def dies():
 
 
 def told(error: KagomeError) -> tuple[str, str, str, str, str]:
-    return type(error).__name__, error.asked, error.found, error.where, error.hint
+    return type(error).__name__, error.expected, error.got, error.where, error.hint
 
 
 def taken(channel: Channel, settings: config.Data, folder: str) -> tuple:

@@ -141,7 +141,7 @@ def main(order: str, parent: int) -> int:
         error = in_words(raised)
         if error is None:
             raise
-        print(json.dumps([type(error).__name__, error.asked, error.found, error.where, error.hint]))
+        print(json.dumps([type(error).__name__, error.expected, error.got, error.where, error.hint]))
         return 1
     return 0
 
