@@ -300,7 +300,7 @@ def test_data_that_cannot_be_trained_on():
     del data.y
     with pytest.raises(DataError, match="label"):
         trained(Gcn(), data)
-    with pytest.raises(DataError, match=r"a torch_geometric\.data\.Data was expected, but this is a dict"):
+    with pytest.raises(DataError, match=r"a torch_geometric\.data\.Data; got a dict"):
         trained(Gcn(), {"x": 1})
 
 
