@@ -207,7 +207,7 @@ def test_under_torchrun_a_mistake_is_no_traceback_of_ours(start):
     through = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m")
     code, _, err = ended(start("train", *FEW, "--parallel.graph", "3", through=through))
     assert code == 1  # torchrun's own
-    assert "graph=3 needs 3 ranks" in err
+    assert "3 ranks for the mesh graph=3" in err
     assert "kagome/cli.py" not in err
 
 

@@ -305,7 +305,7 @@ def test_data_that_cannot_be_trained_on():
 
 
 def test_a_cut_for_another_number_of_ranks():
-    with pytest.raises(ConfigError, match="graph=2 needs 2 ranks, but there are 1"):
+    with pytest.raises(ConfigError, match="2 ranks for the mesh graph=2; got 1"):
         trained(Gcn(), parallel=Parallel(graph=2))
 
 

@@ -185,9 +185,7 @@ def pairs(programs: Mapping[int, Program] | Sequence[Program]) -> None:
     for action in sorted(seen, key=str):
         if not action.kind.computes and action.answer not in seen:
             raise ScheduleError(
-                f"{action.answer}, which {action} needs",
-                "no such action",
-                where=f"stage {action.stage}",
+                f"{action.answer}, which {action} needs", "no such action", where=f"stage {action.stage}"
             )
 
 
