@@ -17,8 +17,8 @@ class KagomeError(ValueError):
     """An error that a user can cause and correct.
 
     Args:
-        asked: What was required, with its number or name.
-        found: What was found instead, with its number or name.
+        expected: What was required, with its number or name: a noun phrase, or one with ``to``.
+        got: What was there instead, with its number or name.
         where: Where it was found (rank, stage, chunk, layer, file), or ``""``.
         hint: One thing to try.
     """
@@ -26,18 +26,18 @@ class KagomeError(ValueError):
     told_by: int | None = None
     """The rank that found the error, if this rank was told of it by another."""
 
-    def __init__(self, asked: str, found: str, *, where: str = "", hint: str = "") -> None:
-        self.asked, self.found, self.where, self.hint = asked, found, where, hint
+    def __init__(self, expected: str, got: str, *, where: str = "", hint: str = "") -> None:
+        self.expected, self.got, self.where, self.hint = expected, got, where, hint
         super().__init__(self._text())
 
     def _text(self) -> str:
         place = f" ({shortened(self.where)})" if self.where else ""
         advice = f"{ADVICE}{shortened(self.hint)}" if self.hint else ""
-        return f"{shortened(self.asked)}, but {shortened(self.found)}{place}.{advice}"
+        return f"expected {shortened(self.expected)}; got {shortened(self.got)}{place}.{advice}"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process borders (launch, tests): keep the four parts, not only the text.
-        return _rebuild, (type(self), self.asked, self.found, self.where, self.hint)
+        return _rebuild, (type(self), self.expected, self.got, self.where, self.hint)
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
@@ -48,8 +48,8 @@ def shortened(text: str, most: int = LONGEST) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half:,} more characters) ... {text[-half:]}"
 
 
-def _rebuild(leaf: type[KagomeError], asked: str, found: str, where: str, hint: str) -> KagomeError:
-    return leaf(asked, found, where=where, hint=hint)
+def _rebuild(leaf: type[KagomeError], expected: str, got: str, where: str, hint: str) -> KagomeError:
+    return leaf(expected, got, where=where, hint=hint)
 
 
 class ConfigError(KagomeError):

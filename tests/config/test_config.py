@@ -110,7 +110,7 @@ def test_a_function_has_a_name_in_settings(tmp_path, given, name):
     assert toml_io.own_name(given) == name
     path = tmp_path / "run.toml"
     path.write_text(toml_io.to_toml(config.Run(), {"loss": name}))
-    with pytest.raises(ConfigError, match=r"train\.loss takes a name, but this run's was the function"):
+    with pytest.raises(ConfigError, match=r"train\.loss to be a name; got the function"):
         toml_io.from_toml(path)
     assert toml_io.from_toml(path, trains=False) == config.Run()
 
@@ -129,19 +129,19 @@ def test_names_as_the_flags_have_them_and_whole_numbers_for_any_number():
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"trian": {}}, r"a section of data, model, parallel, train, report, but found \[trian\]"),
-        ({"train": {"epoch": 3}}, r"a setting of \[train\]: epochs, .*, but found 'epoch'"),
-        ({"train": 3}, r"\[train\] is a section of settings, but it is 3"),
-        ({"train": {"epochs": "3"}}, "train.epochs takes a whole number, but it is '3'"),
-        ({"train": {"epochs": 2.5}}, "train.epochs takes a whole number, but it is 2.5"),
-        ({"train": {"epochs": True}}, "train.epochs takes a whole number, but it is True"),
-        ({"train": {"check": 1}}, "train.check takes true or false, but it is 1"),
-        ({"train": {"amp": "fp8"}}, "train.amp takes none or bf16, but it is 'fp8'"),
-        ({"train": {"amp": 16}}, "train.amp takes none or bf16, but it is 16"),
-        ({"train": {"clip": [1]}}, r"train.clip takes a number, but it is \[1\]"),
-        ({"data": {"name": 7}}, "data.name takes a text, but it is 7"),
-        ({"parallel": {"layers": "conv1"}}, "parallel.layers takes a list of texts, but it is 'conv1'"),
-        ({"parallel": {"graph": "two"}}, "parallel.graph takes a whole number, but it is 'two'"),
+        ({"trian": {}}, r"one of the sections data, model, parallel, train, report; got \[trian\]"),
+        ({"train": {"epoch": 3}}, r"a setting of \[train\]: epochs, .*; got 'epoch'"),
+        ({"train": 3}, r"\[train\] to be a section of settings; got 3"),
+        ({"train": {"epochs": "3"}}, "train.epochs to be a whole number; got '3'"),
+        ({"train": {"epochs": 2.5}}, "train.epochs to be a whole number; got 2.5"),
+        ({"train": {"epochs": True}}, "train.epochs to be a whole number; got True"),
+        ({"train": {"check": 1}}, "train.check to be true or false; got 1"),
+        ({"train": {"amp": "fp8"}}, "train.amp to be none or bf16; got 'fp8'"),
+        ({"train": {"amp": 16}}, "train.amp to be none or bf16; got 16"),
+        ({"train": {"clip": [1]}}, r"train.clip to be a number; got \[1\]"),
+        ({"data": {"name": 7}}, "data.name to be a text; got 7"),
+        ({"parallel": {"layers": "conv1"}}, "parallel.layers to be a list of texts; got 'conv1'"),
+        ({"parallel": {"graph": "two"}}, "parallel.graph to be a whole number; got 'two'"),
     ],
 )
 def test_a_wrong_table_is_told_with_the_file(table, words):
@@ -156,44 +156,48 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("kind", "values", "words"),
     [
-        (config.Train, {"epochs": -1}, "train.epochs takes a number from 0 up, but it is -1"),
-        (config.Train, {"eval_every": 0}, "train.eval_every takes a number from 1 up"),
-        (config.Train, {"patience": 0}, "train.patience takes a number from 1 up"),
-        (config.Train, {"save_every": 0}, "train.save_every takes a number from 1 up"),
-        (config.Train, {"lr": -0.1}, "train.lr takes a number from 0 up"),
-        (config.Train, {"lr": NAN}, "train.lr takes a finite number, up to .*, but it is nan"),
+        (config.Train, {"epochs": -1}, "train.epochs to be 0 or more; got -1"),
+        (config.Train, {"eval_every": 0}, "train.eval_every to be 1 or more"),
+        (config.Train, {"patience": 0}, "train.patience to be 1 or more"),
+        (config.Train, {"save_every": 0}, "train.save_every to be 1 or more"),
+        (config.Train, {"lr": -0.1}, "train.lr to be 0 or more"),
+        (config.Train, {"lr": NAN}, "train.lr to be a finite number, up to .*; got nan"),
         (config.Train, {"weight_decay": -1}, "train.weight_decay"),
-        (config.Train, {"clip": 0}, "train.clip takes a number above 0"),
-        (config.Train, {"timeout": NAN}, "train.timeout takes a finite number, up to .*, but it is nan"),
+        (config.Train, {"clip": 0}, "train.clip to be above 0"),
+        (config.Train, {"timeout": NAN}, "train.timeout to be a finite number, up to .*; got nan"),
         (config.Train, {"amp": "fp16"}, "none or bf16"),
-        (config.Train, {"metric": "nothing"}, "auto, accuracy, roc_auc, .*, loss, but it is 'nothing'"),
-        (config.Train, {"loss": "nothing"}, "auto, cross_entropy, bce, mse, mae, huber, but it is 'nothing'"),
-        (config.Train, {"metric_columns": (0, -1)}, "counts from 0"),
-        (config.Data, {"project": 0}, "data.project takes a number from 1 up"),
-        (config.Data, {"split": -1}, "data.split takes a number from 0 up"),
-        (config.Parallel, {"graph": 0}, "number of parts from 1 up, but it is 0"),
-        (config.Parallel, {"pipe": 0}, "parallel.pipe takes a number from 1 up, but it is 0"),
-        (config.Parallel, {"cross_chunk": "none"}, "history, drop, exact, but it is 'none'"),
-        (config.Parallel, {"schedule": "1f1b"}, "know nothing of each other, but cross_chunk='history'"),
+        (config.Train, {"metric": "nothing"}, "auto, accuracy, roc_auc, .*, loss; got 'nothing'"),
+        (config.Train, {"loss": "nothing"}, "auto, cross_entropy, bce, mse, mae, huber; got 'nothing'"),
+        (config.Train, {"metric_columns": (0, -1)}, "numbers from 0 up"),
+        (config.Data, {"project": 0}, "data.project to be 1 or more"),
+        (config.Data, {"split": -1}, "data.split to be 0 or more"),
+        (config.Parallel, {"graph": 0}, "parallel.graph to be 1 or more; got 0"),
+        (config.Parallel, {"pipe": 0}, "parallel.pipe to be 1 or more; got 0"),
+        (config.Parallel, {"cross_chunk": "none"}, "history, drop, exact; got 'none'"),
+        (
+            config.Parallel,
+            {"schedule": "1f1b"},
+            "each other for schedule='1f1b'; got cross_chunk='history'",
+        ),
         (
             config.Parallel,
             {"partitioner": "kahip"},
-            "contiguous, random, but it is 'kahip'",
+            "contiguous, random; got 'kahip'",
         ),
-        (config.Parallel, {"max_age": "1"}, "max_age takes a whole number, but it is '1'"),
-        (config.Parallel, {"max_age": 1.5}, "max_age takes a whole number, but it is 1.5"),
-        (config.Parallel, {"pipe": True}, "pipe takes a whole number, but it is True"),
-        (config.Parallel, {"graph": "2"}, "graph takes a whole number, but it is '2'"),
-        (config.Parallel, {"smoothing": None}, "smoothing takes a number, but it is None"),
-        (config.Parallel, {"halo_sample": "0.5"}, "halo_sample takes a number, but it is '0.5'"),
-        (config.Parallel, {"memory_gib": "1"}, "memory_gib takes a number, but it is '1'"),
-        (config.Parallel, {"adaptive_bits": "yes"}, "adaptive_bits takes true or false, but it is 'yes'"),
-        (config.Parallel, {"sync_every": 2.5, "max_age": 1}, "a whole number or auto, but it is 2.5"),
-        (config.Parallel, {"allow": ("rows",)}, "a list of decoupled, history, onebit, stale, but"),
-        (config.Model, {"hidden": "64"}, "model.hidden takes a whole number, but it is '64'"),
-        (config.Report, {"page": None}, "report.page takes true or false, but it is None"),
-        (config.Parallel, {"codec": None}, "onebit, but it is None"),
-        (config.Train, {"timeout": "600"}, "timeout takes a number, but it is '600'"),
+        (config.Parallel, {"max_age": "1"}, "max_age to be a whole number; got '1'"),
+        (config.Parallel, {"max_age": 1.5}, "max_age to be a whole number; got 1.5"),
+        (config.Parallel, {"pipe": True}, "pipe to be a whole number; got True"),
+        (config.Parallel, {"graph": "2"}, "graph to be a whole number; got '2'"),
+        (config.Parallel, {"smoothing": None}, "smoothing to be a number; got None"),
+        (config.Parallel, {"halo_sample": "0.5"}, "halo_sample to be a number; got '0.5'"),
+        (config.Parallel, {"memory_gib": "1"}, "memory_gib to be a number; got '1'"),
+        (config.Parallel, {"adaptive_bits": "yes"}, "adaptive_bits to be true or false; got 'yes'"),
+        (config.Parallel, {"sync_every": 2.5, "max_age": 1}, "a whole number or auto; got 2.5"),
+        (config.Parallel, {"allow": ("rows",)}, "a list of decoupled, history, onebit, stale; got"),
+        (config.Model, {"hidden": "64"}, "model.hidden to be a whole number; got '64'"),
+        (config.Report, {"page": None}, "report.page to be true or false; got None"),
+        (config.Parallel, {"codec": None}, "onebit; got None"),
+        (config.Train, {"timeout": "600"}, "timeout to be a number; got '600'"),
     ],
 )
 def test_values_out_of_range(kind: Any, values, words):
@@ -209,17 +213,17 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         toml_io.from_toml(path)
     path.write_text("[train]\nepochs = ")
-    with pytest.raises(ConfigError, match="file of TOML was asked for"):
+    with pytest.raises(ConfigError, match="to be a settings file of TOML; got"):
         toml_io.from_toml(path)
 
 
 def test_a_cut_fits_the_ranks_there_are():
     assert config.Parallel().fit(3) == config.Parallel(graph=3, chunks=1)
     assert config.Parallel(pipe=2).fit(6) == config.Parallel(pipe=2, graph=3, chunks=8)
-    with pytest.raises(ConfigError, match=r"pipe=4 x graph=1 needs 4 ranks, but there are 6"):
+    with pytest.raises(ConfigError, match=r"4 ranks for the mesh pipe=4 x graph=1; got 6"):
         config.Parallel(pipe=4).fit(6)
     assert config.Parallel(graph=3, partitioner="random").fit(3).partitioner == "random"
-    with pytest.raises(ConfigError, match=r"graph=3 needs 3 ranks, but there are 4(.|\n)*--nproc 3"):
+    with pytest.raises(ConfigError, match=r"3 ranks for the mesh graph=3; got 4(.|\n)*--nproc 3"):
         config.Parallel(graph=3).fit(4)
 
 
@@ -233,16 +237,16 @@ def test_settings_cannot_be_changed_or_given_by_place():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[train]\nseed = 18446744073709551616", "train.seed takes a whole number of 64 bits"),
-        ("[train]\nlr = 1e300", "train.lr takes a finite number, up to 3.4e+38"),
-        ("[train]\ntimeout = inf", "train.timeout takes a finite number"),
-        ("[train]\ntimeout = 1e12", "train.timeout takes up to 1e+08 seconds"),
-        ('[data]\nroot = "a\\u0000b"', "data.root takes a text without the character NUL"),
-        (f"[train]\nseed = {'9' * 5_000}", "it cannot be read"),
+        ("[train]\nseed = 18446744073709551616", "train.seed to be a whole number of 64 bits"),
+        ("[train]\nlr = 1e300", "train.lr to be a finite number, up to 3.4e+38"),
+        ("[train]\ntimeout = inf", "train.timeout to be a finite number"),
+        ("[train]\ntimeout = 1e12", "train.timeout to be 1e+08 seconds or less"),
+        ('[data]\nroot = "a\\u0000b"', "data.root to be a text without the character NUL"),
+        (f"[train]\nseed = {'9' * 5_000}", "one that cannot be read"),
         (f"[train]\nseed = 0x{'f' * 5_000}", "a whole number has 20,000 bits"),
         (f"[train]\nseed = {'[' * 10_000}{']' * 10_000}", "nested more than 64 levels deep"),
         (f"[train]\n{'.'.join('a' * 10_000)} = 1", "nested more than 64 levels deep"),
-        (f'[data]\nname = 3\nroot = "{"a" * 10_000}"', "data.name takes a text, but it is 3"),
+        (f'[data]\nname = 3\nroot = "{"a" * 10_000}"', "data.name to be a text; got 3"),
         (f'[train]\nlr = "{"a" * 10_000}"', "more characters"),
     ],
 )

@@ -151,14 +151,26 @@ def partial_run(channel: Channel, cut: dict[str, Any], out: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "bound": ({"tensor": 2, "graph": 2, "memory_gib": 1.0}, 4, "memory_gib=1.0 with graph=2 is for parts"),
-    "chunks": ({"tensor": 2, "pipe": 2, "chunks": 4}, 4, "chunks=4 is for parts"),
-    "feedback": ({"tensor": 2, "codec": "onebit", "error_feedback": True}, 2, "error_feedback is for parts"),
-    "bits": ({"tensor": 2, "codec": "int4", "adaptive_bits": True}, 2, "adaptive_bits is for parts"),
-    "late": ({"tensor": 2, "max_age": 1}, 2, "max_age=1 is for parts"),
-    "ranks": ({"tensor": 3}, 4, "the mesh tensor=3 x graph=1 needs 3 ranks"),
-    "no slices": ({"memory_gib": 1.0}, 2, "tensor=1 has none"),
-    "decoupled stages": ({"decouple": True, "pipe": 2}, 2, "pipe=2, chunks=8 cut the model layer by layer"),
+    "bound": (
+        {"tensor": 2, "graph": 2, "memory_gib": 1.0},
+        4,
+        "memory_gib=1.0 with graph=2, which is for",
+    ),
+    "chunks": ({"tensor": 2, "pipe": 2, "chunks": 4}, 4, "chunks=4, which is for parts"),
+    "feedback": (
+        {"tensor": 2, "codec": "onebit", "error_feedback": True},
+        2,
+        "error_feedback, which is for",
+    ),
+    "bits": ({"tensor": 2, "codec": "int4", "adaptive_bits": True}, 2, "adaptive_bits, which is for parts"),
+    "late": ({"tensor": 2, "max_age": 1}, 2, "max_age=1, which is for parts"),
+    "ranks": ({"tensor": 3}, 4, "3 ranks for the mesh tensor=3 x graph=1; got 4"),
+    "no slices": ({"memory_gib": 1.0}, 2, "tensor=1, which has none"),
+    "decoupled stages": (
+        {"decouple": True, "pipe": 2},
+        2,
+        "pipe=2 and chunks=8, which cut it layer by",
+    ),
 }
 
 
@@ -170,7 +182,7 @@ def test_what_slices_do_not_go_with_is_refused(name: str) -> None:
 
 
 def test_a_bound_is_a_number_above_none() -> None:
-    with pytest.raises(ConfigError, match="takes a number above 0"):
+    with pytest.raises(ConfigError, match=r"parallel\.memory_gib to be above 0"):
         Parallel(tensor=2, memory_gib=0.0)
 
 

@@ -88,8 +88,8 @@ def test_sbm_at_its_ends(spec: str) -> None:
         ("sbm:vertices=ten", "'ten'"),
         ("sbm:vertices=1.5", "whole number"),
         ("sbm:vertices=0", "from 1"),
-        ("sbm:vertices=10,degree=20", "from 0 to 9, but it is 20"),
-        ("sbm:mixing=1.5", "from 0 to 1, but it is 1.5"),
+        ("sbm:vertices=10,degree=20", "from 0 to 9; got 20"),
+        ("sbm:mixing=1.5", "from 0 to 1; got 1.5"),
         ("sbm:mixing=nan", "nan"),
         ("sbm:power=1", "power"),
         ("sbm:communities=0", "communities"),
@@ -102,6 +102,6 @@ def test_a_bad_spec(spec: str, said: str) -> None:
 
 
 def test_a_made_graph_with_more_communities_than_vertices_is_refused_with_what_would_do() -> None:
-    with pytest.raises(DataError, match="communities takes a number from 1 to 7, but it is 16") as caught:
+    with pytest.raises(DataError, match="communities to be a number from 1 to 7; got 16") as caught:
         parse_sbm("sbm:vertices=7,degree=2")
     assert caught.value.hint == "sbm:...,communities=7"

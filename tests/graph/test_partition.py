@@ -131,11 +131,11 @@ def test_more_parts_than_vertices() -> None:
 
 
 def test_a_part_or_an_owner_that_does_not_fit() -> None:
-    with pytest.raises(PartitionError, match="part 2 was asked for, but there are 2"):
+    with pytest.raises(PartitionError, match="a part from 0 to 1; got part 2"):
         extract(small(), torch.zeros(4, dtype=torch.long), 2, 2)
-    with pytest.raises(PartitionError, match="4 vertices, but it names 3"):
+    with pytest.raises(PartitionError, match="4 vertices; got 3"):
         extract(small(), torch.zeros(3, dtype=torch.long), 0, 2)
-    with pytest.raises(PartitionError, match="0 to 1, but they run from 0 to 2"):
+    with pytest.raises(PartitionError, match="owners from 0 to 1; got owners from 0 to 2"):
         extract(small(), torch.tensor([0, 1, 2, 0]), 0, 2)
 
 

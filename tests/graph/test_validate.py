@@ -68,29 +68,29 @@ FAULTS: dict[str, tuple[object, list[str]]] = {
     "edges turned": (graph(edge_index=torch.zeros(5, 2, dtype=torch.long)), ["[2, E]", "[5, 2]", ".t()"]),
     "edges of one dimension": (graph(edge_index=torch.zeros(4, dtype=torch.long)), ["[2, E]", "[4]"]),
     "edges of floats": (graph(edge_index=torch.zeros(2, 3)), ["whole numbers", "float32"]),
-    "id too large": (graph(edge_index=edges((0, 1), (2, 6))), ["6 vertices", "edge_index[1, 1] is 6"]),
-    "id negative": (graph(edge_index=edges((0, 1), (-2, 3))), ["0 to 5", "edge_index[0, 1] is -2"]),
+    "id too large": (graph(edge_index=edges((0, 1), (2, 6))), ["6 vertices", "edge_index[1, 1] = 6"]),
+    "id negative": (graph(edge_index=edges((0, 1), (-2, 3))), ["0 to 5", "edge_index[0, 1] = -2"]),
     "no vertices": (Data(x=torch.ones(0, 2), edge_index=edges()), ["at least one vertex", "0"]),
-    "NaN feature": (graph(x=with_nan(X, 3, 1)), ["x[3, 1] (row 3) is nan"]),
-    "infinite feature": (graph(x=X / torch.tensor([[1.0, 1], *[[0.0, 1]] * 5])), ["row 1", "inf", "4 other"]),
+    "NaN feature": (graph(x=with_nan(X, 3, 1)), ["got nan in row 3 (x[3, 1])"]),
+    "infinite feature": (graph(x=X / torch.tensor([[1.0, 1], *[[0.0, 1]] * 5])), ["row 1", "inf", "4 more"]),
     "rows of x": (graph(x=torch.ones(5, 2), num_nodes=N), ["6 vertices", "5"]),
     "complex x": (graph(x=torch.ones(N, 2, dtype=torch.complex64)), ["real", "complex64"]),
-    "text for x": (graph(x="features"), ["x must be a tensor of numbers", "str"]),
+    "text for x": (graph(x="features"), ["x to be a tensor of numbers", "str"]),
     "x of no dimension": (graph(x=torch.tensor(3.0), num_nodes=N), ["6 vertices", "0"]),
-    "texts for y": (graph(y=np.array(["a", "b"] * 3)), ["y must be a tensor of numbers", "<U1"]),
+    "texts for y": (graph(y=np.array(["a", "b"] * 3)), ["y to be a tensor of numbers", "<U1"]),
     "complex y": (graph(y=torch.ones(N, dtype=torch.complex64)), ["real", "complex64"]),
-    "infinite label": (graph(y=torch.tensor([0, 1, float("inf"), 0, 1, 2])), ["row 2 of y holds inf"]),
+    "infinite label": (graph(y=torch.tensor([0, 1, float("inf"), 0, 1, 2])), ["got inf in row 2 of y"]),
     "num_nodes of halves": (graph(num_nodes=2.5), ["one whole number", "2.5"]),
     "num_nodes of an array": (graph(num_nodes=torch.ones(3)), ["one whole number", "array of [3]"]),
     "num_nodes NaN": (graph(num_nodes=float("nan")), ["one whole number", "nan"]),
     "num_nodes that no machine holds": (graph(num_nodes=10**13), ["at most", "1e+13"]),
     "masks and split_idx": (graph(split_idx={"train": torch.tensor([0])}), ["given once", "train_mask"]),
-    "a name that no call takes": (named("self"), ["one is called self"]),
-    "text for a mask": (graph(train_mask="all"), ["train_mask must hold true and false"]),
+    "a name that no call takes": (named("self"), ["got the name self"]),
+    "text for a mask": (graph(train_mask="all"), ["train_mask to hold true and false"]),
     "length of y": (graph(y=torch.zeros(5, dtype=torch.long)), ["6 vertices", "[5]"]),
     "overlap": (graph(val_mask=mask(2, 3)), ["train_mask and val_mask", "1", "vertex 2"]),
     "length of mask": (graph(val_mask=torch.ones(4, dtype=torch.bool)), ["val_mask", "6 vertices", "[4]"]),
-    "mask of ids": (graph(train_mask=torch.tensor([0, 1, 2, 3, 4, 5])), ["true and false", "row 2 holds 2"]),
+    "mask of ids": (graph(train_mask=torch.tensor([0, 1, 2, 3, 4, 5])), ["true and false", "got 2 in row 2"]),
     "length of edge_weight": (graph(edge_weight=torch.ones(3)), ["edge_weight", "10 edges", "3"]),
     "length of edge_attr": (graph(edge_attr=torch.ones(11, 2)), ["edge_attr", "10 edges", "11"]),
     "NaN edge_weight": (graph(edge_weight=with_nan(torch.ones(10), 4)), ["edge_weight[4]", "nan"]),
@@ -117,7 +117,7 @@ def test_faults_are_told_apart() -> None:
 
 
 def test_without_labels_no_split_can_be_drawn() -> None:
-    with pytest.raises(DataError, match="6 have no label"):
+    with pytest.raises(DataError, match="6 without a label"):
         validate(graph(y=torch.full((N,), -1), **NO_MASKS))
 
 
@@ -269,13 +269,13 @@ def test_a_split_by_ids_as_ogb_has_it(word: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ({"train": torch.tensor([7])}, "holds 7"),
+        ({"train": torch.tensor([7])}, "got 7 in split_idx"),
         ({"train": torch.ones(2, 2)}, "list of vertex ids"),
-        ({"nothing": 1}, "it has nothing"),
-        ({"train": torch.tensor([0]), "test": torch.tensor([0])}, "share"),
-        ([torch.tensor([0]), torch.tensor([1])], "by the names train, valid and test, but it is a list"),
-        ("train", "it is a str"),
-        (torch.tensor([0, 1]), "it is a Tensor"),
+        ({"nothing": 1}, "got nothing"),
+        ({"train": torch.tensor([0]), "test": torch.tensor([0])}, "got 1 in both"),
+        ([torch.tensor([0]), torch.tensor([1])], "by the names train, valid and test; got a list"),
+        ("train", "got a str"),
+        (torch.tensor([0, 1]), "got a Tensor"),
     ],
 )
 def test_a_split_by_ids_that_is_none(ids: Any, said: str) -> None:

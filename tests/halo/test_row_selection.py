@@ -222,18 +222,21 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"halo_sample": 0.0}, "takes a share, above 0"),
+        ({"halo_sample": 0.0}, "parallel.halo_sample to be above 0"),
         ({"skip_drift": 0.1, "max_age": 1}, "asks for newer ones"),
-        ({"halo_sample": 0.5, "adaptive_bits": True}, "chooses what crosses"),
-        ({"halo_sample": 0.5, "error_feedback": True}, "halo_sample sends other rows next"),
-        ({"skip_drift": 0.5, "max_age": 4, "codec": "int2", "error_feedback": True}, "skip_drift sends"),
+        ({"halo_sample": 0.5, "adaptive_bits": True}, "to choose what crosses; got 2 of them"),
+        ({"halo_sample": 0.5, "error_feedback": True}, "halo_sample, which sends other rows next"),
+        (
+            {"skip_drift": 0.5, "max_age": 4, "codec": "int2", "error_feedback": True},
+            "skip_drift, which",
+        ),
         ({"error_feedback": True}, "loses nothing"),
         ({"smoothing": 0.9}, "lets none be late"),
         ({"smoothing": 1.0, "max_age": 1}, "below 1"),
         ({"adaptive_bits": True, "codec": "bf16"}, "has none to share"),
         ({"adaptive_bits": True, "codec": "onebit"}, "has none to share"),
-        ({"sync_every": 0, "max_age": 1}, "from 1 up, or auto"),
-        ({"sync_every": -2, "max_age": 1}, "from 1 up, or auto"),
+        ({"sync_every": 0, "max_age": 1}, "1 epoch or more, or auto"),
+        ({"sync_every": -2, "max_age": 1}, "1 epoch or more, or auto"),
     ],
 )
 def test_settings_that_clash_are_refused(given: dict, words: str) -> None:
@@ -246,8 +249,8 @@ def test_settings_that_clash_are_refused(given: dict, words: str) -> None:
     [
         ({"pipe": 2, "codec": "onebit"}, 2, "rows of other parts(.|\n)*codec_stage='onebit'"),
         ({"pipe": 2, "chunks": 1, "codec_backward": "int4"}, 2, "codec_stage='int4'"),
-        ({"pipe": 2, "chunks": 1, "max_age": 1}, 2, "max_age=1 is about rows of other parts"),
-        ({"codec_stage": "bf16"}, 2, "pipe=1 is one stage"),
+        ({"pipe": 2, "chunks": 1, "max_age": 1}, 2, "rows of other parts for max_age=1"),
+        ({"codec_stage": "bf16"}, 2, "pipe=1, which is one stage"),
         ({"graph": 1}, 2, "start 1 ranks (.|\n)*change --parallel.graph"),
         ({"pipe": 2}, 1, "change --parallel.pipe"),
     ],

@@ -78,13 +78,13 @@ def test_first_host(nodes, first):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({**TORCHRUN, "RANK": "x"}, "RANK must be a number, but it is 'x'"),
-        ({**TORCHRUN, "RANK": "8"}, "from 0 to 7, but it is 8"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
-        ({**SLURM, "SLURM_TASKS_PER_NODE": "many"}, "it is 'many'"),
-        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT is a port from 0 to 65535, but it is 99999"),
-        ({**TORCHRUN, "MASTER_PORT": "-1"}, "but it is -1"),
-        ({"RANK": "0", "WORLD_SIZE": "0"}, "from 1 up, but it is 0"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK to be a number; got 'x'"),
+        ({**TORCHRUN, "RANK": "8"}, "from 0 to 7; got 8"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "no MASTER_ADDR"),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "many"}, "got 'many'"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT to be a port from 0 to 65535; got 99999"),
+        ({**TORCHRUN, "MASTER_PORT": "-1"}, "got -1"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "to be 1 or more; got 0"),
     ],
 )
 def test_environments_without_sense_are_refused(env, message):
@@ -109,7 +109,7 @@ def test_local_ranks_return_rank_0_s_result_and_share_the_cores(monkeypatch):
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(LaunchError, match="from 1 up, but it is 0"):
+    with pytest.raises(LaunchError, match="to be 1 or more; got 0"):
         start_local(0, threads_and_sum, 1)
 
 
@@ -151,7 +151,7 @@ def dies_at_first(folder: str, how: str) -> int:
     with open_mesh(timeout=60) as mesh:
         mesh.world.barrier("start")
         if mesh.rank == 1 and how == "mistake":
-            raise DataError("features are numbers", "row 3 is nan")
+            raise DataError("features to be numbers", "nan in row 3")
         if mesh.rank == 1 and count < 2:
             os.kill(os.getpid(), signal.SIGKILL)
         mesh.world.barrier("end")
@@ -167,7 +167,7 @@ def test_ranks_are_started_again_as_often_as_was_asked(tmp_path, capfd):
 
 
 def test_a_mistake_is_not_tried_again(tmp_path):
-    with pytest.raises(LaunchError, match="row 3 is nan"):
+    with pytest.raises(LaunchError, match="nan in row 3"):
         start_local(2, dies_at_first, str(tmp_path), "mistake", loaded=LOADED, restarts=2)
     assert len(list(tmp_path.glob("start-*"))) == 2
 
@@ -208,7 +208,7 @@ def test_a_rank_that_failed_is_told_of_though_another_left_for_a_signal(tmp_path
 
 
 def test_more_ranks_than_the_memory_holds_are_refused():
-    with pytest.raises(LaunchError, match=r"1,000,000 local ranks take .* GiB"):
+    with pytest.raises(LaunchError, match=r"GiB of free memory for 1,000,000 local ranks .* got .* GiB"):
         start_local(1_000_000, threads_and_sum, 1)
 
 
@@ -237,7 +237,7 @@ def test_a_stopped_rank_is_told_of(tmp_path):
 
 def test_what_keeps_ranks_from_starting_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(LaunchError, match="the folder for temporary files, but none can be made"):
+    with pytest.raises(LaunchError, match="the folder for temporary files; got none that can be made"):
         start_local(2, threads_and_sum, 1)
 
 
@@ -248,7 +248,7 @@ def fails(how: str) -> None:
             if how == "bug":
                 raise ZeroDivisionError("its own bug")
             if how == "user":
-                raise DataError("features are numbers", "row 3 is nan", hint="clean the data")
+                raise DataError("features to be numbers", "nan in row 3", hint="clean the data")
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "exit":
@@ -264,14 +264,18 @@ def fails(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "words", "no_words"),
     [
-        ("bug", ["rank 1 failed", "Traceback", "ZeroDivisionError: its own bug", "in fails"], ["CommError"]),
+        (
+            "bug",
+            ["a failure of rank 1", "Traceback", "ZeroDivisionError: its own bug", "in fails"],
+            ["CommError"],
+        ),
         (
             "user",
-            ["rank 1 failed: features are numbers, but row 3 is nan", "Try: clean the data"],
+            ["a failure of rank 1: expected features to be numbers; got nan in row 3", "Try: clean the data"],
             ["Traceback"],
         ),
-        ("killed", ["rank 1 failed", "SIGKILL", "memory"], ["Traceback", "CommError"]),
-        ("exit", ["rank 1 failed", "code 7"], ["Traceback"]),
+        ("killed", ["a failure of rank 1", "SIGKILL", "memory"], ["Traceback", "CommError"]),
+        ("exit", ["a failure of rank 1", "code 7"], ["Traceback"]),
     ],
 )
 def test_a_failed_rank_ends_the_job_soon_with_its_own_words(how, words, no_words):
@@ -287,11 +291,11 @@ def test_a_failed_rank_ends_the_job_soon_with_its_own_words(how, words, no_words
 
 @pytest.mark.parametrize(("hint", "after"), [("", ""), ("--parallel.pipe 2", "\n  Try: --parallel.pipe 2")])
 def test_the_failed_ranks_sentence_ends_once_and_its_advice_stays_advice(tmp_path, hint, after):
-    fault = DataError("two were asked for", "there is 1", where="row 3", hint=hint)
+    fault = DataError("two", "1", where="row 3", hint=hint)
     (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, str(fault)]))
     told = launcher._Guard(3, tmp_path).blame(1, 1)
     assert told.hint == hint
-    said = "3 ranks were to finish, but rank 1 failed: two were asked for, but there is 1 (row 3)."
+    said = "expected 3 ranks to finish; got a failure of rank 1: expected two; got 1 (row 3)."
     assert str(told) == said + after
 
 
@@ -369,7 +373,7 @@ def test_output_of_the_ranks_goes_through_and_failure_is_a_code(tmp_path):
     out, _ = job.communicate(timeout=180)
     assert "hello from 0" in out
     assert "hello from 1" in out
-    assert "rank 0 failed" in out
+    assert "a failure of rank 0" in out
     assert "ValueError: on purpose" in out
     assert job.returncode == 1
 
@@ -385,14 +389,14 @@ def speaks_then_fails(word: str) -> None:
 
 NOTES: dict[str, tuple[DataError, DataError, str]] = {
     "told to the others": (
-        DataError("two were asked for", "there is 1", where="rank 0, row 3"),
-        DataError("two were asked for", "there is 1", where="rank 0, row 3"),
-        "none did: two were asked for, but there is 1 (rank 0, row 3).",
+        DataError("two", "1", where="rank 0, row 3"),
+        DataError("two", "1", where="rank 0, row 3"),
+        "the same failure of each: expected two; got 1 (rank 0, row 3).",
     ),
     "each its own": (
-        DataError("two were asked for", "there is 1", where="rank 0"),
-        DataError("two were asked for", "there are 7", where="rank 1"),
-        "rank 1 failed: two were asked for, but there are 7.",
+        DataError("two", "1", where="rank 0"),
+        DataError("two", "7", where="rank 1"),
+        "a failure of rank 1: expected two; got 7.",
     ),
 }
 
@@ -404,14 +408,14 @@ def test_an_error_names_its_rank_once(tmp_path, name):
     for rank, fault in enumerate((one, other)):
         note = [1, 5.0 - rank, str(fault), True, fault.where]
         (tmp_path / f"failed-{rank}").write_text(json.dumps(note))
-    assert str(launcher._Guard(2, tmp_path).blame(1, 1)) == f"2 ranks were to finish, but {said}"
+    assert str(launcher._Guard(2, tmp_path).blame(1, 1)) == f"expected 2 ranks to finish; got {said}"
 
 
 def test_the_rank_that_an_error_names_has_failed_where_the_others_have_not_noted_it(tmp_path):
-    fault = DataError("two were asked for", "there is 1", where="rank 0, row 3")
+    fault = DataError("two", "1", where="rank 0, row 3")
     (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, str(fault), True, fault.where]))
     told = str(launcher._Guard(2, tmp_path).blame(1, 1))
-    assert told == "2 ranks were to finish, but rank 0 failed: two were asked for, but there is 1 (row 3)."
+    assert told == "expected 2 ranks to finish; got a failure of rank 0: expected two; got 1 (row 3)."
 
 
 def refuses(alone: bool) -> None:
@@ -419,7 +423,7 @@ def refuses(alone: bool) -> None:
 
         def check() -> None:
             if mesh.rank == 1 or not alone:
-                raise DataError("two were asked for", "there is 1", where="row 3")
+                raise DataError("two", "1", where="row 3")
 
         by_all(mesh.graph, check, "count")
 
@@ -431,5 +435,5 @@ def refuses(alone: bool) -> None:
 def test_what_all_ranks_refuse_is_said_once(alone, place):
     with pytest.raises(LaunchError) as caught:
         start_local(2, refuses, alone, loaded=LOADED)
-    said = f"2 ranks were to finish, but none did: two were asked for, but there is 1 ({place})."
+    said = f"expected 2 ranks to finish; got the same failure of each: expected two; got 1 ({place})."
     assert str(caught.value) == said

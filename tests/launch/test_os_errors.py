@@ -18,14 +18,14 @@ from kagome.launch.os_errors import STARVED, in_words, refused
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (MemoryError(), "it gives no more"),
+        (MemoryError(), "got no more"),
         (
             RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: x"),
             "no more",
         ),
-        (RuntimeError("could not create a primitive"), "it gives no more"),
-        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "it gives no more"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "it gives no more"),
+        (RuntimeError("could not create a primitive"), "got no more"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "got no more"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "got no more"),
         (OSError(errno.EMFILE, "Too many open files", "x"), "open at once"),
         (OSError(errno.ENOSPC, "No space left on device", "run/a"), "No space left on device (run/a)"),
         (OSError(errno.EFBIG, "File too large", "run/a"), "File too large, the limit is"),
@@ -35,7 +35,7 @@ def test_what_the_system_refuses_is_told(error, words):
     found = refused(error)
     assert isinstance(found, ResourceError)
     assert words in str(found)
-    assert "\n" not in found.found
+    assert "\n" not in found.got
     wrapped = RuntimeError("a layer failed")
     wrapped.__cause__ = error
     assert words in str(refused(wrapped))
@@ -115,7 +115,7 @@ def test_a_process_that_cannot_even_start_leaves_with_a_code_that_has_words(monk
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (OSError(errno.ENOSPC, "No space left on device"), "/dev/shm is full"),
+        (OSError(errno.ENOSPC, "No space left on device"), "a full /dev/shm"),
         (OSError(errno.EMFILE, "Too many open files"), "no more files"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "no memory for them"),
     ],
@@ -124,4 +124,4 @@ def test_what_keeps_ranks_from_being_started_is_named(error, words, monkeypatch)
     monkeypatch.setattr(launcher.os, "access", lambda path, mode: True)
     assert words in str(launcher._unstarted(2, error))
     monkeypatch.setattr(launcher.os, "access", lambda path, mode: False)
-    assert "/dev/shm cannot be written" in str(launcher._unstarted(2, error))
+    assert "a /dev/shm that cannot be written" in str(launcher._unstarted(2, error))

@@ -302,8 +302,8 @@ def test_no_cut_where_a_tuple_would_cross():
     graph, found = surveyed(built(Attention))
     with pytest.raises(ModelError, match="it can be cut into 1 at most: it has 2 steps") as caught:
         cut(graph, found, 2, {})
-    assert "pipe=2" in caught.value.asked
-    assert "no cut between first and" in caught.value.found
+    assert "pipe=2" in caught.value.expected
+    assert "no cut between first and" in caught.value.got
     assert "test_stages.py:" in caught.value.where
 
 

@@ -171,9 +171,9 @@ def test_more_stages_than_layers_are_refused(ranks):
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        ({"stages_per_rank": 2}, "no pipeline"),
-        ({"stages_per_rank": 0, "pipe": 2}, "from 1 up"),
-        ({"stages_per_rank": 2, "pipe": 2, "schedule": "1f1b", "cross_chunk": "drop"}, "a stage a rank"),
+        ({"stages_per_rank": 2}, "a pipeline for stages_per_rank=2"),
+        ({"stages_per_rank": 0, "pipe": 2}, "to be 1 or more"),
+        ({"stages_per_rank": 2, "pipe": 2, "schedule": "1f1b", "cross_chunk": "drop"}, "one stage a rank"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(given, word):

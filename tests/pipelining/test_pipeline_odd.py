@@ -88,8 +88,8 @@ def refused(channel: Channel, how: str) -> Any:
     ("how", "world", "words"),
     [
         ("stages", 4, ["ModelError", "pipe=4", "4 stages", "1 step with weights", "at most"]),
-        ("world", 3, ["ConfigError", "pipe=2 x graph=1 needs 2 ranks", "there are 3"]),
-        ("product", 4, ["ConfigError", "pipe=3 x graph=2 needs 6 ranks", "there are 4"]),
+        ("world", 3, ["ConfigError", "2 ranks for the mesh pipe=2 x graph=1", "got 3"]),
+        ("product", 4, ["ConfigError", "6 ranks for the mesh pipe=3 x graph=2", "got 4"]),
         ("trace", 2, ["ModelError", "if x.sum() < 1e9", "layers"]),
         *((how, 2, ["ModelError", "chunks=2 read their neighbours' rows", "(module_1"]) for how in ODD),
         (

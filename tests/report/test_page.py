@@ -173,7 +173,7 @@ def test_a_run_of_no_epochs(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl nor summary\.json"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl or summary\.json; got a folder with neither"):
         write_page(tmp_path)
     with pytest.raises(ConfigError, match="no such folder"):
         write_page(tmp_path / "nowhere")

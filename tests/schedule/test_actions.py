@@ -60,12 +60,12 @@ def test_texts(text, action):
     "text", ["", "F0", "2X0", "2F", "0SEND_F2<3", "3RECV_F2>0", "0SEND_F2.1", "1F0>2", "2F0 "]
 )
 def test_what_is_no_action_is_refused(text):
-    with pytest.raises(ScheduleError, match="found"):
+    with pytest.raises(ScheduleError, match="got '"):
         parse(text)
 
 
 def test_a_line_of_another_stage_is_refused():
-    with pytest.raises(ScheduleError, match="it has 0F0"):
+    with pytest.raises(ScheduleError, match="got 0F0"):
         from_text("0F0\n0F0\n")
 
 

@@ -93,5 +93,5 @@ def test_samples_are_taken_in_order_and_each_stage_has_a_k() -> None:
     with pytest.raises(ScheduleError, match="samples in order"):
         Shape(2, (1, 0), sizes=(1, 1))
     for k in (0, (1, 0), (1,)):
-        with pytest.raises(ScheduleError, match="a k from 1 up"):
+        with pytest.raises(ScheduleError, match="a k of 1 or more"):
             k_forward_k_backward(Shape(2, range(2)), k)

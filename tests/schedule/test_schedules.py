@@ -172,18 +172,18 @@ def test_all_chunks_pass_a_piece_before_any_passes_the_next():
     ],
 )
 def test_impossible_shapes_are_refused(stages, order, links):
-    with pytest.raises(ScheduleError, match=r"found|order"):
+    with pytest.raises(ScheduleError, match=r"; got (.* -> |.* stages|the order)"):
         Shape(stages, order, links)
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ScheduleError, match="it is 0"):
+    with pytest.raises(ScheduleError, match="got 0"):
         k_forward_k_backward(Shape(2, (0,)), 0)
-    with pytest.raises(ScheduleError, match="a stage a rank"):
+    with pytest.raises(ScheduleError, match="one stage a rank"):
         k_forward_k_backward(Shape(4, (0,), None, 2))
     for ranks in (0, 3):
-        with pytest.raises(ScheduleError, match="each rank has a stage"):
+        with pytest.raises(ScheduleError, match="a stage for each rank"):
             Shape(2, (0,), None, ranks)
     for pieces in [(1,), (1, 0), (1, 1, 1)]:
-        with pytest.raises(ScheduleError, match="piece each"):
+        with pytest.raises(ScheduleError, match="a piece or more for each"):
             exact(Shape(2, (0,)), pieces)

@@ -41,7 +41,7 @@ def test_deadlock_is_shown_with_an_arrow_at_each_waiting_action():
     with pytest.raises(ScheduleError) as caught:
         simulate(programs, lambda a: 1.0)
     text = str(caught.value)
-    assert "2 wait for ever" in text
+    assert "2 waiting for ever" in text
     lines = text.splitlines()
     at = next(i for i, line in enumerate(lines) if "stage 0 waits at 0RECV_B0" in line)
     assert lines[at + 1][lines[at + 2].index("^") :].startswith("0RECV_B0")

@@ -39,7 +39,7 @@ def dies():
 
 
 def told(error: KagomeError) -> tuple[str, str, str, str, str]:
-    return type(error).__name__, error.asked, error.found, error.where, error.hint
+    return type(error).__name__, error.expected, error.got, error.where, error.hint
 
 
 def taken(channel: Channel, settings: config.Data, folder: str) -> tuple:
@@ -77,7 +77,7 @@ def test_an_error_of_the_child_is_the_same_leaf_on_all_ranks(ranks, makers):
     found = ranks(3, taken, config.Data(name="python:makers_of_data:short_labels"), makers)
     assert found[0] == found[1] == found[2]
     assert found[0][0] == "DataError"
-    assert "y must have a row" in found[0][1]
+    assert "y to have a row" in found[0][1]
 
 
 def test_a_child_that_dies_is_told(ranks, makers):

@@ -260,7 +260,7 @@ def refused(channel: Channel, how: str) -> Any:
     [
         ("best_half", ["ModelError", "topk", "BestHalf"]),
         ("mean", ["ConfigError", 'reduction="none"']),
-        ("graph=2", ["ConfigError", "graph=2 needs 2 ranks", "there are 3"]),
+        ("graph=2", ["ConfigError", "2 ranks for the mesh graph=2", "got 3"]),
         ("rows", ["ModelError", "rows of some vertices only"]),
         ("columns", ["ModelError", "4 columns, one a class"]),
         ("nan", ["ModelError", "the loss is nan", "epoch 1"]),

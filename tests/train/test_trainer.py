@@ -300,12 +300,12 @@ def test_data_that_cannot_be_trained_on():
     del data.y
     with pytest.raises(DataError, match="label"):
         trained(Gcn(), data)
-    with pytest.raises(DataError, match=r"a torch_geometric\.data\.Data was expected, but this is a dict"):
+    with pytest.raises(DataError, match=r"a torch_geometric\.data\.Data; got a dict"):
         trained(Gcn(), {"x": 1})
 
 
 def test_a_cut_for_another_number_of_ranks():
-    with pytest.raises(ConfigError, match="graph=2 needs 2 ranks, but there are 1"):
+    with pytest.raises(ConfigError, match="2 ranks for the mesh graph=2; got 1"):
         trained(Gcn(), parallel=Parallel(graph=2))
 
 

@@ -237,7 +237,7 @@ class _Packing:
             return {"path": str(value)}
         if isinstance(value, KagomeError):
             leaf = next(k for k in type(value).__mro__ if getattr(errors, k.__name__, None) is k)
-            return {"error": [leaf.__name__, value.asked, value.found, value.where, value.hint]}
+            return {"error": [leaf.__name__, value.expected, value.got, value.where, value.hint]}
         raise ObjectError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain data")
 
     def _aside(self, tensor: Tensor) -> int:

@@ -252,7 +252,7 @@ class ParallelModel:
                 out = self._call(explain)
         except EscapeError as error:
             # All ranks run the same code, so all of them get here at the same call.
-            self.scope.fast, self.escape = False, error.found
+            self.scope.fast, self.escape = False, error.got
             if buffers is not None and before is not None:
                 buffers.restore(*before)  # the pass that was abandoned has changed some
             error.__traceback__ = None  # it would keep all tensors of that pass alive

@@ -39,7 +39,7 @@ def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
         rank, first = next(iter(found.items()))
         if len({str(each) for each in told}) > 1 and not first.where.startswith("rank "):
             where = ", ".join(filter(None, (f"rank {rank}", first.where)))
-            first = type(first)(first.asked, first.found, where=where, hint=first.hint)
+            first = type(first)(first.expected, first.got, where=where, hint=first.hint)
         raise first from (mine.__cause__ if mine is not None else None)
 
 
@@ -64,7 +64,7 @@ def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Se
         except Exception as error:
             found, cause = in_words(error), error.__cause__ if isinstance(error, KagomeError) else error
             if isinstance(found, ResourceError):
-                found = ResourceError(found.asked, found.found, where=f"rank 0, {action}", hint=found.hint)
+                found = ResourceError(found.expected, found.got, where=f"rank 0, {action}", hint=found.hint)
             elif found is None:
                 words = ": ".join(filter(None, (type(error).__name__, str(error).strip())))
                 found = ModelError(

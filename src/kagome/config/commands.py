@@ -130,7 +130,7 @@ class PlanCommand:
         for name, most in MOST.items():
             value = getattr(self, name)
             if value is not None and value > most:
-                raise ConfigError(f"plan.{name} takes a number up to {most:,}", f"it is {value:,}")
+                raise ConfigError(f"plan.{name} to be {most:,} or less", f"{value:,}")
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ def check_kinds(section: str, settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
         if not fits(value, hint):
-            raise ConfigError(f"{section}.{field.name} takes {takes(hint)}", f"it is {shown(value)}")
+            raise ConfigError(f"{section}.{field.name} to be {takes(hint)}", shown(value))
         if odd := oddity(value):
-            raise ConfigError(f"{section}.{field.name} takes {odd}", f"it is {shown(value)}")
+            raise ConfigError(f"{section}.{field.name} to be {odd}", shown(value))
 
 
 def check_kind(what: str, value: object, hint: Any, *, least: float | None = None) -> None:
@@ -65,9 +65,9 @@ def check_kind(what: str, value: object, hint: Any, *, least: float | None = Non
     odd = "" if fits(value, hint) else takes(hint)
     odd = odd or oddity(value)
     if odd:
-        raise ConfigError(f"{what} takes {odd}", f"it is {shown(value)}")
+        raise ConfigError(f"{what} to be {odd}", shown(value))
     if least is not None and isinstance(value, Real) and not float(value) >= least:
-        raise ConfigError(f"{what} takes a number from {least} up", f"it is {shown(value)}")
+        raise ConfigError(f"{what} to be {least} or more", shown(value))
 
 
 def oddity(value: object) -> str:
@@ -102,9 +102,9 @@ def path_of(text: str | Path, what: str) -> Path:
         ConfigError: If it is none, or none can.
     """
     if not isinstance(text, (str, Path)):
-        raise ConfigError(f"{what} takes a text or a path", f"it is {shown(text)}")
+        raise ConfigError(f"{what} to be a text or a path", shown(text))
     if odd := oddity(str(text)):
-        raise ConfigError(f"{what} takes {odd}", f"it is {shown(str(text))}")
+        raise ConfigError(f"{what} to be {odd}", shown(str(text)))
     return Path(text)
 
 

@@ -31,25 +31,23 @@ def load(file: str) -> dict[str, int | bool | str]:
         plans = text_files.json_file(path)
     except text_files.UnreadableError as error:
         raise ConfigError(
-            "plan=... takes manual, auto, or the file of a plan",
-            f"{where} cannot be read: {error}",
+            "plan=... to be manual, auto, or the file of a plan",
+            f"{where}, which cannot be read: {error}",
             hint="kagome plan --json > plan.json",
         ) from None
     settings = _first(plans)
     if settings is None:
         raise ConfigError(
-            "a plan's file is what kagome plan --json writes: plans, each with settings",
-            "it has no first plan with settings",
+            "a plan's file as kagome plan --json writes it: plans, each with settings",
+            "a file without a first plan with settings",
             where=where,
         )
     unknown = [name for name in settings if name not in KINDS]
     if unknown:
-        raise ConfigError(f"a plan sets {', '.join(KINDS)}", f"it sets {unknown[0]!r}", where=where)
+        raise ConfigError(f"a plan to set {', '.join(KINDS)}", f"{unknown[0]!r}", where=where)
     for name, value in settings.items():
         if type(value) is not KINDS[name]:
-            raise ConfigError(
-                f"a plan's {name} takes {WORDS[KINDS[name]]}", f"it is {shown(value)}", where=where
-            )
+            raise ConfigError(f"a plan's {name} to be {WORDS[KINDS[name]]}", shown(value), where=where)
     return dict(settings)
 
 

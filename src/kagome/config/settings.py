@@ -199,8 +199,8 @@ class Parallel:
         for name, value in settings.items():
             if getattr(self, name) not in (defaults[name], value):
                 raise ConfigError(
-                    f"the plan in {self.plan} has {name}={value!r}",
-                    f"{name}={getattr(self, name)!r} was set as well",
+                    f"{name}={value!r}, as the plan in {self.plan} has it",
+                    f"{name}={getattr(self, name)!r}, which was set as well",
                     hint="one of the two",
                 )
             object.__setattr__(self, name, value)
@@ -214,8 +214,8 @@ class Parallel:
         """
         if self.plan == "auto":
             raise ConfigError(
-                "plan='auto' is for kagome train --nproc, which predicts cuts before ranks start",
-                f"{world_size} ranks are there already",
+                "plan='auto' in kagome train --nproc only, which predicts cuts before ranks start",
+                f"{world_size} ranks that have started",
                 hint="kagome plan --json > plan.json, then plan='plan.json' (--parallel.plan plan.json)",
             )
         parts = world_size // (self.pipe * self.tensor) if self.graph is None else self.graph
@@ -300,15 +300,13 @@ class Train:
         check_kinds("train", self)
         at_least("train", self, epochs=0, eval_every=1, patience=1, save_every=1, lr=0, weight_decay=0)
         if any(column < 0 for column in self.metric_columns):
-            raise ConfigError("train.metric_columns counts from 0", f"it is {list(self.metric_columns)}")
+            raise ConfigError("train.metric_columns to be numbers from 0 up", f"{list(self.metric_columns)}")
         for name in ("clip", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"train.{name} takes a number above 0", f"it is {value!r}")
+                raise ConfigError(f"train.{name} to be above 0", f"{value!r}")
         if self.timeout > LONGEST_TIMEOUT:
-            raise ConfigError(
-                f"train.timeout takes up to {LONGEST_TIMEOUT:g} seconds", f"it is {self.timeout!r}"
-            )
+            raise ConfigError(f"train.timeout to be {LONGEST_TIMEOUT:g} seconds or less", f"{self.timeout!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,4 +350,4 @@ def at_least(section: str, settings: object, **lows: float) -> None:
     for name, low in lows.items():
         value = getattr(settings, name)
         if value is not None and not value >= low:
-            raise ConfigError(f"{section}.{name} takes a number from {low} up", f"it is {value!r}")
+            raise ConfigError(f"{section}.{name} to be {low} or more", f"{value!r}")

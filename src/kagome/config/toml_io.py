@@ -77,15 +77,15 @@ def from_toml(path: str | Path, *, over: Run | None = None, trains: bool = True)
         table = text_files.toml(path)
     except text_files.UnreadableError as error:
         raise ConfigError(
-            f"a settings file of TOML was asked for: {path}", f"it cannot be read: {error}"
+            f"{path} to be a settings file of TOML", f"one that cannot be read: {error}"
         ) from None
     train = table.get("train")
     train = train if isinstance(train, dict) else {}
     for key in [key for key in ("loss", "metric") if _is_own(train.get(key))]:
         if trains:
             raise ConfigError(
-                f"train.{key} takes a name",
-                f"this run's was the function {train[key].removeprefix(OWN)}, which Python gave",
+                f"train.{key} to be a name",
+                f"the function {train[key].removeprefix(OWN)} of this run, which Python gave",
                 where=str(path),
                 hint=f"Trainer(..., {key}=...).fit(resume=...) goes on with it",
             )
@@ -104,16 +104,16 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
     parts: dict[str, Any] = {}
     for section, values in table.items():
         if section not in sections:
-            raise ConfigError(f"a section of {', '.join(sections)}", f"found [{section}]", where=where)
+            raise ConfigError(f"one of the sections {', '.join(sections)}", f"[{section}]", where=where)
         kind: Any = sections[section]
         if not isinstance(values, dict):
-            raise ConfigError(f"[{section}] is a section of settings", f"it is {values!r}", where=where)
+            raise ConfigError(f"[{section}] to be a section of settings", f"{values!r}", where=where)
         hints, given = hints_of(kind), {}
         for key, value in values.items():
             name = key.replace("-", "_")  # as the flags are written
             if name not in hints:
                 known = ", ".join(hints)
-                raise ConfigError(f"a setting of [{section}]: {known}", f"found {key!r}", where=where)
+                raise ConfigError(f"a setting of [{section}]: {known}", f"{key!r}", where=where)
             given[name] = _typed(f"{section}.{name}", value, hints[name], where)
         parts[section] = dataclasses.replace(getattr(over, section), **given)
     return dataclasses.replace(over, **parts)
@@ -122,7 +122,7 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
     """The value as the field has it."""
     if not fits(value, hint):
-        raise ConfigError(f"{name} takes {takes(hint)}", f"it is {shown(value)}", where=where)
+        raise ConfigError(f"{name} to be {takes(hint)}", shown(value), where=where)
     if get_origin(hint) is tuple:
         return tuple(value)
     return float(value) if float in (hint, *get_args(hint)) and type(value) is int else value

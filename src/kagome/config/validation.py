@@ -25,30 +25,28 @@ def check(cut: Parallel) -> None:
         ConfigError: Naming what clashes.
     """
     if cut.graph is not None and cut.graph < 1:
-        raise ConfigError("Parallel(graph=...) takes a number of parts from 1 up", f"it is {cut.graph}")
+        raise ConfigError("parallel.graph to be 1 or more", f"{cut.graph}")
     if cut.memory_gib is not None and not cut.memory_gib > 0:
-        raise ConfigError("parallel.memory_gib takes a number above 0", f"it is {cut.memory_gib}")
+        raise ConfigError("parallel.memory_gib to be above 0", f"{cut.memory_gib}")
     if not 0 <= cut.smoothing < 1:
-        raise ConfigError(
-            "Parallel(smoothing=...) takes a share from 0 up, below 1", f"it is {cut.smoothing}"
-        )
+        raise ConfigError("parallel.smoothing to be 0 or more, and below 1", f"{cut.smoothing}")
     if not 0 < cut.halo_sample <= 1:
-        raise ConfigError("Parallel(halo_sample=...) takes a share, above 0", f"it is {cut.halo_sample}")
+        raise ConfigError("parallel.halo_sample to be above 0, and 1 or less", f"{cut.halo_sample}")
     if cut.schedule in ("1f1b", "kfkb") and cut.cross_chunk != "drop":
         raise ConfigError(
-            f"schedule={cut.schedule!r} takes chunks that know nothing of each other",
-            f"cross_chunk={cut.cross_chunk!r} lets them read each other's rows",
+            f"chunks that know nothing of each other for schedule={cut.schedule!r}",
+            f"cross_chunk={cut.cross_chunk!r}, which lets them read each other's rows",
             hint="schedule='fill-drain', or cross_chunk='drop', which loses edges",
         )
     if cut.stages_per_rank > 1 and cut.pipe == 1:
         raise ConfigError(
-            f"stages_per_rank={cut.stages_per_rank} deals the stages of a pipeline to its ranks",
-            f"pipe={cut.pipe} is no pipeline",
+            f"a pipeline for stages_per_rank={cut.stages_per_rank}, which deals its stages to ranks",
+            f"pipe={cut.pipe}, which is one stage",
             hint="pipe=2, or leave stages_per_rank out",
         )
     if cut.stages_per_rank > 1 and cut.schedule in ("1f1b", "kfkb"):
         raise ConfigError(
-            f"schedule={cut.schedule!r} takes a stage a rank",
+            f"one stage a rank for schedule={cut.schedule!r}",
             f"stages_per_rank={cut.stages_per_rank}",
             hint="schedule='fill-drain'",
         )
@@ -60,7 +58,7 @@ def check(cut: Parallel) -> None:
 def _planned(cut: Parallel) -> None:
     if cut.allow and cut.plan != "auto":
         raise ConfigError(
-            "allow says what plan='auto' may take", f"plan={cut.plan!r} chooses nothing", hint="plan='auto'"
+            "plan='auto' for allow, which says what it may take", f"plan={cut.plan!r}", hint="plan='auto'"
         )
     mesh = {
         "graph": None,
@@ -76,8 +74,8 @@ def _planned(cut: Parallel) -> None:
     for name, free in mesh.items():
         if cut.plan == "auto" and getattr(cut, name) != free:
             raise ConfigError(
-                "plan='auto' chooses the cut",
-                f"{name}={getattr(cut, name)!r} was set as well",
+                "plan='auto' to choose the cut",
+                f"{name}={getattr(cut, name)!r}, which was set as well",
                 hint="one of the two",
             )
 
@@ -85,52 +83,52 @@ def _planned(cut: Parallel) -> None:
 def _lateness(cut: Parallel) -> None:
     every = cut.sync_every
     if isinstance(every, int) and every < 1:
-        raise ConfigError(
-            "Parallel(sync_every=...) takes a number of epochs from 1 up, or auto", f"it is {every!r}"
-        )
+        raise ConfigError("parallel.sync_every to be 1 epoch or more, or auto", f"{every!r}")
     if every is not None and cut.max_age == 0:
         raise ConfigError(
-            "sync_every says when rows that may be late are waited for",
-            "max_age=0 lets none be late",
+            "rows that may be late for sync_every, which says when they are waited for",
+            "max_age=0, which lets none be late",
             hint="max_age=1",
         )
     if cut.smoothing > 0 and cut.max_age == 0:
         raise ConfigError(
-            "smoothing averages rows that come late", "max_age=0 lets none be late", hint="max_age=1"
+            "rows that may be late for smoothing, which averages them",
+            "max_age=0, which lets none be late",
+            hint="max_age=1",
         )
 
 
 def _choice_of_rows(cut: Parallel) -> None:
     if cut.skip_drift > 0 and cut.max_age < 2:
         raise ConfigError(
-            "skip_drift lets rows be read that were not sent again",
-            f"max_age={cut.max_age} asks for newer ones",
+            "rows that may be old for skip_drift, which does not send all of them again",
+            f"max_age={cut.max_age}, which asks for newer ones",
             hint="max_age=2 or more",
         )
     others = {"halo_sample": cut.halo_sample < 1, "skip_drift": cut.skip_drift > 0}
     for name in (name for name, chosen in others.items() if chosen and cut.error_feedback):
         raise ConfigError(
-            "error_feedback adds what a codec lost to the row that is sent next",
-            f"{name} sends other rows next",
+            "the same rows next for error_feedback, which adds what a codec lost to them",
+            f"{name}, which sends other rows next",
             hint="one of the two",
         )
     if cut.error_feedback and {cut.codec, cut.codec_backward} <= {"none", None}:
         raise ConfigError(
-            "error_feedback adds what a codec lost to the row that is sent next",
-            f"codec={cut.codec!r} loses nothing",
+            "a codec with losses for error_feedback, which adds them to the row that is sent next",
+            f"codec={cut.codec!r}, which loses nothing",
             hint="codec='int2'",
         )
     chosen = [cut.halo_sample < 1, cut.skip_drift > 0, cut.adaptive_bits]
     if sum(chosen) > 1:
         raise ConfigError(
-            "one of halo_sample, skip_drift and adaptive_bits chooses what crosses",
-            f"{sum(chosen)} are set",
+            "at most one of halo_sample, skip_drift and adaptive_bits to choose what crosses",
+            f"{sum(chosen)} of them",
             hint="leave the others out",
         )
     if cut.adaptive_bits and not {cut.codec, cut.codec_backward} & SHARED_OUT:
         raise ConfigError(
-            "adaptive_bits shares out the bits of int2 or int4, from 1 to 8 a row",
-            f"codec={cut.codec!r} has none to share",
+            "codec int2 or int4 for adaptive_bits, which shares out their bits, 1 to 8 a row",
+            f"codec={cut.codec!r}, which has none to share",
             hint="codec='int4'",
         )
 
@@ -149,21 +147,21 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
         mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "graph")
         set_here = [f"--parallel.{axis}" for axis, size in axes.items() if size > 1] or ["--parallel.graph"]
         raise ConfigError(
-            f"the mesh {mesh} needs {need} ranks",
-            f"there are {world_size}",
+            f"{need} ranks for the mesh {mesh}",
+            f"{world_size}",
             hint=f"start {need} ranks (--nproc {need}), or change {', '.join(set_here)}",
         )
     for name, without in WHOLE_PARTS.items():
         if cut.chunks > 1 and getattr(cut, name) != without:
             raise ConfigError(
-                f"{name}={getattr(cut, name)} takes parts that are one chunk",
-                f"there are {cut.chunks} chunks a part, which have history of their own",
+                f"parts of one chunk for {name}={getattr(cut, name)}",
+                f"{cut.chunks} chunks a part, which have history of their own",
                 hint=f"chunks=1, or leave {name} out",
             )
     if cut.decouple and (cut.pipe > 1 or cut.chunks > 1):
         raise ConfigError(
-            "decouple moves all hops behind the layers' maps",
-            f"pipe={cut.pipe}, chunks={cut.chunks} cut the model layer by layer",
+            "a model in one piece for decouple, which moves all hops behind the layers' maps",
+            f"pipe={cut.pipe} and chunks={cut.chunks}, which cut it layer by layer",
             hint=f"tensor={max(cut.pipe, 2)} with decouple, or pipe without",
         )
     _slices(cut)
@@ -178,14 +176,14 @@ def _codecs(cut: Parallel, world_size: int) -> None:
         if cut.pipe > 1 and cut.graph == 1 and cut.tensor == 1:
             value = getattr(cut, name)
             raise ConfigError(
-                f"{name}={value!r} is about rows of other parts",
-                f"graph=1 has none, and pipe={cut.pipe} sends rows from stage to stage",
+                f"rows of other parts for {name}={value!r}",
+                f"graph=1, which has none, and pipe={cut.pipe}, which sends rows from stage to stage",
                 hint=f"codec_stage={value!r}" if name in codes else f"leave {name} out, or graph=2",
             )
     if cut.codec_stage not in ("none", None) and cut.pipe == 1 and world_size > 1:
         raise ConfigError(
-            f"codec_stage={cut.codec_stage!r} codes what goes from stage to stage",
-            "pipe=1 is one stage",
+            f"several stages for codec_stage={cut.codec_stage!r}, which codes what goes between them",
+            "pipe=1, which is one stage",
             hint=f"codec={cut.codec_stage!r}, or pipe=2",
         )
 
@@ -195,8 +193,8 @@ def _slices(cut: Parallel) -> None:
     if cut.tensor == 1:
         if cut.memory_gib is not None:
             raise ConfigError(
-                "parallel.memory_gib bounds the working memory of sums over feature slices",
-                f"tensor={cut.tensor} has none",
+                "feature slices for parallel.memory_gib, which bounds the memory of sums over them",
+                f"tensor={cut.tensor}, which has none",
                 hint="--parallel.tensor 2, or leave --parallel.memory-gib out",
             )
         return
@@ -213,7 +211,7 @@ def _slices(cut: Parallel) -> None:
     for setting, clash in others.items():
         if clash:
             raise ConfigError(
-                f"tensor={cut.tensor} slices the features of whole parts",
-                f"{setting} is for parts that each rank has by itself",
+                f"whole parts for tensor={cut.tensor}, which slices their features",
+                f"{setting}, which is for parts that each rank has by itself",
                 hint=f"tensor={cut.tensor} without it, or {setting} without tensor",
             )

@@ -71,8 +71,8 @@ def prepare(
     count = int(data.num_nodes or 0)
     if parts > max(count, 1):
         raise PartitionError(
-            f"{parts:,} parts want a vertex each",
-            f"the graph has {count:,} vertices",
+            f"a vertex for each of {parts:,} parts",
+            f"a graph of {count:,} vertices",
             hint=f"--parts {max(1, min(count, 4))}",
         )
     method, said = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
@@ -141,7 +141,7 @@ def main(order: str, parent: int) -> int:
         error = in_words(raised)
         if error is None:
             raise
-        print(json.dumps([type(error).__name__, error.asked, error.found, error.where, error.hint]))
+        print(json.dumps([type(error).__name__, error.expected, error.got, error.where, error.hint]))
         return 1
     return 0
 

@@ -64,9 +64,7 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
     if "RANK" in env and "WORLD_SIZE" in env:
         size, store = _number(env, "WORLD_SIZE"), env.get(STORE, "")
         if size > 1 and not store and not env.get("MASTER_ADDR"):
-            raise LaunchError(
-                "RANK and WORLD_SIZE need MASTER_ADDR and MASTER_PORT", "MASTER_ADDR is not set"
-            )
+            raise LaunchError("MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE", "no MASTER_ADDR")
         return _checked(
             Ranks(
                 rank=_number(env, "RANK"),
@@ -118,7 +116,7 @@ def _tasks_on_node(tasks: str, node: int) -> int:
     for part in tasks.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise LaunchError("SLURM_TASKS_PER_NODE has the form 4(x2),3", f"it is {tasks!r}")
+            raise LaunchError("SLURM_TASKS_PER_NODE in the form 4(x2),3", f"{tasks!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[min(node, len(counts) - 1)]
 
@@ -130,22 +128,22 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     try:
         return int(text or "")
     except ValueError:
-        raise LaunchError(f"{name} must be a number", f"it is {text!r}", where="environment") from None
+        raise LaunchError(f"{name} to be a number", f"{text!r}", where="environment") from None
 
 
 def _checked(ranks: Ranks) -> Ranks:
     if not 0 <= ranks.port <= PORTS:
         raise LaunchError(
-            f"MASTER_PORT is a port from 0 to {PORTS}", f"it is {ranks.port}", where=f"set by {ranks.source}"
+            f"MASTER_PORT to be a port from 0 to {PORTS}", f"{ranks.port}", where=f"set by {ranks.source}"
         )
     if ranks.size < 1:
         raise LaunchError(
-            "the number of ranks is from 1 up", f"it is {ranks.size}", where=f"set by {ranks.source}"
+            "the number of ranks to be 1 or more", f"{ranks.size}", where=f"set by {ranks.source}"
         )
     if not 0 <= ranks.rank < ranks.size:
         raise LaunchError(
-            f"a rank must be from 0 to {ranks.size - 1}",
-            f"it is {ranks.rank}",
+            f"a rank from 0 to {ranks.size - 1}",
+            f"{ranks.rank}",
             where=f"set by {ranks.source}",
         )
     return ranks

@@ -95,7 +95,7 @@ def start_local(
         SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; also if only one rank received it.
     """
     if nproc < 1:
-        raise LaunchError("--nproc takes a number from 1 up", f"it is {nproc}")
+        raise LaunchError("--nproc to be 1 or more", f"{nproc}")
     _refuse_too_many(nproc)
     with _shared_cores(nproc):
         method = _begin_loading(loaded)  # runs while this process loads torch
@@ -105,9 +105,7 @@ def start_local(
             except _FailedError as failed:
                 if count == restarts or failed.mistake:
                     raise failed.error from None
-                text = (
-                    f"kagome: {failed.error.found}. All ranks are started again ({count + 1} of {restarts})."
-                )
+                text = f"kagome: {failed.error.got}. All ranks are started again ({count + 1} of {restarts})."
                 print(text, file=sys.stderr, flush=True)
     raise AssertionError("the last start returns or raises")
 
@@ -126,8 +124,8 @@ def _refuse_too_many(nproc: int) -> None:
     most = None if free is None else max(1, free // RANK_BYTES)
     if most is not None and nproc > most:
         raise LaunchError(
-            f"{nproc:,} local ranks take {nproc * RANK_BYTES / 2**30:,.0f} GiB before they hold any data",
-            f"{(free or 0) / 2**30:,.1f} GiB are free",
+            f"{nproc * RANK_BYTES / 2**30:,.0f} GiB of free memory for {nproc:,} local ranks without data",
+            f"{(free or 0) / 2**30:,.1f} GiB",
             hint=f"--nproc {max(1, min(most, len(cores())))}, as many as there are cores",
         )
 
@@ -184,8 +182,8 @@ def _room() -> Iterator[str]:
         made = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
     except OSError as error:
         raise LaunchError(
-            "ranks meet by a file in the folder for temporary files",
-            f"none can be made: {error}",
+            "a new folder for ranks to meet by in the folder for temporary files",
+            f"none that can be made: {error}",
             hint="TMPDIR=DIR with a folder that can be written",
         ) from None
     with made as name:
@@ -196,23 +194,23 @@ def _unstarted(nproc: int, error: BaseException) -> LaunchError:
     """Explain why ranks could not be started."""
     shared = Path("/dev/shm")
     if shared.parent.exists() and not os.access(shared, os.W_OK):
-        found = "/dev/shm cannot be written, and ranks tell how they ended by it"
+        got = "a /dev/shm that cannot be written, and ranks tell by it how they ended"
         hint = "mount -t tmpfs tmpfs /dev/shm"
     elif isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:  # a semaphore
-        found = "/dev/shm is full, and ranks tell how they ended by it"
+        got = "a full /dev/shm, and ranks tell by it how they ended"
         hint = "remove what is left over there, or mount -o remount,size=64M /dev/shm"
     elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        found, hint = f"this process may open no more files ({error.strerror})", "ulimit -n 1024"
+        got, hint = f"a process that may open no more files ({error.strerror})", "ulimit -n 1024"
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        found, hint = "there is no memory for them", "fewer ranks, or a larger ulimit -v"
+        got, hint = "no memory for them", "fewer ranks, or a larger ulimit -v"
     elif isinstance(error, EOFError):
-        found, hint = (
-            "the process that they are forked of has died; is memory short?",
+        got, hint = (
+            "the death of the process that they are forked of; is memory short?",
             "ulimit -v; kagome doctor",
         )
     else:
-        found, hint = f"the system refused: {error or type(error).__name__}", "kagome doctor"
-    return LaunchError(f"{nproc} ranks were to be started", found, hint=hint)
+        got, hint = f"a refusal of the system: {error or type(error).__name__}", "kagome doctor"
+    return LaunchError(f"{nproc} ranks to start", got, hint=hint)
 
 
 def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, str]:
@@ -343,15 +341,15 @@ class _Guard:
             failures = [(0, 0.0, _ending(code), rank)]
         _, _, text, who = min(failures)
         said, _, hint = text.rpartition(ADVICE) if ADVICE in text else (text, "", "")
-        told = f"rank {who} failed"
+        told = f"a failure of rank {who}"
         where = notes[who][4] if who in notes and len(notes[who]) > 4 else ""
         if len(notes) == self.nproc > 1 and alike == {(text, True)}:
-            told = "none did"
+            told = "the same failure of each"
         elif (named := _OF_RANK.fullmatch(where)) is not None:
-            told, rest = f"rank {named[1]} failed", f" ({named[2]})" if named[2] else ""
+            told, rest = f"a failure of rank {named[1]}", f" ({named[2]})" if named[2] else ""
             said = said.replace(f" ({where})", rest)
-        found = f"{told}: {said.removesuffix('.')}"  # the error's own text adds the full stop
-        return LaunchError(f"{self.nproc} ranks were to finish", found, hint=hint)
+        got = f"{told}: {said.removesuffix('.')}"  # the error's own text adds the full stop
+        return LaunchError(f"{self.nproc} ranks to finish", got, hint=hint)
 
     def _pids(self) -> dict[int, int]:
         return {int(path.name[4:]): _read(path) for path in self.folder.glob("pid-*")}

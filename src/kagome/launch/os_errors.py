@@ -62,8 +62,8 @@ def refused(error: BaseException) -> ResourceError | None:
             return _disk(each, number)
         if number in FILES or "too many open files" in str(each).lower():
             return ResourceError(
-                "files and connections were to be opened",
-                f"this process may have {_limit(resource.RLIMIT_NOFILE)} open at once",
+                "files and connections to be opened",
+                f"a limit of {_limit(resource.RLIMIT_NOFILE)} open at once in this process",
                 hint="ulimit -n 1024 before the command",
             )
         if _lacks_memory(each):
@@ -126,8 +126,8 @@ def _memory(error: BaseException) -> ResourceError:
     said = str(error).strip().splitlines()
     first = f": {shortened(said[0], 200)}" if said else ""
     return ResourceError(
-        "memory was to be had from the system",
-        f"it gives no more{first}{memory_left()}",
+        "memory from the system",
+        f"no more{first}{memory_left()}",
         hint="more ranks (--nproc), --model.recompute or a smaller --model.hidden; kagome plan foretells it",
     )
 
@@ -141,11 +141,11 @@ def memory_left() -> str:
 
 def _disk(error: BaseException, number: int | None) -> ResourceError:
     name = getattr(error, "filename", None)
-    found = os.strerror(number or errno.ENOSPC)
+    got = os.strerror(number or errno.ENOSPC)
     if number == errno.EFBIG:
-        found += f", the limit is {_limit(resource.RLIMIT_FSIZE)} bytes (ulimit -f)"
+        got += f", the limit is {_limit(resource.RLIMIT_FSIZE)} bytes (ulimit -f)"
     return ResourceError(
-        "a file was to be written", found, where=str(name or ""), hint="free some disk, or another --out"
+        "a file to be written", got, where=str(name or ""), hint="free some disk, or another --out"
     )
 
 
@@ -154,7 +154,7 @@ def _path(error: BaseException) -> ResourceError | None:
     if not isinstance(error, OSError) or error.errno not in PATHS or error.filename is None:
         return None
     return ResourceError(
-        "a file or folder was to be read or written",
+        "a file or folder to be read or written",
         f"{error.strerror}: {shortened(str(error.filename2 or error.filename), 200)}",
         hint="another path",
     )

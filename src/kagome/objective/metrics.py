@@ -219,7 +219,7 @@ class Metric:
                 with self.objective.tried():
                     lost, weight = self.objective.lost(out, target)
             except ConfigError as error:
-                if not self.guessed or "does not require grad" not in error.found:
+                if not self.guessed or "does not require grad" not in error.got:
                     raise
                 return torch.zeros(2, dtype=torch.float64, device=target.y.device)
             total = weight if weight is not None else torch.tensor(_share(target), dtype=torch.float64)

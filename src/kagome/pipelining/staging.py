@@ -229,7 +229,7 @@ def steps_of(
             return _measured(model, graph, seen, part, options, parted=parted)
         except EscapeError as error:
             slow = replace(options, fast=False)
-            return _measured(model, graph, seen, part, slow, escape=error.found, parted=parted)
+            return _measured(model, graph, seen, part, slow, escape=error.got, parted=parted)
 
     def looked() -> Looked:
         try:

@@ -116,7 +116,7 @@ class Cluster:
         try:
             return Cluster(**record)
         except PlanError as error:
-            raise PlanError(error.asked, error.found, where=where) from None
+            raise PlanError(error.expected, error.got, where=where) from None
 
 
 GIB: Final = 2.0**30

@@ -112,7 +112,7 @@ def read_records(path: str | Path) -> list[EpochRecord]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise ConfigError("the records of a run were asked for", f"{path} cannot be read: {error}") from None
+        raise ConfigError("the records of a run", f"{path}, which cannot be read: {error}") from None
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -124,7 +124,7 @@ def read_records(path: str | Path) -> list[EpochRecord]:
                 break
             raise ConfigError(
                 f"a record of an epoch on each line of {path}",
-                f"there is none: {error}",
+                f"no such record: {error}",
                 where=f"line {number}",
             ) from None
     return records

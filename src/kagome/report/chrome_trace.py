@@ -88,7 +88,7 @@ def read_trace(path: str | Path) -> list[list[Span]]:
             spans = ranks.setdefault(rank, [])
             spans += [] if span is None else [span]
     except text_files.UnreadableError as error:
-        raise ConfigError("a trace was asked for", f"{path} is none: {error}") from None
+        raise ConfigError(f"{path} to be a trace", f"one that cannot be read: {error}") from None
     return [ranks[rank] for rank in sorted(ranks)]
 
 

@@ -149,8 +149,8 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "report.tensorboard was asked for",
-                f"TensorBoard cannot be imported: {error}",
+                "TensorBoard to be installed for report.tensorboard",
+                f"an import that failed: {error}",
                 hint="pip install 'kagome[tensorboard]', or leave --report.tensorboard out",
             ) from None
         step = None if after is None else after + 1

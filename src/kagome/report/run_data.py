@@ -60,11 +60,11 @@ def read_folder(path: str | Path) -> RunFolder:
     """
     path = Path(path)
     if not path.is_dir():
-        raise ConfigError(f"a report of the run directory {path} was asked for", "there is no such folder")
+        raise ConfigError(f"the run directory {path}", "no such folder")
     if not any((path / name).is_file() for name in ("metrics.jsonl", "summary.json")):
         raise ConfigError(
-            f"a report of the run directory {path} was asked for",
-            "neither metrics.jsonl nor summary.json is in it",
+            f"{path} to be a run directory, with metrics.jsonl or summary.json",
+            "a folder with neither",
             hint="give the folder that kagome train named with --out; it holds both",
         )
     faults: list[str] = []

@@ -126,15 +126,13 @@ def parse(text: str) -> Action:
     """
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise ScheduleError(
-            "an action is written as 2F0, 1B3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"found {text!r}"
-        )
+        raise ScheduleError("an action written as 2F0, 1B3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"{text!r}")
     stage, kind, chunk, piece, arrow, peer = found.groups()
     action = Action(int(stage), ActionKind(kind), int(chunk), _number(piece), _number(peer))
     wrong_piece = piece is not None and not action.kind.computes
     wrong_peer = arrow is not None and arrow != {True: ">", False: "<"}[action.kind.sends]
     if wrong_piece or wrong_peer or (peer is not None and action.kind.computes):
-        raise ScheduleError("a piece belongs to F and B, >stage to SEND, <stage to RECV", f"found {text!r}")
+        raise ScheduleError("a piece with F or B, >stage with SEND, <stage with RECV", f"{text!r}")
     return action
 
 
@@ -155,8 +153,8 @@ def from_text(text: str) -> Programs:
         for action in program:
             if action.stage % len(programs) != rank:
                 raise ScheduleError(
-                    f"line {rank + 1} of {len(programs)} is the program of stage {rank}",
-                    f"it has {action}",
+                    f"the program of stage {rank} in line {rank + 1} of {len(programs)}",
+                    f"{action}",
                     where=f"stage {rank}",
                 )
     return programs
@@ -182,12 +180,12 @@ def pairs(programs: Mapping[int, Program] | Sequence[Program]) -> None:
     for program in each:
         for action in program:
             if action in seen:
-                raise ScheduleError("an action stands once in a program", f"{action} is there twice")
+                raise ScheduleError("an action to stand once in a program", f"{action} twice")
             seen.add(action)
     for action in sorted(seen, key=str):
         if not action.kind.computes and action.answer not in seen:
             raise ScheduleError(
-                f"{action} needs {action.answer}", "that is in no program", where=f"stage {action.stage}"
+                f"{action.answer}, which {action} needs", "no such action", where=f"stage {action.stage}"
             )
 
 

@@ -71,17 +71,17 @@ class Shape:
     def __post_init__(self) -> None:
         if self.stages < 1 or not self.order:
             raise ScheduleError(
-                "a pipeline has a stage and a chunk", f"found {self.stages} stages, {len(self.order)} chunks"
+                "a pipeline with a stage and a chunk", f"{self.stages} stages and {len(self.order)} chunks"
             )
         if not 1 <= self.homes <= self.stages:
-            raise ScheduleError("each rank has a stage", f"{self.homes} ranks have {self.stages} stages")
+            raise ScheduleError("a stage for each rank", f"{self.homes} ranks and {self.stages} stages")
         order = self.order
         if isinstance(order, tuple) and (len(set(order)) != len(order) or min(order) < 0):
-            raise ScheduleError("each chunk is processed once", f"the order is {order}")
+            raise ScheduleError("each chunk to be processed once", f"the order {order}")
         for one, other in self.all_links:
             if not 0 <= one < other < self.stages:
                 raise ScheduleError(
-                    f"a link leads from a stage to a later one of {self.stages}", f"found {one} -> {other}"
+                    f"a link from a stage to a later one of {self.stages}", f"{one} -> {other}"
                 )
         if self.sizes is not None:
             self._check_sizes(self.sizes)
@@ -91,13 +91,13 @@ class Shape:
         in_order = self.order == range(batch) or self.order == tuple(range(batch))
         if len(sizes) != self.stages or not in_order:
             raise ScheduleError(
-                f"{self.stages} stages take micro-batches of samples in order",
+                f"micro-batches of samples in order for {self.stages} stages",
                 f"{len(sizes)} sizes, order {self.order}",
             )
         for stage, size in enumerate(sizes):
             if size < 1 or batch % size:
                 raise ScheduleError(
-                    f"a batch of {batch} samples is a whole number of micro-batches",
+                    f"a batch of {batch} samples to be a whole number of micro-batches",
                     f"micro-batches of {size} samples",
                     where=f"stage {stage}",
                     hint="take a micro-batch that divides the batch",
@@ -105,7 +105,7 @@ class Shape:
         for one, other in self.all_links:
             if max(sizes[one], sizes[other]) % self.unit(one, other):
                 raise ScheduleError(
-                    "of two linked stages one's micro-batch divides the other's",
+                    "the micro-batch of one of two linked stages to divide the other's",
                     f"{sizes[one]} and {sizes[other]} samples",
                     where=f"stages {one} and {other}",
                     hint="take powers of two",
@@ -201,7 +201,7 @@ def k_forward_k_backward(shape: Shape, k: int | Sequence[int] = 1) -> Programs:
     """
     held, turns = windows(shape, k), _each(shape, k)
     if shape.homes != shape.stages:
-        raise ScheduleError("kFkB takes a stage a rank", f"{shape.homes} ranks have {shape.stages} stages")
+        raise ScheduleError("one stage a rank for kFkB", f"{shape.homes} ranks and {shape.stages} stages")
 
     def program(stage: int) -> Iterator[Action]:
         chunks, turn = shape.chunks(stage), turns[stage]
@@ -256,7 +256,7 @@ def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
         ScheduleError: If a stage has no piece.
     """
     if len(pieces) != shape.stages or min(pieces) < 1:
-        raise ScheduleError(f"{shape.stages} stages have a piece each at least", f"found {tuple(pieces)}")
+        raise ScheduleError(f"a piece or more for each of {shape.stages} stages", f"{tuple(pieces)}")
 
     def program(rank: int) -> Iterator[Action]:
         for forward in (True, False):
@@ -316,7 +316,7 @@ def _each(shape: Shape, k: int | Sequence[int]) -> Sequence[int]:
     """Return the k of each stage."""
     found = (k,) * shape.stages if isinstance(k, int) else k
     if len(found) != shape.stages or min(found) < 1:
-        raise ScheduleError("kFkB takes a k from 1 up for each stage", f"it is {k}")
+        raise ScheduleError("kFkB to have a k of 1 or more for each stage", f"{k}")
     return found
 
 

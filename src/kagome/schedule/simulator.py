@@ -129,7 +129,9 @@ def simulate(
             f"{pointed(programs[rank], places[rank])}"
             for rank in stuck
         )
-        raise ScheduleError("every stage comes to its program's end", f"{len(stuck)} wait for ever\n{shown}")
+        raise ScheduleError(
+            "every stage to come to its program's end", f"{len(stuck)} waiting for ever\n{shown}"
+        )
     kept = tuple(_most(program, size) for program in programs)
     return Simulation(tuple(map(tuple, spans)), tuple(transfers), kept)
 

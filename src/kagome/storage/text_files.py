@@ -54,7 +54,7 @@ def json_text(text: str) -> Any:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _parsed(path: str | Path, parse: Callable[[str], Any]) -> Any:
@@ -70,7 +70,7 @@ def _parsed(path: str | Path, parse: Callable[[str], Any]) -> Any:
 def _text(path: Path) -> str:
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
-        raise UnreadableError("it is no file" if not path.is_dir() else "it is a folder")
+        raise UnreadableError("it is not a file" if not path.is_dir() else "it is a folder")
     if facts.st_size > LARGEST:
         raise UnreadableError(f"it has {facts.st_size:,} bytes")
     return path.read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return f"it is nested more than {DEEPEST} levels deep"
     if isinstance(error, UnicodeDecodeError):
-        return f"it is no UTF-8 text (byte {error.start})"
+        return f"it is not UTF-8 text (byte {error.start})"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) or type(error).__name__

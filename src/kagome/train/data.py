@@ -251,7 +251,7 @@ def from_settings(
             if source is None or not source.forget(place):
                 raise
             hint = "start again: what was kept is thrown away, and the graph is cut anew"
-            raise PartitionError(error.asked, error.found, where=error.where, hint=hint) from None
+            raise PartitionError(error.expected, error.got, where=error.where, hint=hint) from None
         channel.barrier("all parts are read")
         if source is not None:
             source.end()

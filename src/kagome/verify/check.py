@@ -328,9 +328,9 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
         try:
             found = check(model, part, seed=settings.train.seed, parts=1, fast=way == "fast")
         except ModelError as error:
-            if "plain PyTorch Geometric" in error.asked:  # the model runs on no sample of the graph
-                return ways[0], f"the model was not compared with plain PyG: {error.found}"
-            why = error.found
+            if "plain PyTorch Geometric" in error.expected:  # the model runs on no sample of the graph
+                return ways[0], f"the model was not compared with plain PyG: {error.got}"
+            why = error.got
             continue
         if found.first is None:
             return way, f"check: {found.text()}"

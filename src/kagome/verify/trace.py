@@ -278,7 +278,7 @@ def split_of(
     except CommError as error:
         raise ModelError(
             "every part comes to the same exchanges in the same order",
-            f"{error.asked}, but {error.found}",
+            f"{error.expected}, but {error.got}",
             where=type(model).__name__,
             hint="a Python loop over rows, or a branch by what a part's rows hold, goes another "
             "way on each part: make it of torch calls over all rows, or train on one rank",

@@ -87,8 +87,8 @@ class Sbm:
             value = getattr(self, key)
             if not low <= value <= high:
                 raise DataError(
-                    f"sbm's {key} takes a number from {low} to {high}",
-                    f"it is {value}",
+                    f"sbm's {key} to be a number from {low} to {high}",
+                    f"{value}",
                     hint=f"sbm:...,{key}={min(max(value, low), high)}",
                 )
 
@@ -104,13 +104,13 @@ def parse_sbm(spec: str) -> Sbm:
     for item in filter(None, spec.removeprefix("sbm").removeprefix(":").split(",")):
         key, _, text = (part.strip() for part in item.partition("="))
         if key not in kinds:
-            raise DataError(f"sbm takes the keys {', '.join(kinds)}", f"found {item!r}", where=spec)
+            raise DataError(f"a key of sbm ({', '.join(kinds)})", f"{item!r}", where=spec)
         try:
             values[key] = int(text.replace("_", "")) if kinds[key] is int else float(text)
         except ValueError:
             kind = "a whole number" if kinds[key] is int else "a number"
             raise DataError(
-                f"sbm's {key} takes {kind} (keys: {', '.join(kinds)})", f"found {text!r}", where=spec
+                f"sbm's {key} to be {kind} (keys: {', '.join(kinds)})", f"{text!r}", where=spec
             ) from None
     return Sbm(**values)  # type: ignore[arg-type]
 

@@ -66,9 +66,9 @@ def find(name: str) -> Entry:
         if short.casefold() == name.casefold():
             return Entry(kind, inner_name, _FOLDERS[kind])
     raise DataError(
-        f"a data set of digits, sbm:vertices=..., {', '.join(names())}, pyg:Class[:name], ogb:NAME, "
-        "npz:FILE, python:package.module:function was asked for",
-        f"found {name!r}",
+        f"the name of a data set: digits, sbm:vertices=..., {', '.join(names())}, pyg:Class[:name], "
+        "ogb:NAME, npz:FILE or python:package.module:function",
+        f"{name!r}",
         where="data.name",
     )
 
@@ -84,19 +84,19 @@ def class_of(entry: Entry) -> type:
     kind = getattr(torch_geometric.datasets, entry.kind, None)
     if not inspect.isclass(kind):
         raise DataError(
-            "a class of torch_geometric.datasets was asked for",
-            f"it has no {entry.kind!r}",
+            "the name of a class in torch_geometric.datasets",
+            f"{entry.kind!r}",
             where="data.name",
         )
     if takes(kind, "name") and _required(kind, "name") and entry.name is None:
         raise DataError(
-            f"pyg:{entry.kind} needs a name",
-            "none is given",
+            f"a name for pyg:{entry.kind}",
+            "none",
             hint=f"pyg:{entry.kind}:NAME",
             where="data.name",
         )
     if entry.name is not None and not takes(kind, "name"):
-        raise DataError(f"pyg:{entry.kind} takes no name", f"found {entry.name!r}", where="data.name")
+        raise DataError(f"pyg:{entry.kind} without a name", f"{entry.name!r}", where="data.name")
     more = [
         name
         for name in inspect.signature(kind).parameters
@@ -104,8 +104,8 @@ def class_of(entry: Entry) -> type:
     ]
     if more:
         raise DataError(
-            f"pyg:{entry.kind} must need no more than root and name",
-            f"it needs {', '.join(more)}",
+            f"pyg:{entry.kind} to need no arguments but root and name",
+            f"{', '.join(more)}, which it needs as well",
             hint="write a function that returns its Data: --data.name python:package.module:function",
         )
     return kind
@@ -161,8 +161,8 @@ def raw_files(kind: type, entry: Entry) -> list[Path] | None:
         return [Path(path).relative_to(nowhere) for path in found.raw_paths]
     except (AssertionError, KeyError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{entry.kind} was asked for {entry.name!r}",
-            f"it knows no such name ({type(error).__name__} {error})".replace(" )", ")"),
+            f"a name that {entry.kind} knows",
+            f"{entry.name!r} ({type(error).__name__} {error})".replace(" )", ")"),
             where=f"pyg:{entry.kind}:{entry.name}",
         ) from None
     return None

@@ -40,8 +40,8 @@ def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
         if code != 0 or not all((fresh / file).exists() for file in wanted):
             shown = ", ".join(str(file) for file in wanted[:12]) + (", ..." if len(wanted) > 12 else "")
             raise DataError(
-                f"the data set {entry.kind} {entry.name or ''}".rstrip() + " was asked for",
-                f"its raw files are not there and cannot be downloaded: {said}",
+                f"the raw files of the data set {entry.kind} {entry.name or ''}".rstrip(),
+                f"no such files, and a download that failed: {said}",
                 where="data.root",
                 hint=f"put {shown} into {work}, or set KAGOME_DATA to a folder with them in {entry.folder}/",
             )

@@ -74,7 +74,7 @@ def _of_edges(data: Data) -> dict[str, Tensor]:
     for name, why in found.refused.items():
         value = data[name]
         if isinstance(value, Tensor) and value.dim() and value.size(0) == data.edge_index.size(1):
-            raise DataError("an attribute has a row a vertex or a row an edge", why, where=f"data.{name}")
+            raise DataError("a row a vertex or a row an edge", f"unclear rows: {why}", where=f"data.{name}")
     return found.edges
 
 
@@ -107,7 +107,7 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
         x ``[N, F]``; result ``[N, columns]``, dense.
     """
     if columns < 1:
-        raise DataError("data.project takes a number of columns from 1 up", f"it is {columns}")
+        raise DataError("data.project to be 1 or more", f"{columns}")
     if is_sparse(x):
         whole: Tensor = x if isinstance(x, Tensor) else x.to_torch_sparse_coo_tensor()
         matrix = whole.detach().cpu().to_sparse_coo()
@@ -119,8 +119,8 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
     size, left = (matrix.size(0) + before) * columns * kind.itemsize, available_bytes()
     if left is not None and size > left:
         raise ResourceError(
-            f"features projected to {columns:,} columns take {size / 2**30:.1f} GiB",
-            f"{left / 2**30:.1f} GiB are left",
+            f"{size / 2**30:.1f} GiB of free memory for features projected to {columns:,} columns",
+            f"{left / 2**30:.1f} GiB",
             where="data.project",
             hint="fewer columns: 256",
         )
@@ -153,8 +153,8 @@ def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:
         size, room = num_nodes * MADE_FEATURES * 4, available_bytes()
         if room is not None and size > room:
             raise DataError(
-                f"features are made for {num_nodes:,} vertices that have none",
-                f"they would take {size / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB are left",
+                f"{size / 2**30:,.1f} GiB of free memory to make features for {num_nodes:,} vertices",
+                f"{room / 2**30:,.1f} GiB",
                 where="data.num_nodes",
             )
         data.x = torch.randn(num_nodes, MADE_FEATURES, generator=draw)

@@ -48,37 +48,38 @@ def read_npz(path: Path) -> tuple[dict[str, Tensor | str], list[str]]:
             room = available_bytes()
             if room is not None and total > room:
                 raise DataError(
-                    f"{path} must fit into memory",
-                    f"it unpacks to {total / 2**30:,.1f} GiB, and {room / 2**30:,.1f} GiB are left",
+                    f"{total / 2**30:,.1f} GiB of free memory to unpack {path}",
+                    f"{room / 2**30:,.1f} GiB",
                 )
             arrays = {name: _array(archive, info, name, path) for name, info in members.items()}
     except DataError:
         raise
     except MemoryError:
-        raise DataError(f"{path} must fit into memory", "there is not enough to unpack it") from None
+        raise DataError(f"free memory to unpack {path}", "too little") from None
     except Exception as error:  # zipfile, zlib, tokenize and NumPy each have their own for broken bytes
         raise DataError(
-            f"{path} must be a whole .npz file (numpy.savez)",
-            f"it cannot be read: {type(error).__name__} {str(error)[:200].rstrip('.')}",
+            f"{path} to be a whole .npz file (numpy.savez)",
+            f"one that cannot be read: {type(error).__name__} {str(error)[:200].rstrip('.')}",
             hint="it may be truncated; write it again",
         ) from None
     found: dict[str, Tensor | str] = {}
     left = [f"the file {name!r} in {path.name} is not read: it is no array (.npy)." for name in others]
     for name, value in arrays.items():
-        why = _unfit(name)
+        why, held = _unfit(name), ""
         if isinstance(value, str):
-            why = why or value
+            held = value
         elif not why and value.dtype.kind == "U" and value.ndim == 0:
             found[name] = str(value)
         elif not why:
             made = tensor_of(value)
-            why = made if isinstance(made, str) else ""
-            if not isinstance(made, str):
+            if isinstance(made, str):
+                held = made
+            else:
                 found[name] = made
-        if why and name in KNOWN:
-            raise DataError(f"{name} must hold numbers", why, where=str(path))
-        if why:
-            left.append(f"the array {name!r} of {path.name} is not read: {why}.")
+        if (why or held) and name in KNOWN:
+            raise DataError(f"{name} to hold numbers", why or held, where=str(path))
+        if why or held:
+            left.append(f"the array {name!r} of {path.name} is not read: {why or f'it holds {held}'}.")
     return found, left
 
 
@@ -89,13 +90,13 @@ def tensor_of(array: NDArray[Any]) -> Tensor | str:
     """
     kind = array.dtype
     if kind.kind not in "biufc":
-        return f"it holds {kind.name if kind.names is None else 'records'}"
+        return kind.name if kind.names is None else "records"
     if kind.itemsize > (16 if kind.kind == "c" else 8):
-        return f"it holds {kind.name}, which torch has no type for: save it as float64"
+        return f"{kind.name}, which torch has no type for: save it as float64"
     plain = array.astype(kind.newbyteorder("="), copy=False)
     if kind.kind == "u" and kind.itemsize > 1:
         if kind.itemsize == 8 and plain.size and int(plain.max()) >= 2**63:
-            return f"it holds {int(plain.max())}, and whole numbers end at 2^63 - 1"
+            return f"{int(plain.max())}, and whole numbers end at 2^63 - 1"
         plain = plain.astype(np.int32 if kind.itemsize == 2 else np.int64)
     return torch.from_numpy(np.ascontiguousarray(plain).reshape(plain.shape))
 
@@ -113,7 +114,7 @@ def _members(archive: zipfile.ZipFile, path: Path) -> tuple[dict[str, zipfile.Zi
             others.append(name)
             continue
         if name in found:
-            raise DataError(f"{path} holds each array once", f"{name!r} is there twice")
+            raise DataError(f"{path} to hold each array once", f"{name!r} twice")
         found[name] = info
     return found, others
 
@@ -122,16 +123,16 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Pat
     with archive.open(info) as stream:
         shape, turned, dtype = _header(stream)
         if dtype.hasobject:
-            return "it holds Python objects"
+            return "Python objects"
         count = 1
         for size in shape:
             count *= size
         there = info.file_size - stream.tell()
         if any(size < 0 for size in shape) or count * dtype.itemsize != there:
             raise DataError(
-                f"{path} must be a whole .npz file (numpy.savez)",
-                f"{name!r} says that it has the shape {list(shape)} of {dtype}, {count * dtype.itemsize:,} "
-                f"bytes, and there are {there:,}",
+                f"{path} to be a whole .npz file (numpy.savez)",
+                f"{there:,} bytes of {name!r}, which has the shape {list(shape)} of {dtype} and "
+                f"{count * dtype.itemsize:,} bytes by its header",
                 hint="write it again",
             )
         data = bytearray(stream.read())

@@ -45,7 +45,7 @@ def load_pyg(entry: Entry, root: Path) -> Any:
     kind = class_of(entry)
     wanted = raw_files(kind, entry)
     if wanted is None:
-        return _only(_build(kind, entry, None, "it cannot be made"), entry)
+        return _only(_build(kind, entry, None, "one that cannot be made"), entry)
     found = _place(entry, root, wanted)
     work = found if found is not None and _writable(found) else _work_folder(entry, root)
     place = found or work
@@ -54,7 +54,7 @@ def load_pyg(entry: Entry, root: Path) -> Any:
             _link(place, work, wanted)
         elif not all((work / file).exists() for file in wanted):
             download(entry, work, wanted)
-        return _only(_build(kind, entry, work, f"the files in {work} cannot be read"), entry)
+        return _only(_build(kind, entry, work, f"files in {work} that cannot be read"), entry)
 
 
 def pyg_files(entry: Entry, root: Path) -> list[Path]:
@@ -95,11 +95,13 @@ def _build(kind: type, entry: Entry, root: Path | None, fault: str) -> Any:
                 return quiet(**given, force_reload=True)
     except ImportError as error:
         raise DataError(
-            f"{entry.kind} needs a package", f"{error}", hint=f"pip install {error.name or 'kagome[data]'}"
+            f"a package for {entry.kind}",
+            f"{error}",
+            hint=f"pip install {error.name or 'kagome[data]'}",
         ) from None
     except Exception as error:
         raise DataError(
-            f"the data set {entry.kind} {entry.name or ''}".rstrip() + " was asked for",
+            f"the data set {entry.kind} {entry.name or ''}".rstrip(),
             f"{fault}: {type(error).__name__} {error}",
             hint="replace the raw files; one of them may be truncated",
         ) from None
@@ -107,7 +109,7 @@ def _build(kind: type, entry: Entry, root: Path | None, fault: str) -> Any:
 
 def _only(dataset: Any, entry: Entry) -> Any:
     if len(dataset) != 1:
-        raise DataError("a data set of one graph was expected", f"{entry.kind} holds {len(dataset)} graphs")
+        raise DataError("a data set of one graph", f"{entry.kind} with {len(dataset)} graphs")
     return dataset[0]
 
 
@@ -137,8 +139,8 @@ def _work_folder(entry: Entry, root: Path) -> Path:
         except OSError:
             continue
     raise DataError(
-        f"a folder to process {entry.kind} in was needed",
-        f"neither {root} nor {cache} can be written",
+        f"a folder to process {entry.kind} in",
+        f"{root} and {cache}, which cannot be written",
         hint="--data.root DIR with a folder of your own",
     )
 
@@ -164,7 +166,7 @@ def _locked(work: Path) -> Iterator[None]:
             except OSError:
                 if time.monotonic() > limit:
                     raise DataError(
-                        f"{work} was to be free within {LOCK_SECONDS} s", "another process still works in it"
+                        f"{work} to be free within {LOCK_SECONDS} s", "another process that works in it"
                     ) from None
                 time.sleep(0.05)
         yield

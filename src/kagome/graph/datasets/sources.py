@@ -39,8 +39,8 @@ def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
     path = npz_file(text, root)
     if path is None:
         raise DataError(
-            f"the file {text} was asked for",
-            f"it is neither in {' nor in '.join(str(base.absolute()) for base in bases)}",
+            f"the file {text}",
+            f"no such file in {' or in '.join(str(base.absolute()) for base in bases)}",
             where="data.name",
         )
     found, left = read_npz(path)
@@ -48,15 +48,15 @@ def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
     if "edge_index" not in given:
         if "indptr" not in given or "indices" not in given:
             raise DataError(
-                f"{path} must hold edge_index, or indptr and indices",
-                f"it holds {', '.join(given) or 'nothing'}",
+                f"{path} to hold edge_index, or indptr and indices",
+                f"{', '.join(given) or 'nothing'}",
             )
         given["edge_index"] = _from_csr(given.pop("indptr"), given.pop("indices"), given, str(path))
     weight = given.get("edge_weight")
     if isinstance(weight, torch.Tensor) and (weight.dim() != 1 or weight.dtype == torch.bool):
         raise DataError(
-            "edge_weight must be one number an edge",
-            f"it has the shape {list(weight.shape)} and holds {str(weight.dtype).removeprefix('torch.')}",
+            "edge_weight to be one number an edge",
+            f"shape {list(weight.shape)} of {str(weight.dtype).removeprefix('torch.')}",
             where=str(path),
             hint="several numbers an edge are edge_attr",
         )
@@ -77,8 +77,8 @@ def _from_csr(indptr: torch.Tensor, indices: torch.Tensor, given: dict[str, Any]
         whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
         if value.dim() != 1 or not whole:
             raise DataError(
-                f"{name} must be a list of whole numbers",
-                f"it has the shape {list(value.shape)} and holds {str(value.dtype).removeprefix('torch.')}",
+                f"{name} to be a list of whole numbers",
+                f"shape {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}",
                 where=where,
             )
     indptr, indices = indptr.long(), indices.long()
@@ -89,9 +89,9 @@ def _from_csr(indptr: torch.Tensor, indices: torch.Tensor, given: dict[str, Any]
         or bool((degree < 0).any())
         or int(indptr[-1]) != indices.numel()
     ):
-        ends = f"it runs from {int(indptr[0])} to {int(indptr[-1])}" if indptr.numel() else "it is empty"
+        ends = f"{int(indptr[0])} to {int(indptr[-1])}" if indptr.numel() else "an empty list"
         raise DataError(
-            f"indptr must rise from 0 to the number of indices ({indices.numel():,})", ends, where=where
+            f"indptr to rise from 0 to the number of indices ({indices.numel():,})", ends, where=where
         )
     given.setdefault("num_nodes", torch.tensor(degree.numel()))
     return torch.stack([torch.arange(degree.numel()).repeat_interleave(degree), indices])
@@ -111,23 +111,21 @@ def load_function(text: str) -> Any:
     """
     module_name, _, name = text.partition(":")
     if not module_name or not name:
-        raise DataError(
-            "python:package.module:function was expected", f"found python:{text}", where="data.name"
-        )
+        raise DataError("python:package.module:function", f"python:{text}", where="data.name")
     try:
         module = named_module(module_name)
     except ModuleNotFoundError as error:
         raise DataError(
-            f"the module {module_name} was asked for",
-            f"there is no module {error.name}",
+            f"the module {module_name}",
+            f"no module {error.name}",
             where=f"python:{text}",
             hint=f"start in the folder that holds it ({os.getcwd()} is looked in), or install it",
         ) from None
     function = getattr(module, name, None)
     if not callable(function):
         raise DataError(
-            f"{module_name} must have a function {name}",
-            f"{name} is {'missing' if function is None else 'a ' + type(function).__name__}",
+            f"{module_name} to have a function {name}",
+            "none" if function is None else f"a {type(function).__name__}",
             where=f"python:{text}",
         )
     return function()
@@ -150,7 +148,7 @@ def load_ogb(name: str, root: Path) -> Data:
         from ogb.nodeproppred import PygNodePropPredDataset  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise DataError(
-            f"ogb:{name} was asked for", "the package ogb is not installed", hint="pip install ogb"
+            f"the package ogb for ogb:{name}", "no such package", hint="pip install ogb"
         ) from None
     from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
     from torch_geometric.data.storage import GlobalStorage
@@ -166,8 +164,8 @@ def load_ogb(name: str, root: Path) -> Data:
         data, ids = dataset[0], dataset.get_idx_split()
     except Exception as error:
         raise DataError(
-            f"ogb:{name} was asked for",
-            f"it is not in {folder} and cannot be had: {type(error).__name__} {error}",
+            f"the data set ogb:{name}",
+            f"none in {folder}, and a download that failed: {type(error).__name__} {error}",
             hint=f"put OGB's raw/ and split/ folders of {name} into {folder}",
         ) from None
     for ours, theirs in (("train_mask", "train"), ("val_mask", "valid"), ("test_mask", "test")):

@@ -200,14 +200,14 @@ def _tensor(ids: NDArray[np.int64]) -> Tensor:
 
 def _check_owner(owner: Tensor, num_nodes: int, num_parts: int, part: int | None = None) -> None:
     if part is not None and not 0 <= part < num_parts:
-        raise PartitionError(f"part {part} was asked for", f"there are {num_parts}, counted from 0")
+        raise PartitionError(f"a part from 0 to {num_parts - 1}", f"part {part}")
     if owner.numel() != num_nodes:
         raise PartitionError(
-            f"owner must name a part for each of {num_nodes:,} vertices", f"it names {owner.numel():,}"
+            f"owner to name a part for each of {num_nodes:,} vertices", f"{owner.numel():,} entries"
         )
     if owner.numel() and not 0 <= int(owner.min()) <= int(owner.max()) < num_parts:
         raise PartitionError(
-            f"owners run from 0 to {num_parts - 1}", f"they run from {int(owner.min())} to {int(owner.max())}"
+            f"owners from 0 to {num_parts - 1}", f"owners from {int(owner.min())} to {int(owner.max())}"
         )
 
 

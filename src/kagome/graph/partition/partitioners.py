@@ -244,12 +244,12 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
     """
     name, _, each = name.partition("/")
     if name not in PARTITIONERS:
-        raise PartitionError(f"a partitioner of {', '.join(PARTITIONERS)} was asked for", f"found {name!r}")
+        raise PartitionError(f"one of the partitioners {', '.join(PARTITIONERS)}", f"{name!r}")
     if parts < 1:
-        raise PartitionError("a graph can be cut into 1 part or more", f"{parts} were asked for")
+        raise PartitionError("1 part or more", f"{parts}")
     shares = int(each or 1)
     if parts % shares:
-        raise PartitionError(f"parts come by {shares}", f"{parts} were asked for")
+        raise PartitionError(f"a number of parts that {shares} divides", f"{parts}")
     owner = PARTITIONERS[name](edge_index, num_nodes, parts // shares, seed)
     return owner if shares == 1 else shared_out(owner, parts // shares, shares)
 

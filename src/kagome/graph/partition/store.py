@@ -163,8 +163,8 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
     folder = path_of(folder, "the folder of a partition")
     if folder.exists() and not (folder / PAGE).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PartitionError(
-            f"a partition was to be written to {folder}",
-            "something else is there",
+            f"{folder} to be new, empty or a partition",
+            "other content",
             hint="take another folder",
         )
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
@@ -180,9 +180,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
                 folder.rename(stale)
             fresh.rename(folder)
     except OSError as error:
-        raise PartitionError(
-            f"a partition was to be written to {folder}", f"it cannot be: {error.strerror or error}"
-        ) from None
+        raise PartitionError(f"a partition to be written to {folder}", f"{error.strerror or error}") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         if folder.exists():
@@ -247,8 +245,8 @@ def _page(folder: Path) -> _Page:
     path_of(folder, "the folder of a partition")
     if not (folder / PAGE).exists():
         raise PartitionError(
-            f"a saved partition was expected in {folder}",
-            f"{PAGE} is missing",
+            f"a saved partition in {folder}",
+            f"no {PAGE}",
             hint="kagome partition --data... --parts P --out DIR makes one",
         )
     try:
@@ -329,8 +327,8 @@ def _labels_fault(y: Tensor | None, meta: Meta) -> str:
 
 def _damaged(folder: Path, fault: str) -> PartitionError:
     return PartitionError(
-        f"{folder} must hold what kagome partition wrote",
-        f"it is damaged: {fault[:400]}",
+        f"{folder} to hold what kagome partition wrote",
+        f"damaged files: {fault[:400]}",
         hint="make it again with kagome partition",
     )
 
@@ -353,8 +351,8 @@ def load_part(folder: str | Path, part: int) -> Partition:
     meta = page.meta
     if not 0 <= part < meta.num_parts:
         raise PartitionError(
-            f"part {part} was asked for",
-            f"{folder} holds {meta.num_parts} parts, counted from 0",
+            f"a part from 0 to {meta.num_parts - 1} of the {meta.num_parts} parts in {folder}",
+            f"part {part}",
             hint=f"use {meta.num_parts} graph parts, or partition again",
         )
     file = _file(folder, part)

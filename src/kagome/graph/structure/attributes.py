@@ -196,7 +196,7 @@ def numbers_of(name: str, value: Any, must: str = "be a tensor of numbers") -> T
             pass
     kind = getattr(value, "dtype", None)
     said = said or f"a {type(value).__name__}" + (f" of {kind}" if kind is not None else "")
-    raise DataError(f"{name} must {must}", f"it is {said}", where=f"data.{name}", hint=hint)
+    raise DataError(f"{name} to {must}", said, where=f"data.{name}", hint=hint)
 
 
 def without_numbers(value: Any) -> str:
@@ -228,8 +228,8 @@ def dense(value: Any) -> Tensor:
     size = rows * columns * 4
     if size > DENSE_LIMIT_BYTES:
         raise DataError(
-            f"sparse features are made dense up to {DENSE_LIMIT_BYTES / 2**30:.0f} GiB",
-            f"{rows:,} x {columns:,} would take {size / 2**30:.1f} GiB",
+            f"sparse features that take up to {DENSE_LIMIT_BYTES / 2**30:.0f} GiB as dense ones",
+            f"{rows:,} x {columns:,}, which take {size / 2**30:.1f} GiB",
             where="data.x",
             hint="--data.project 256 makes fewer columns of them",
         )

@@ -112,14 +112,14 @@ def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
     if y.dtype not in _SERVED and not y.is_complex():
         to = "float" if y.is_floating_point() else "long"
         raise DataError(
-            "labels must be of a type that losses take",
-            f"y holds {y.dtype}",
+            "labels of a type that losses take",
+            f"{y.dtype}",
             where="data.y",
             hint=f"data.y = data.y.{to}()",
         )
     flat = y.reshape(y.size(0), -1)
     if y.is_complex():
-        raise DataError("labels must be real numbers", f"y holds {_name(y)}", where="data.y")
+        raise DataError("labels to be real numbers", _name(y), where="data.y")
     there = ~flat.isnan() if y.is_floating_point() else torch.ones_like(flat, dtype=torch.bool)
     base: dict[str, Any] = {"dtype": _name(y), "shape": tuple(y.shape[1:]), "missing": int((~there).sum())}
     if ignore is not None:
@@ -131,8 +131,8 @@ def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
     if y.is_floating_point() and not bool(values.isfinite().all()):
         row = int(flat.isinf().any(1).nonzero()[0])
         raise DataError(
-            "labels must be finite numbers, or NaN where there is none",
-            f"row {row} of y holds {flat[row][flat[row].isinf()][0].item()}",
+            "labels to be finite numbers, or NaN where there is none",
+            f"{flat[row][flat[row].isinf()][0].item()} in row {row} of y",
             where="data.y",
         )
     numbers = values.to(torch.int8) if y.dtype == torch.bool else values

@@ -109,16 +109,16 @@ def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str
     if odd:
         layout = str(matrix.layout).removeprefix("torch.")
         raise DataError(
-            "an adjacency is a sparse matrix with numbers in one of the layouts csr, csc and coo",
-            f"it is {layout} of shape {list(matrix.shape)} on {matrix.device}",
+            "an adjacency as a sparse matrix with numbers in one of the layouts csr, csc and coo",
+            f"{layout} of shape {list(matrix.shape)} on {matrix.device}",
             where="data.adj_t",
         )
     edge_index, values = edges_of(matrix)
     if not isinstance(matrix, Tensor):
         if values is not None:
             raise DataError(
-                "a weighted adjacency is a sparse tensor of torch",
-                f"adj_t is a {type(matrix).__name__} with values",
+                "a weighted adjacency as a sparse tensor of torch",
+                f"a {type(matrix).__name__} with values",
                 where="data.adj_t",
                 hint="data.adj_t = data.adj_t.to_torch_sparse_csr_tensor()",
             )
@@ -127,8 +127,8 @@ def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str
     whole = matrix.coalesce() if layout == "coo" else matrix
     if whole.values().dim() > 1:
         raise DataError(
-            "an adjacency has one value an edge",
-            f"adj_t has values of shape {list(whole.values().shape)}",
+            "an adjacency with one value an edge",
+            f"values of shape {list(whole.values().shape)}",
             where="data.adj_t",
             hint="data.edge_index, data.edge_attr = torch_geometric.utils.to_edge_index(data.adj_t)",
         )
@@ -152,8 +152,8 @@ def beside(matrix: Any, edge_index: Tensor) -> None:
     if values is None and same:
         return
     raise DataError(
-        "a graph is given once, as edge_index or as adj_t",
-        f"both are there, and adj_t has {'values' if same else 'other edges'}",
+        "a graph to be given once, as edge_index or as adj_t",
+        f"both, and adj_t has {'values' if same else 'other edges'}",
         where="data.adj_t",
         hint="del data.edge_index, or del data.adj_t",
     )

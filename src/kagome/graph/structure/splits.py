@@ -66,7 +66,7 @@ def settle(
         given ``[N]`` or ``[N, splits]``; labelled and each mask ``[N]``, bool.
     """
     if split < 0:
-        raise DataError("data.split takes a number from 0 up", f"it is {split}")
+        raise DataError("data.split to be 0 or more", f"{split}")
     if all(given.get(name) is None for name in NAMES):
         notes.append(f"No masks given: a 60/20/20 split of the labelled vertices is drawn with seed {split}.")
         if not bool(labelled.any()):
@@ -90,15 +90,15 @@ def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str
     """
     if not isinstance(ids, Mapping):
         raise DataError(
-            "split_idx has the ids of vertices by the names train, valid and test",
-            f"it is a {type(ids).__name__}",
+            "split_idx to be a dict of vertex ids by the names train, valid and test",
+            f"a {type(ids).__name__}",
             where="data.split_idx",
             hint='data.split_idx = {"train": ..., "valid": ..., "test": ...}, or masks',
         )
     if given:
         raise DataError(
-            "a split is given once",
-            f"the data has split_idx and {', '.join(given)}",
+            "a split to be given once",
+            f"split_idx and {', '.join(given)}",
             where="data.split_idx",
             hint="leave one of them out",
         )
@@ -108,9 +108,7 @@ def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str
         if found is not None:
             made[name] = _mask_of(f"split_idx[{words[0]!r}]", found, num_nodes)
     if not made:
-        raise DataError(
-            "split_idx has train, valid and test", f"it has {', '.join(map(str, ids)) or 'nothing'}"
-        )
+        raise DataError("split_idx to have train, valid and test", f"{', '.join(map(str, ids)) or 'nothing'}")
     return made
 
 
@@ -120,15 +118,15 @@ def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
         return _mask(name, chosen, num_nodes)
     if chosen.dim() != 1 or chosen.is_floating_point() or chosen.is_complex():
         raise DataError(
-            f"{name} is a list of vertex ids",
-            f"it is {list(chosen.shape)} {chosen.dtype}",
+            f"{name} to be a list of vertex ids",
+            f"shape {list(chosen.shape)} of {chosen.dtype}",
             where=f"data.{name}",
         )
     odd = (chosen < 0) | (chosen >= num_nodes)
     if bool(odd.any()):
         raise DataError(
-            f"vertex ids run from 0 to {num_nodes - 1}",
-            f"{name} holds {int(chosen[odd][0])}",
+            f"vertex ids from 0 to {num_nodes - 1}",
+            f"{int(chosen[odd][0])} in {name}",
             where=f"data.{name}",
         )
     mask = torch.zeros(num_nodes, dtype=torch.bool)
@@ -139,8 +137,8 @@ def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
 def nobody(training: int, unlabelled: int, num_nodes: int) -> DataError:
     """Return the error for a split without a training vertex."""
     return DataError(
-        "at least one vertex must train",
-        f"train_mask holds {training} of {num_nodes:,} vertices; {unlabelled:,} have no label",
+        "at least one vertex to train on",
+        f"{training} of {num_nodes:,} vertices in train_mask, and {unlabelled:,} without a label",
         where="data.train_mask",
         hint="set data.train_mask, or leave all three masks out and a seeded split is drawn",
     )
@@ -152,19 +150,19 @@ def _mask(name: str, value: object, num_nodes: int) -> Tensor:
     mask = numbers_of(name, value, _HOLDS)
     if mask.dim() not in (1, 2) or mask.size(0) != num_nodes:
         raise DataError(
-            f"{name} must have a row for each of {num_nodes:,} vertices",
-            f"its shape is {list(mask.shape)}",
+            f"{name} to have a row for each of {num_nodes:,} vertices",
+            f"shape {list(mask.shape)}",
             where=f"data.{name}",
             hint="a mask is a bool a vertex, not a list of vertex ids",
         )
     if mask.is_complex():
-        raise DataError(f"{name} must hold true and false, or 0 and 1", f"it holds {mask.dtype}")
+        raise DataError(f"{name} to hold true and false, or 0 and 1", f"{mask.dtype}")
     if mask.dtype != torch.bool:
         odd = (mask != 0) & (mask != 1)
         if odd.any():
             raise DataError(
-                f"{name} must hold true and false, or 0 and 1",
-                f"row {int(odd.nonzero()[0, 0])} holds {mask[odd][0].item()}",
+                f"{name} to hold true and false, or 0 and 1",
+                f"{mask[odd][0].item()} in row {int(odd.nonzero()[0, 0])}",
                 where=f"data.{name}",
             )
     return mask.bool()
@@ -176,8 +174,8 @@ def _choose(masks: dict[str, Tensor], split: int, notes: list[str]) -> dict[str,
     count = min(widths.values(), default=1)
     if split >= count:
         raise DataError(
-            f"split {split} was asked for",
-            f"there {'is 1 split' if count == 1 else f'are {count} splits'}, counted from 0",
+            f"data.split to be less than the number of splits, {count}",
+            f"{split}",
             where="data.split",
         )
     if count > 1:
@@ -191,7 +189,7 @@ def _apart(masks: dict[str, Tensor]) -> None:
             both = (masks[first] & masks[second]).nonzero()
             if both.numel():
                 raise DataError(
-                    f"{first} and {second} must not share a vertex",
-                    f"they share {both.size(0):,}, the first of them vertex {int(both[0])}",
+                    f"{first} and {second} to have no vertex in common",
+                    f"{both.size(0):,} in both, the first of them vertex {int(both[0])}",
                     where=f"data.{first}",
                 )

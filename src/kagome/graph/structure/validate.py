@@ -126,8 +126,8 @@ def check_ids(edge_index: Tensor, num_nodes: int) -> None:
         return
     row, column = ((edge_index < 0) | (edge_index >= num_nodes)).nonzero()[0].tolist()
     raise DataError(
-        f"vertex ids run from 0 to {num_nodes - 1} ({num_nodes:,} vertices)",
-        f"edge_index[{row}, {column}] is {int(edge_index[row, column])}",
+        f"vertex ids from 0 to {num_nodes - 1} ({num_nodes:,} vertices)",
+        f"edge_index[{row}, {column}] = {int(edge_index[row, column])}",
         where="data.edge_index",
         hint="give each vertex a row in x, or set data.num_nodes",
     )
@@ -136,21 +136,19 @@ def check_ids(edge_index: Tensor, num_nodes: int) -> None:
 def _fields(data: object) -> dict[str, Any]:
     if isinstance(data, HeteroData):
         raise DataError(
-            "a graph with one kind of vertex (torch_geometric.data.Data) was expected",
-            f"this is a HeteroData with {len(data.node_types)} kinds of vertices and "
-            f"{len(data.edge_types)} kinds of edges; a partition here has one list of vertices",
+            "a graph with one kind of vertex and of edge (torch_geometric.data.Data)",
+            f"a HeteroData with {len(data.node_types)} kinds of vertices and {len(data.edge_types)} kinds of "
+            "edges; a partition has one list of vertices",
             hint="data.to_homogeneous(), if its kinds have the same number of features",
         )
     if not isinstance(data, Data):
         hint = "pass dataset[0]" if hasattr(data, "__getitem__") and hasattr(data, "__len__") else ""
-        raise DataError(
-            "a torch_geometric.data.Data was expected", f"this is a {type(data).__name__}", hint=hint
-        )
+        raise DataError("a torch_geometric.data.Data", f"a {type(data).__name__}", hint=hint)
     given = data.to_dict()
     if "self" in given:  # neither Data(...) nor forward(...) could take it as a keyword
         raise DataError(
-            "an attribute of the data is called as an argument may be",
-            "one is called self",
+            "attributes of the data with names that an argument may have",
+            "the name self",
             where="data.self",
         )
     return {name: unboxed(value) for name, value in given.items()}
@@ -160,14 +158,12 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
     edge_index, adjacency = given.get("edge_index"), given.pop("adj_t", None)
     if edge_index is None and adjacency is None:
         raise DataError(
-            "a graph needs edges",
-            "this Data has neither edge_index nor adj_t",
+            "a graph with edges",
+            "a Data with neither edge_index nor adj_t",
             hint="set data.edge_index, 2 x E",
         )
     if edge_index is None and not is_sparse(adjacency):
-        raise DataError(
-            "adj_t must be a sparse matrix", f"it is a {type(adjacency).__name__}", where="data.adj_t"
-        )
+        raise DataError("adj_t to be a sparse matrix", f"a {type(adjacency).__name__}", where="data.adj_t")
     if edge_index is None or is_sparse(edge_index):
         edge_index, along = taken_apart(adjacency if edge_index is None else edge_index, given)
         given.update(along)
@@ -177,15 +173,15 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         turned = edge_index.dim() == 2 and edge_index.size(1) == 2
         raise DataError(
-            "edge_index must have the shape [2, E]",
-            f"it has {list(edge_index.shape)}",
+            "edge_index to have the shape [2, E]",
+            f"{list(edge_index.shape)}",
             where="data.edge_index",
             hint="data.edge_index.t().contiguous()" if turned else "",
         )
     if edge_index.dtype not in _INTEGERS and edge_index.numel() > 0:
         raise DataError(
-            "edge_index must hold whole numbers (torch.int64)",
-            f"it holds {edge_index.dtype}",
+            "edge_index to hold whole numbers (torch.int64)",
+            f"{edge_index.dtype}",
             where="data.edge_index",
             hint="data.edge_index.long()",
         )
@@ -211,9 +207,7 @@ def _rows(name: str, value: Any) -> int:
     try:
         return int(value.size(0)) if callable(getattr(value, "size", None)) else len(value)
     except (TypeError, IndexError):
-        raise DataError(
-            f"{name} must have a row a vertex", f"it is {value!r}", where=f"data.{name}"
-        ) from None
+        raise DataError(f"{name} to have a row a vertex", f"{value!r}", where=f"data.{name}") from None
 
 
 MOST_VERTICES = 2**36
@@ -232,13 +226,13 @@ def check_count(count: Any) -> int:
         value, whole = int(value), True
     if not whole:
         shown = f"an array of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
-        raise DataError("num_nodes must be one whole number", f"it is {shown}", where="data.num_nodes")
+        raise DataError("num_nodes to be one whole number", shown, where="data.num_nodes")
     if value < 1:
-        raise DataError("a graph needs at least one vertex", f"it has {value}")
+        raise DataError("a graph with at least one vertex", f"{value}")
     if value > MOST_VERTICES:
         raise DataError(
-            f"a graph has at most {MOST_VERTICES:,} vertices",
-            f"num_nodes is {value:.3g}",
+            f"a graph with at most {MOST_VERTICES:,} vertices",
+            f"num_nodes = {value:.3g}",
             where="data.num_nodes",
         )
     return int(value)
@@ -251,12 +245,12 @@ def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
     rows = numbers_of("x", x)
     if rows.dim() == 0 or rows.size(0) != num_nodes:
         raise DataError(
-            f"x must have a row for each of {num_nodes:,} vertices",
-            f"it has {rows.size(0) if rows.dim() else 0:,}",
+            f"x to have a row for each of {num_nodes:,} vertices",
+            f"{rows.size(0) if rows.dim() else 0:,}",
             where="data.x",
         )
     if rows.is_complex():
-        raise DataError("features must be real numbers", f"x holds {rows.dtype}", where="data.x")
+        raise DataError("features to be real numbers", f"{rows.dtype}", where="data.x")
     _finite("x", rows)
     return rows.contiguous()
 
@@ -272,9 +266,9 @@ def _finite(name: str, value: Tensor) -> None:
     bad = (~value.isfinite()).nonzero()
     first = bad[0].tolist()
     raise DataError(
-        f"{name} must hold finite numbers",
-        f"{name}[{', '.join(map(str, first))}] (row {first[0]}) is {value[tuple(first)].item()}, "
-        f"and so are {len(bad) - 1:,} other entries",
+        f"{name} to hold finite numbers",
+        f"{value[tuple(first)].item()} in row {first[0]} ({name}[{', '.join(map(str, first))}]), "
+        f"and {len(bad) - 1:,} more such entries",
         where=f"data.{name}",
     )
 
@@ -283,8 +277,8 @@ def _rows_of_labels(y: Any, num_nodes: int) -> Tensor:
     rows = numbers_of("y", y)
     if rows.dim() == 0 or rows.size(0) != num_nodes or not rows.numel():
         raise DataError(
-            f"y must have a row for each of {num_nodes:,} vertices",
-            f"its shape is {list(rows.shape)}",
+            f"y to have a row for each of {num_nodes:,} vertices",
+            f"shape {list(rows.shape)}",
             where="data.y",
         )
     return rows.contiguous()
@@ -293,8 +287,8 @@ def _rows_of_labels(y: Any, num_nodes: int) -> Tensor:
 def _edge_values(name: str, value: Tensor, num_edges: int) -> Tensor:
     if value.dim() == 0 or value.size(0) != num_edges:
         raise DataError(
-            f"{name} must have a row for each of {num_edges:,} edges",
-            f"it has {value.size(0) if value.dim() else 0:,}",
+            f"{name} to have a row for each of {num_edges:,} edges",
+            f"{value.size(0) if value.dim() else 0:,}",
             where=f"data.{name}",
         )
     _finite(name, value)

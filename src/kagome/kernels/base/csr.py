@@ -193,8 +193,8 @@ class Structure:
     def _fits(self) -> None:
         if max(self.whole, self.edges) > LARGEST:
             raise DataError(
-                f"a part may have {LARGEST} rows and as many edges",
-                f"this one has {self.whole} rows and {self.edges} edges",
+                f"a part of at most {LARGEST} rows and as many edges",
+                f"{self.whole} rows and {self.edges} edges",
                 hint="more parts: --parallel.graph",
             )
         # Kernels do not check bounds: an index past the end would read other memory.
