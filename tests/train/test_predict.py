@@ -102,7 +102,7 @@ def test_a_run_s_own_loss_is_named_and_not_replaced_by_the_default(tmp_path, mon
 def test_without_labels_nothing_is_trained_or_evaluated():
     with Trainer(Gcn().double(), unlabelled(), train=settings(), report=QUIET) as trainer:
         for call in (trainer.fit, trainer.evaluate):
-            with pytest.raises(DataError, match=r"needs labels \(data.y\), but the data has none"):
+            with pytest.raises(DataError, match=r"labels \(data.y\) to train by; got data without them"):
                 call()
         assert trainer.predict().shape == (200, 4)
 
