@@ -274,7 +274,7 @@ def test_columns_beyond_the_classes_are_never_scored_unasked(extra):
     out = torch.cat([torch.randn(N, C), 100 + torch.randn(N, extra)], 1)
     settings = Train()
     objective = objective_of(own_loss, labels_of(y), settings, N)
-    with pytest.raises(ModelError, match=rf"5 columns for(.|\n)*got {C + extra} from the model(.|\n)*metric-columns"):
+    with pytest.raises(ModelError, match=rf"5 columns for(.|\n)*got {C + extra} from(.|\n)*metric-columns"):
         metric_of("accuracy", objective, settings).check(out)
     guess = metric_of(None, objective, settings)
     guess.check(out)

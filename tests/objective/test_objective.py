@@ -236,7 +236,7 @@ def test_further_arguments_of_a_loss_are_attributes_of_the_data(loss, inputs, at
 
 
 def test_an_argument_that_the_data_has_not():
-    with pytest.raises(ConfigError, match=r"an attribute of the data for loss\(out, y, w\)(.|\n)*loss_inputs="):
+    with pytest.raises(ConfigError, match=r"attribute of the data for loss\(out, y, w\)(.|\n)*loss_inputs="):
         made(called_otherwise, classes())
     with pytest.raises(ConfigError, match="loss_inputs: 'nothing'"):
         made(weighted, classes(), inputs={"weight": "nothing"}, nodes=("y", "weight"))

@@ -446,8 +446,8 @@ class Objective:
         )
         raise ConfigError(
             "loss(out, y) to give a value a row, or their sum",
-            f"{float(whole.detach()):.6g} for {count} rows, {float(parts.detach()):.6g} for {first.stop} and the "
-            f"other {count - first.stop}: it averages over the rows of one rank",
+            f"{float(whole.detach()):.6g} for {count} rows, {float(parts.detach()):.6g} for {first.stop} and "
+            f"the other {count - first.stop}: it averages over the rows of one rank",
             where=where,
             hint=way,
         )
