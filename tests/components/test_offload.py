@@ -136,7 +136,7 @@ def test_host_memory_is_where_a_cpu_s_are_already(ranks: Callable[..., list]) ->
 def test_layers_that_run_again_have_nothing_to_move() -> None:
     cut = Parallel(activations="disk")
     with (
-        pytest.raises(ConfigError, match="recompute=True lets them save nothing"),
+        pytest.raises(ConfigError, match="recompute=True, which lets them save nothing"),
         Trainer(model("gcn"), graph(), parallel=cut, train=settings(), report=QUIET, recompute=True),
     ):
         pass

@@ -343,7 +343,7 @@ def test_one_rank_trains_forward_derivatives_of_layers(checks: bool) -> None:
 
 
 def test_a_model_that_fails_on_a_part_only_is_told_so_with_the_layer() -> None:
-    with pytest.raises(ModelError, match="runs on a part") as caught:
+    with pytest.raises(ModelError, match="to run on a part") as caught:
         check(Net(Apply(only_whole)), data())
     assert caught.value.where.startswith("middle")
 
@@ -351,7 +351,7 @@ def test_a_model_that_fails_on_a_part_only_is_told_so_with_the_layer() -> None:
 def test_a_model_that_cannot_be_copied_is_told_so() -> None:
     model = Net(nn.Identity())
     model.generator = (row for row in range(3))
-    with pytest.raises(ModelError, match="cannot be copied"):
+    with pytest.raises(ModelError, match="a copy of the model for the check; got TypeError"):
         check(model, data())
 
 

@@ -239,14 +239,14 @@ class _Want:
 
     def text(self, *, recomputes: bool) -> str:
         """Return a warning as one sentence."""
-        return f"memory: expected {self.expected}; got {bytes_text(self.left)}: try {_less(recomputes)}"
+        return f"memory: expected {self.expected}; got {bytes_text(self.left)} left: try {_less(recomputes)}"
 
     def refusal(self, parallel: config.Parallel, *, recomputes: bool) -> ModelError:
         """Return the warning as an error."""
         stage = self.full // ((parallel.graph or 1) * parallel.tensor)
         return ModelError(
             f"memory of {self.expected}",
-            f"{bytes_text(self.left)}",
+            f"{bytes_text(self.left)} left",
             where=f"the fullest is rank {self.full}" + (f", stage {stage}" if parallel.pipe > 1 else ""),
             hint=f"{_less(recomputes)}; --train.no-check tries it all the same",
         )
