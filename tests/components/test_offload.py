@@ -97,7 +97,7 @@ def test_files_have_no_name_and_a_full_disk_is_told(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(offload.os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"wrote 256,000 bytes(.|\n)*free(.|\n)*TMPDIR"):
+    with pytest.raises(ConfigError, match=r"256,000 bytes of room in(.|\n)*free(.|\n)*TMPDIR"):
         _InFile(torch.randn(ROWS, 32), str(tmp_path))
 
 

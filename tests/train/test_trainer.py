@@ -278,7 +278,7 @@ def test_an_output_of_the_wrong_shape(what, words):
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_spoilt():
     mine = Gives(lambda out: out * math.inf)
-    with pytest.raises(ModelError, match="the loss is nan") as caught:
+    with pytest.raises(ModelError, match="a finite loss; got nan") as caught:
         trained(mine)
     assert "epoch 1" in str(caught.value)
     assert all(p.isfinite().all() for p in mine.parameters())

@@ -148,7 +148,7 @@ class RecordedRows:
             return value
         then = self._tape[self._place][0] if self._place < len(self._tape) else "nothing"
         if then != what:
-            raise _differs(f"{what}, after {then} the first time")
+            raise _differs(f"{what}, and {then} the first time")
         self._place += 1
         return self._tape[self._place - 1][1]  # type: ignore[no-any-return]
 
