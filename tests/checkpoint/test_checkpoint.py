@@ -276,7 +276,7 @@ def test_a_run_saved_between_evaluations_ends_with_its_best_epoch_s_weights(tmp_
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no whole one"):
+    with pytest.raises(CheckpointError, match="got none that is whole"):
         trained(Channel(None, "cpu"), None, EPOCHS, str(tmp_path))
 
 

@@ -376,7 +376,7 @@ def test_a_run_says_so_in_one_sentence(tmp_path):
         trainer.fit(1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
         try:
-            with pytest.raises(CheckpointError, match=r"cannot be: .*the last whole one is .*epoch-000001"):
+            with pytest.raises(CheckpointError, match=r"to be written to .*; got .*the last whole one is .*epoch-000001"):
                 trainer.fit(3)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -397,7 +397,7 @@ def test_a_scheduler_that_cannot_be_saved_is_refused_before_the_first_epoch(tmp_
             if out is None:
                 trainer.fit(1)
                 continue
-            with pytest.raises(CheckpointError, match=r"in the scheduler's state_dict a builtins\.object"):
+            with pytest.raises(CheckpointError, match=r"a builtins\.object .* in the scheduler's state_dict"):
                 trainer.fit(1)
             assert trainer.epoch == 0
 

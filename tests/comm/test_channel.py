@@ -340,7 +340,7 @@ def test_a_late_peer_is_named_with_what_it_did(ranks, world, how):
     late = [text for text in texts if "nothing within 1 s" in text]
     assert late
     for text in late:
-        assert "for rank 1, which was last seen in 'epoch 2: optimizer'" in text
+        assert "by rank 1, which was last seen in 'epoch 2: optimizer'" in text
         assert "train.timeout" in text
 
 

@@ -361,7 +361,7 @@ def test_a_plan_that_is_no_file(plan: Any) -> None:
 
 
 def test_a_setting_that_load_does_not_know() -> None:
-    with pytest.raises(ConfigError, match="was given 'foo'"):
+    with pytest.raises(ConfigError, match="got 'foo'"):
         kagome.load("digits", foo=1)
     with pytest.raises(ResourceError, match="projected to 1,000,000,000 columns"):
         kagome.load("sbm:vertices=50", project=10**9)

@@ -416,11 +416,11 @@ def test_ranks_that_would_train_by_different_rules_are_refused(ranks):
     """Nobody noticed, and the weights of ranks went apart."""
     words = [
         "param_groups[0]['lr']: 0.1 on rank 0 and 0.2 on rank 1",
-        "the optimizer is SGD on rank 0 and Adam on rank 1",
+        "the optimizer: SGD on rank 0 and Adam on rank 1",
         "the scheduler: ExponentialLR on rank 0 and none on rank 1",
         "the scheduler's step_size: 5 on rank 0 and 6 on rank 1",
         "on rank 0 and 0.",  # the rate, once both have stepped
-        "the loss of made-up rows is",
+        "the loss of made-up rows: ",
         "the loss is python:",
         "the loss is 'mse' on rank 0 and python:",
         "the metric is python:",

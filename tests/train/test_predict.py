@@ -207,7 +207,7 @@ def test_the_command_scores_another_graph(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--checkpoint", "nowhere", "--out", "a.npz"), "there is no nowhere"),
+        (("--checkpoint", "nowhere", "--out", "a.npz"), "got no such file or folder: nowhere"),
         (("--checkpoint", ".", "--out", "a.csv"), "--out to be a .npz or .npy file"),
         (("--checkpoint", ".", "--out", "no/such/a.npz"), "--out to be a .npz or .npy file"),
         (("--checkpoint", ".", "--out", "a.npz"), "there is no whole one"),

@@ -131,7 +131,7 @@ def test_a_layer_that_mixes_rows_is_named(name: str) -> None:
         assert result.first is not None
         assert result.first.kind == "output"
         assert result.first.error > 1e3 * TOLERANCE[torch.float64]
-        with pytest.raises(CheckError, match=r"the output of middle differs"):
+        with pytest.raises(CheckError, match=r"the output of middle, which differs"):
             result.raise_if_different()
         assert "differ first at middle (output)" in result.text()
         named = result.first.name
