@@ -297,7 +297,7 @@ class Typo(Notes):
     ("given", "said"),
     [
         ([object()], "a callback with some of on_fit_start, .*; got none of them"),
-        ([Typo()], "but it has on_epoch_ended"),
+        ([Typo()], "got on_epoch_ended"),
         ([Notes], "objects in callbacks=.*; got the class Notes"),
         (Notes(), "callbacks=.* to be a list of objects; got Notes"),
     ],
@@ -421,9 +421,9 @@ def test_ranks_that_would_train_by_different_rules_are_refused(ranks):
         "the scheduler's step_size: 5 on rank 0 and 6 on rank 1",
         "on rank 0 and 0.",  # the rate, once both have stepped
         "the loss of made-up rows: ",
-        "the loss is python:",
-        "the loss is 'mse' on rank 0 and python:",
-        "the metric is python:",
+        "the loss: python:",
+        "the loss: 'mse' on rank 0 and python:",
+        "the metric: python:",
         "param_groups[0]['lr']: 0.1 on rank 0 and 1.1 on rank 1",
     ]
     for found in ranks(2, unlike):

@@ -84,7 +84,7 @@ def test_a_child_that_dies_is_told(ranks, makers):
     found = ranks(2, taken, config.Data(name="python:makers_of_data:dies"), makers)
     assert found[0] == found[1]
     assert found[0][0] == "PartitionError"
-    assert "to end with 0; got 9" in found[0][2]
+    assert found[0][2] == "code 9"
 
 
 def in_folder(channel: Channel, folder: str) -> tuple:

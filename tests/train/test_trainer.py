@@ -268,7 +268,7 @@ class Gives(nn.Module):
         (lambda out: (out, out), "got tuple"),
         (lambda out: out.sum(), r"got shape \(\)"),
         (lambda out: out[:, :3], r"to give 4 columns, one a class; got an output of shape \[\d+, 3\]"),
-        (lambda out: out[:, 0], r"4 columns.*the shape \[\d+\]"),
+        (lambda out: out[:, 0], r"4 columns.*got an output of shape \[\d+\]"),
     ],
 )
 def test_an_output_of_the_wrong_shape(what, words):

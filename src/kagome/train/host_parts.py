@@ -163,8 +163,8 @@ class HostParts:
             return kind(expected, got, where=where, hint=hint)
         except (IndexError, ValueError):
             return PartitionError(
-                "the process that loads and cuts the graph to end with 0",
-                f"{done.returncode}",
+                "the process that loads and cuts the graph to end with code 0",
+                f"code {done.returncode}",
                 hint="see its message above; with too little memory, kagome partition on a larger machine",
             )
 
