@@ -176,7 +176,7 @@ def test_an_adjacency_of_another_type_than_the_weights(layout: str) -> None:
     edges, values = small().edge_index, torch.full((2 * N,), 2.0)
     matrix = torch.sparse_coo_tensor(edges, values, (N, N)).coalesce()
     given = small(x=small().x.double(), edge_index=matrix if layout == "coo" else matrix.to_sparse_csr())
-    with pytest.raises(ModelError, match="forward runs on the data"):
+    with pytest.raises(ModelError, match="forward to run on the data"):
         trained(pyg.SAGEConv(4, 3).double(), given)
 
 
