@@ -344,5 +344,5 @@ class Listed(nn.Module):
 
 
 def test_a_layer_that_does_otherwise_the_second_time_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(ModelError, match=r"greatest .* and total forward the first time"):
+    with pytest.raises(ModelError, match=r"greatest .* and total forward .* the first time"):
         ranks(2, train, Listed, sample_graph(1), random_owner(30, 2), True)
