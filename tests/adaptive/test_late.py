@@ -414,4 +414,4 @@ def test_a_run_that_fails_tells_of_all_epochs_that_ended(ranks: Any, tmp_path: P
     for epochs, said in told:
         assert epochs == lines
         assert len(epochs) >= 3
-        assert f"the loss is nan (epoch {len(epochs) + 1})" in said
+        assert f"got nan (epoch {len(epochs) + 1})" in said

@@ -207,7 +207,7 @@ def damage(folder: Path, how: str) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_damaged_checkpoint_is_named(ranks, run, how, world):
     damage(run, how)
-    with pytest.raises(CheckpointError, match=r"epoch-000007, but it is damaged: \S+"):
+    with pytest.raises(CheckpointError, match=r"epoch-000007; got a damaged one: \S+"):
         ranks(world, trained, str(run), EPOCHS, str(run))
 
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_of_another_model(run):
 
 
 def test_a_checkpoint_of_another_seed(run):
-    with pytest.raises(CheckpointError, match=r"seed 5 was to go on, but the checkpoint has seed 0"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint with seed 5, for this run to go on; got seed 0"):
         trained(Channel(None, "cpu"), None, EPOCHS, str(run), seed=5)
 
 
@@ -261,7 +261,7 @@ def writes_what_cannot_be(channel: Channel, folder: str) -> str:
 
 def test_a_state_that_cannot_be_written_ends_all_ranks(ranks, run):
     for found in ranks(2, writes_what_cannot_be, str(run)):
-        assert "a builtins.function is no plain data; the last whole one is" in found
+        assert "a builtins.function instead of plain data; the last whole one is" in found
     assert latest(run).name == f"epoch-{SAVED:06d}"
 
 
@@ -276,7 +276,7 @@ def test_a_run_saved_between_evaluations_ends_with_its_best_epoch_s_weights(tmp_
 
 
 def test_no_checkpoint_at_all(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no whole one"):
+    with pytest.raises(CheckpointError, match="got none that is whole"):
         trained(Channel(None, "cpu"), None, EPOCHS, str(tmp_path))
 
 

@@ -116,6 +116,6 @@ def test_a_selection_among_other_rows_is_refused():
     make = lambda: Skip(0.1, 2, Codec("none"))  # noqa: E731
     assert known.selection(("a", 0), 3, make, (4, 5)) is not None
     with pytest.raises(
-        CheckpointError, match=r"among 6 rows of a site was to go on, but the checkpoint's comes|table has 5"
+        CheckpointError, match=r"among 6 rows of a site; got 5 rows in the checkpoint's (comes|table)"
     ):
         known.selection(("b", 0), 3, make, (4, 6))

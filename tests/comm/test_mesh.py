@@ -74,7 +74,7 @@ def test_ranks_that_never_come_are_told(monkeypatch):
     for name, value in zip(LAUNCHED, ("1", "2", "127.0.0.1", "1"), strict=False):
         monkeypatch.setenv(name, value)
     with (
-        pytest.raises(CommError, match=r"rank 1 was to meet 1 other ranks at 127.0.0.1:1"),
+        pytest.raises(CommError, match=r"rank 1 to meet 1 other ranks at 127.0.0.1:1"),
         open_mesh(timeout=1),
     ):
         pass
@@ -199,8 +199,8 @@ def loses(channel: Channel) -> str:
 @pytest.mark.slow
 def test_peers_of_a_stage_are_named_as_ranks_of_the_world(ranks):
     texts = ranks(4, loses, spoils=True)
-    assert texts[0].startswith("rank 0 waited in 'halo' for rank 1")
-    assert texts[3].startswith("rank 3 waited in 'rows' for rank 1")
+    assert texts[0].startswith("expected rank 0 to be answered in 'halo' by rank 1")
+    assert texts[3].startswith("expected rank 3 to be answered in 'rows' by rank 1")
 
 
 def join_both() -> tuple[int, int, float]:

@@ -114,7 +114,7 @@ def test_records_bring_the_records_in_their_fields():
     found = crossed(outer, Outer)
     assert (found.inner, found.pairs) == (outer.inner, outer.pairs)
     assert torch.equal(found.by_name["x"], torch.ones(2))
-    with pytest.raises(ObjectError, match="Outer is no plain data"):
+    with pytest.raises(ObjectError, match="Outer instead of plain data"):
         to_bytes(outer)
     with pytest.raises(ObjectError, match="no record 'Outer' was expected"):
         from_bytes(to_bytes(outer, [Outer]), [Pair])
@@ -126,7 +126,7 @@ def test_errors_cross_as_the_leaf_they_are():
 
     found = crossed(EchoError("a", "b", where="c", hint="d"))
     assert type(found) is ModelError
-    assert (found.asked, found.found, found.where, found.hint) == ("a", "b", "c", "d")
+    assert (found.expected, found.got, found.where, found.hint) == ("a", "b", "c", "d")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_errors_cross_as_the_leaf_they_are():
     ],
 )
 def test_what_is_no_plain_data_is_not_written(value):
-    with pytest.raises(ObjectError, match="is no plain data"):
+    with pytest.raises(ObjectError, match="instead of plain data"):
         to_bytes({"deep": [value]})
 
 
@@ -221,7 +221,7 @@ def test_a_pickle_of_a_peer_is_refused_and_does_not_run(ranks, tmp_path):
     assert mark.exists()  # it would
     mark.unlink()
     found = ranks(2, sends_a_pickle, str(mark))[0]
-    assert "rank 0 expects plain data from rank 1 in 'names', but what came cannot be read" in found
+    assert "plain data for rank 0 from rank 1 in 'names'; got bytes that cannot be read" in found
     assert not mark.exists()
 
 

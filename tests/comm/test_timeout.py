@@ -78,7 +78,7 @@ def test_a_master_port_that_never_speaks_is_given_up_after_the_time_limit(monkey
             monkeypatch.setitem(os.environ, name, value)
         begun = time.monotonic()
         with (
-            pytest.raises(CommError, match=f"was to meet 1 other ranks at 127.0.0.1:{port}"),
+            pytest.raises(CommError, match=f"to meet 1 other ranks at 127.0.0.1:{port}"),
             open_mesh(timeout=2.0),
         ):
             pass

@@ -102,7 +102,7 @@ def test_a_rank_never_seen(two):
 def test_what_ends_a_rank_is_told_to_those_who_wait_for_it(two):
     first, second, _ = two
     assert second.told() is None
-    first.tell(CommError("rank 0 waited", "the connection was closed"))  # an echo of another's fault
+    first.tell(CommError("an answer", "a closed connection"))  # an echo of another's fault
     first.tell(ValueError("a fault of the user's own"))
     assert second.told() is None
     first.tell(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))

@@ -118,8 +118,8 @@ def too_late(channel: Channel) -> str:
 
 def test_a_peer_that_begins_too_late_is_named(ranks):
     text, _ = ranks(2, too_late, spoils=True)
-    assert text.startswith("rank 0 waited in 'sum of gradients, epoch 3' for rank 1")
-    assert "nothing came within 1 s" in text
+    assert text.startswith("expected rank 0 to be answered in 'sum of gradients, epoch 3' by rank 1")
+    assert "nothing within 1 s" in text
 
 
 def gives_up(channel: Channel) -> float:

@@ -177,7 +177,7 @@ def refused(channel: Channel) -> str:
 def test_one_that_begins_to_be_visited_twice_is_refused(ranks):
     """Its sum would be on its way with half of it."""
     for text in ranks(2, refused, spoils=True):
-        assert "it came twice to one of shape [3" in text
+        assert "got twice to one of shape [3" in text
         assert "--model.recompute" in text
 
 

@@ -88,6 +88,9 @@ def test_an_attribute_that_cannot_be_given_is_refused_where_forward_asks_for_it(
         def forward(self, x, edge_index, other=None):
             return x
 
-    with pytest.raises(ModelError, match=r"given attributes of the data by name, but data\.other is a dict"):
+    with pytest.raises(
+        ModelError,
+        match=r"given attributes of the data by name; got one that it cannot be given: data\.other is a dict",
+    ):
         asks(Mine(), part, {"y"})
     assert "not given to any model: data.other is a dict" in asks(GCN(3, 4, 2), part, {"y"})[0]

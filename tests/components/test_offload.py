@@ -97,7 +97,7 @@ def test_files_have_no_name_and_a_full_disk_is_told(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(offload.os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"wrote 256,000 bytes(.|\n)*free(.|\n)*TMPDIR"):
+    with pytest.raises(ConfigError, match=r"256,000 bytes of room in(.|\n)*free(.|\n)*TMPDIR"):
         _InFile(torch.randn(ROWS, 32), str(tmp_path))
 
 
@@ -136,7 +136,7 @@ def test_host_memory_is_where_a_cpu_s_are_already(ranks: Callable[..., list]) ->
 def test_layers_that_run_again_have_nothing_to_move() -> None:
     cut = Parallel(activations="disk")
     with (
-        pytest.raises(ConfigError, match="recompute=True lets them save nothing"),
+        pytest.raises(ConfigError, match="recompute=True, which lets them save nothing"),
         Trainer(model("gcn"), graph(), parallel=cut, train=settings(), report=QUIET, recompute=True),
     ):
         pass

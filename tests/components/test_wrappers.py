@@ -108,4 +108,4 @@ def shards(channel: Channel) -> str:
 
 def test_a_model_in_shards_is_refused_by_name(ranks):
     for said in ranks(2, shards):
-        assert "its weights lie in pieces on the ranks (the model: FSDPModule)" in said
+        assert "weights that lie in pieces on the ranks (the model: FSDPModule)" in said

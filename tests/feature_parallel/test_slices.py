@@ -214,9 +214,9 @@ def by_pyg(channel: Channel) -> str:
 
 def test_what_would_leave_no_slices_is_refused(ranks: Callable[..., list]) -> None:
     for text in ranks(2, by_pyg):
-        assert "model.fast=False leaves them out" in text
+        assert "model.fast=False, which leaves them out" in text
     for text in ranks(2, refused, {}, {"amp": "bf16"}):
-        assert "train.amp='bf16' has none on a CPU" in text
+        assert "train.amp='bf16', without any on a CPU" in text
 
 
 def recomputed(channel: Channel, cut: dict[str, Any]) -> list[float | None]:

@@ -98,7 +98,7 @@ def test_no_row_is_sent_twice(ranks: Callable[..., list], name: str) -> None:
 
 def test_a_bound_that_one_vertex_does_not_fit_is_refused() -> None:
     edges = torch.stack([torch.arange(50), torch.zeros(50, dtype=torch.long)])
-    with pytest.raises(ConfigError, match=r"the in-edges of one vertex, with 4 columns, need"):
+    with pytest.raises(ConfigError, match=r"GiB for the in-edges of one vertex, with 4 columns"):
         chunks_of(slicing(edges, 50), 4, 8, WorkingMemory(), 1000)
 
 

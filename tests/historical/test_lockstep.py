@@ -112,7 +112,7 @@ def test_what_a_settlement_raises_reaches_the_caller():
 @pytest.mark.parametrize("meetings", [[2, 1], [1, 2], [0, 1], [3, 3, 1], [0, 0, 2]])
 def test_chunks_that_meet_another_number_of_times_are_refused(meetings):
     log = Log(meetings)
-    with pytest.raises(ModelError, match=r"chunk \d does, and chunk \d does not \(place\)"):
+    with pytest.raises(ModelError, match=r"a place of chunk \d that chunk \d does not come to \(place\)"):
         run(log.lockstep, range(len(meetings)))
     log.lockstep.close()
 
@@ -123,7 +123,7 @@ def test_chunks_that_meet_at_unlike_places_are_refused(place):
     lockstep = Lockstep(
         [lambda at=at: lockstep.meet(at, partial(settled.append, "")) for at in (HERE, place)]
     )
-    words = r"chunk 0 does, and chunk 1 does not \(here(; there)?\)"
+    words = r"a place of chunk 0 that chunk 1 does not come to \(here(; there)?\)"
     with pytest.raises(ModelError, match=words):
         run(lockstep, [0, 1])
     lockstep.close()

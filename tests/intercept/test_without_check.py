@@ -62,7 +62,7 @@ def outcome(name: str) -> str:
         try:
             found = check(ByHand(body, **modules), graph(), parts=2)
         except ModelError as error:
-            part = error.expected == "the model runs on a part of the graph as it runs on the whole"
+            part = error.expected == "the model to run on a part of the graph as it runs on the whole"
             return "fails" if part else "refused"
     return "wrong" if found.first is not None else "equal"
 

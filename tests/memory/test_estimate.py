@@ -384,13 +384,13 @@ def test_too_little_memory_is_said_with_both_numbers(monkeypatch: pytest.MonkeyP
     assert len(warned(monkeypatch, None)) == 1
     note, warning = warned(monkeypatch, 2000)
     assert note.startswith("memory: about ")
-    assert " more, and 2.00 kB are left: try more ranks" in warning
+    assert "; got 2.00 kB left: try more ranks" in warning
     assert "--model.recompute" in warning
     assert "--model.recompute" not in warned(monkeypatch, 2000, recompute=True)[1]
 
 
 def test_far_too_little_memory_ends_a_run_before_its_first_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelError, match=r"will want at least .* more, but 2.00 kB are left") as refused:
+    with pytest.raises(ModelError, match=r"memory of at least .* more for .*; got 2.00 kB left") as refused:
         warned(monkeypatch, 2000, check=True)
     assert "the fullest is rank 0)" in str(refused.value)
     assert "--train.no-check tries it all the same" in str(refused.value)
@@ -424,7 +424,7 @@ def test_a_place_s_ranks_are_counted_together() -> None:
     each = [MemoryByKind(weights=1000, features=1000, activations=size) for size in (60, 90, 60)]
     (want,) = admission._too_much(each, offers)
     said = want.text(recomputes=False)
-    assert said.startswith("memory: 2 ranks on a will want at least 120 B more, and 100 B are left")
+    assert said.startswith("memory: expected at least 120 B more for 2 ranks on a; got 100 B left")
 
 
 def test_the_optimizer_is_known_by_its_class() -> None:

@@ -201,7 +201,7 @@ def test_a_loss_that_keeps_state_is_called_as_often_as_in_plain_pytorch(ranks, w
         for name, values in expected.items():
             if "pipe" in parallel and name != "it writes to out":
                 way = "once for each chunk" if parallel is PIPE else "on the last stage alone"
-                assert f"it is called {way}" in found[name], name
+                assert f"a loss that is called {way}" in found[name], name
             else:
                 assert found[name] == pytest.approx(values, rel=1e-9), name
         if world == 1 or "pipe" in parallel:
@@ -209,7 +209,7 @@ def test_a_loss_that_keeps_state_is_called_as_often_as_in_plain_pytorch(ranks, w
         if world == 1:
             assert found["a running mean"] == pytest.approx(by_hand(Running()), rel=1e-9)
         else:
-            assert "tells of the rows that it was given" in found["a running mean"]
+            assert "depends on the rows that it was given" in found["a running mean"]
 
 
 def test_what_a_call_changes_is_put_back():
@@ -255,9 +255,13 @@ def without(channel: Channel, parallel: dict[str, Any]) -> list[str]:
 def test_what_has_no_gradient_is_refused_before_it_trains_nothing(ranks, world, parallel):
     for said in ranks(world, without, parallel):
         for text in said[:3]:
-            assert text.startswith("ConfigError: loss(out, y) has a gradient by the model's output, but ")
+            assert text.startswith(
+                "ConfigError: expected loss(out, y) to have a gradient by the model's output; got a "
+            )
         for text in said[3:]:
-            assert text.startswith("ModelError: the model's output has a gradient by its weights, but ")
+            assert text.startswith(
+                "ModelError: expected the model's output to have a gradient by its weights; got an "
+            )
 
 
 def test_a_loss_of_weights_alone_trains_them():
@@ -282,7 +286,7 @@ OTHER = nn.Linear(2, 2)
     [
         (
             {"optimizer": lambda params: torch.optim.SGD(OTHER.parameters(), lr=0.1)},
-            "SGD holds 2, none of them the model's",
+            "SGD with 2, none of them the model's",
         ),
         (
             {
@@ -290,9 +294,9 @@ OTHER = nn.Linear(2, 2)
                     torch.optim.SGD(OTHER.parameters(), lr=0.1), 1
                 )
             },
-            "StepLR turns those of another SGD",
+            "StepLR of another SGD",
         ),
-        ({"scheduler": lambda optimizer: optimizer}, "it gave the optimizer itself"),
+        ({"scheduler": lambda optimizer: optimizer}, "the optimizer itself"),
     ],
 )
 def test_what_would_turn_another_optimizer_is_refused(given, words):

@@ -189,9 +189,9 @@ ALONE = Channel(None, "cpu")
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        (lambda out, y: (out - y).abs(), r"a value a row: 101, but it gave the shape \[101, 3\]"),
-        (lambda out, y: (out - y).abs().mean(), r"it gave the shape \[\]"),
-        (lambda out, y: out @ y, "it raised RuntimeError"),
+        (lambda out, y: (out - y).abs(), r"a value a row: 101; got the shape \[101, 3\]"),
+        (lambda out, y: (out - y).abs().mean(), r"got the shape \[\]"),
+        (lambda out, y: out @ y, "got RuntimeError"),
     ],
 )
 def test_a_metric_of_one_s_own_that_is_none(own, words):
@@ -204,7 +204,7 @@ def test_a_metric_of_one_s_own_that_is_none(own, words):
 def test_a_metric_that_is_nan_chooses_no_epoch():
     out, y, _ = made("numbers")
     how = metric(lambda out, y: (out - y).sum(1) * NAN, "numbers", y)
-    with pytest.raises(ModelError, match="val vertices is a number, but it is nan"):
+    with pytest.raises(ModelError, match="val vertices to be a number; got nan"):
         how.scores(out, how.objective.target({"y": y}, slice(None)), {"val": torch.ones(N) > 0}, ALONE, "")
 
 
@@ -250,8 +250,8 @@ def test_the_metric_where_none_is_named():
 @pytest.mark.parametrize(
     ("name", "loss", "y", "words"),
     [
-        ("roc_auc", None, made("multiclass")[1], "there are 5 classes"),
-        ("average_precision", None, made("multiclass")[1], "there are 5 classes"),
+        ("roc_auc", None, made("multiclass")[1], "got 5 classes"),
+        ("average_precision", None, made("multiclass")[1], "got 5 classes"),
         ("accuracy", None, made("multilabel")[1], "f1_micro"),
         ("accuracy", "mse", made("numbers")[1], "rmse, mae or r2"),
         ("f1_macro", "mse", made("numbers")[1], "rmse, mae or r2"),
@@ -274,7 +274,7 @@ def test_columns_beyond_the_classes_are_never_scored_unasked(extra):
     out = torch.cat([torch.randn(N, C), 100 + torch.randn(N, extra)], 1)
     settings = Train()
     objective = objective_of(own_loss, labels_of(y), settings, N)
-    with pytest.raises(ModelError, match=rf"scores 5 columns(.|\n)*gives {C + extra}(.|\n)*metric-columns"):
+    with pytest.raises(ModelError, match=rf"5 columns for(.|\n)*got {C + extra} from(.|\n)*metric-columns"):
         metric_of("accuracy", objective, settings).check(out)
     guess = metric_of(None, objective, settings)
     guess.check(out)
@@ -288,9 +288,9 @@ def test_columns_beyond_the_classes_are_never_scored_unasked(extra):
     found = told.scores(out, target, masks, ALONE, "scores")
     mask = masks["val"]
     assert found["val"] == pytest.approx(float((out[mask, :C].argmax(1) == y[mask]).float().mean()))
-    with pytest.raises(ModelError, match="names columns of the output"):
+    with pytest.raises(ModelError, match="to name columns of the output"):
         metric_of(None, objective, Train(metric_columns=(9,))).check(out)
-    with pytest.raises(ModelError, match="scores one tensor"):
+    with pytest.raises(ModelError, match="one tensor from the model"):
         metric_of("accuracy", objective, settings).check((out, out))
 
 
@@ -307,7 +307,7 @@ def test_a_metric_of_numbers_is_not_one_of_class_scores(name):
     _, y, _ = made("multiclass")
     for loss in (None, nn.CrossEntropyLoss(reduction="none")):
         scored = metric_of(name, objective_of(loss, labels_of(y), Train(), N), Train())
-        with pytest.raises(ModelError, match=rf"metric {name} scores 1 column, (.|\n)* gives {C}"):
+        with pytest.raises(ModelError, match=rf"1 column for the metric {name}, (.|\n)* got {C}"):
             scored.check(torch.randn(N, C))
 
 
@@ -331,7 +331,7 @@ def test_a_score_that_is_no_number_is_refused_and_no_traceback(name):
     out[3] = math.nan
     settings = Train(loss="mse" if numbers else "auto")
     how = metric_of(name, objective_of(None, labels_of(y), settings, N), settings)
-    with pytest.raises(ModelError, match=f"{name} of the val vertices is a number, but it is nan"):
+    with pytest.raises(ModelError, match=f"{name} of the val vertices to be a number; got nan"):
         how.scores(out, how.objective.target({"y": y}, slice(None)), {"val": y == y}, ALONE, "scores")
 
 
@@ -352,7 +352,7 @@ def test_an_own_metric_of_no_vertices_is_none_and_one_that_fails_is_said():
     found = how.scores(out, target, {"val": y >= 0, "test": y < 0}, ALONE, "scores")
     assert found == {"val": N / (N - 1), "test": None}
     one = torch.arange(N) == 4
-    with pytest.raises(ConfigError, match="it raised ZeroDivisionError"):
+    with pytest.raises(ConfigError, match="got ZeroDivisionError"):
         how.scores(out, target, {"val": one}, ALONE, "scores")
 
 

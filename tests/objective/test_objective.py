@@ -236,7 +236,7 @@ def test_further_arguments_of_a_loss_are_attributes_of_the_data(loss, inputs, at
 
 
 def test_an_argument_that_the_data_has_not():
-    with pytest.raises(ConfigError, match=r"loss\(out, y, w\) takes attributes(.|\n)*loss_inputs="):
+    with pytest.raises(ConfigError, match=r"attribute of the data for loss\(out, y, w\)(.|\n)*loss_inputs="):
         made(called_otherwise, classes())
     with pytest.raises(ConfigError, match="loss_inputs: 'nothing'"):
         made(weighted, classes(), inputs={"weight": "nothing"}, nodes=("y", "weight"))
@@ -277,7 +277,7 @@ REFUSED = {
         nn.MSELoss(reduction="none"),
         scores(1),
         numbers[:, 0],
-        r"a value a row: 101, but it gave the shape \[101, 101\] \(out \[101, 1\] float32, y \[101\]",
+        r"a value a row: 101; got the shape \[101, 101\] \(out \[101, 1\] float32, y \[101\]",
     ),
     "every row with every other, added up": (
         nn.MSELoss(reduction="sum"),
@@ -289,7 +289,7 @@ REFUSED = {
         lambda o, y: F.mse_loss(o, y, reduction="none").mean(0),
         scores(3),
         numbers,
-        r"a value a row: \d+, but it gave 3",
+        r"a value a row: \d+; got 3 values",
     ),
     "a value a row that knows the others": (
         lambda o, y: F.mse_loss(o, y, reduction="none").sum(1) - o.mean(),
@@ -301,21 +301,21 @@ REFUSED = {
         nn.CrossEntropyLoss(reduction="none"),
         scores(C),
         classes()[:, None],
-        r"it raised RuntimeError: .*\(out \[101, 5\] float32, y \[101, 1\] int64\)",
+        r"got RuntimeError: .*\(out \[101, 5\] float32, y \[101, 1\] int64\)",
     ),
     "a type that it does not take": (
         nn.CrossEntropyLoss(reduction="none"),
         scores(C),
         classes().int(),
-        r"it raised RuntimeError: .*y \[101\] int32",
+        r"got RuntimeError: .*y \[101\] int32",
     ),
     "weights of another shape": (
         lambda o, y: (F.mse_loss(o, y, reduction="none"), torch.ones(3)),
         scores(3),
         numbers,
-        r"weights have the shape \[3\]",
+        r"got weights of shape \[3\]",
     ),
-    "no tensor": (lambda o, y: 3.0, scores(3), numbers, "it gave float"),
+    "no tensor": (lambda o, y: 3.0, scores(3), numbers, "got float"),
 }
 
 
@@ -345,14 +345,14 @@ def test_a_sum_and_a_mean_that_are_0_at_first_are_told_apart():
 
 
 LABELS = {
-    "below -1": (None, torch.tensor([0, 1, -2, 0]), r"0 to C - 1 \(-1 for none.*y\[2\] is -2"),
-    "too large": (None, torch.tensor([0, 1, 2, 10**9]), r"y\[3\] is 1000000000"),
+    "below -1": (None, torch.tensor([0, 1, -2, 0]), r"0 to C - 1 \(-1 for none.*got y\[2\] = -2"),
+    "too large": (None, torch.tensor([0, 1, 2, 10**9]), r"got y\[3\] = 1000000000"),
     "halves": (None, torch.tensor([0, 0.5, 1, 0]), r"whole numbers(.|\n)*row 1(.|\n)*loss='mse'"),
     "halves by name": ("cross_entropy", torch.tensor([0, 0.5, 1, 0]), r"whole numbers(.|\n)*row 1"),
     "several, not 0 and 1": (None, torch.full((4, 3), 2), r"0 and 1(.|\n)*row 0(.|\n)*loss='mse'"),
-    "-1 and 1": (None, torch.tensor([-1, 1, 1, -1]), r"one class would be left(.|\n)*// 2"),
-    "bce above 1": ("bce", torch.tensor([0.0, 0.5, 1.5, 1.0]), "row 2 of y holds 1.5"),
-    "shares below 0": ("cross_entropy", torch.tensor([[0.5, -0.5]] * 4), "row 0 of y holds -0.5"),
+    "-1 and 1": (None, torch.tensor([-1, 1, 1, -1]), r"which would leave one class(.|\n)*// 2"),
+    "bce above 1": ("bce", torch.tensor([0.0, 0.5, 1.5, 1.0]), "got 1.5 in row 2 of y"),
+    "shares below 0": ("cross_entropy", torch.tensor([[0.5, -0.5]] * 4), "got -0.5 in row 0 of y"),
 }
 
 
@@ -366,15 +366,15 @@ def test_labels_that_do_not_fit(case):
 def test_settings_that_clash():
     for words, loss, y, given in (
         (
-            "is for a built-in loss",
+            "with a built-in loss",
             nn.CrossEntropyLoss(reduction="none"),
             classes(),
             {"class_weight": (1.0,)},
         ),
         ("each of 5 classes", None, classes(), {"class_weight": (1.0, 2.0)}),
-        ("for cross_entropy", "mse", numbers, {"class_weight": (1.0,)}),
-        ("names an attribute", None, classes(), {"sample_weight": "nothing"}),
-        ("loss is one of", "nothing", classes(), {}),
+        ("cross_entropy, .*; got mse", "mse", numbers, {"class_weight": (1.0,)}),
+        ("an attribute of the data for", None, classes(), {"sample_weight": "nothing"}),
+        ("loss to be one of", "nothing", classes(), {}),
     ):
         with pytest.raises(ConfigError, match=words):
             made(loss, y, **given)
@@ -383,7 +383,7 @@ def test_settings_that_clash():
 @pytest.mark.parametrize(
     ("loss", "y", "shape", "words"),
     [
-        (None, classes(), (3,), r"5 columns, one a class, but its output has the shape \[101, 3\]"),
+        (None, classes(), (3,), r"5 columns, one a class; got an output of shape \[101, 3\]"),
         ("mse", numbers, (4,), r"3 columns, one a number"),
         ("mse", numbers[:, 0], (2,), r"1 column, one a number"),
         (None, bits, (), r"3 columns, one a label"),

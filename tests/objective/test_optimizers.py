@@ -40,12 +40,12 @@ def test_an_optimizer_over_the_user_s_own_choice_of_parameters():
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (torch.optim.LBFGS, "LBFGS runs the model several times within a step"),
+        (torch.optim.LBFGS, "LBFGS, which runs the model several times within a step"),
         (
             torch.optim.SGD([torch.zeros(1)], lr=0.1),
-            r"callable\(params\) -> Optimizer, but it was given a SGD",
+            r"callable\(params\) -> Optimizer; got a SGD",
         ),
-        (lambda params: None, "it gave a NoneType"),
+        (lambda params: None, "got one that gives NoneType"),
     ],
 )
 def test_optimizers_that_are_refused(optimizer, words):
@@ -147,7 +147,7 @@ def test_a_plateau_of_errors_is_told_the_error_and_lowers_the_rate():
     trainer = rising("mae", scheduler=lambda optimizer: Plateau(optimizer, mode="min", patience=1))
     assert told == [record.val_metric for record in trainer.records]
     assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
-    with pytest.raises(ConfigError, match="less is better of this run's metric"):
+    with pytest.raises(ConfigError, match="a metric of which less is better"):
         rising("mae", scheduler=lambda optimizer: Plateau(optimizer, mode="max"))
 
 
@@ -178,7 +178,7 @@ def test_a_run_without_a_summary_tells_its_best_epoch(tmp_path, metric, best):
 
 
 def test_a_scheduler_that_steps_nothing():
-    with pytest.raises(ConfigError, match=r"callable\(optimizer\) with a step\(\)"):
+    with pytest.raises(ConfigError, match=r"callable\(optimizer\) that gives an object with a step\(\)"):
         run(Gcn(), scheduler=lambda optimizer: None)
 
 
@@ -287,7 +287,7 @@ def test_binary_labels_with_a_column_a_class_and_roc_auc():
 
 
 def test_metrics_that_do_not_suit_the_labels():
-    with pytest.raises(ConfigError, match="roc_auc needs two classes or several labels, but there are 4"):
+    with pytest.raises(ConfigError, match="two classes or several labels for roc_auc; got 4"):
         run(Gcn(), train=settings(metric="roc_auc"))
 
 

@@ -133,7 +133,7 @@ def test_the_check_compares_several_outputs(kind):
 
 def test_a_metric_of_one_tensor_is_refused(ranks):
     for found in ranks(1, fitted, "dict", {}, "accuracy"):
-        assert "the metric accuracy scores one tensor, but the model gives a dict" in found
+        assert "one tensor from the model for the metric accuracy; got a dict" in found
 
 
 class Beside(Several):

@@ -199,7 +199,7 @@ def test_what_a_step_is_given(tmp_path):
     [
         (torch.tanh, ModelError, "it was given a builtin_function_or_method"),
         (nn.ModuleList([nn.Linear(4, 2)]), ModelError, "a ModuleList has none"),
-        (nn.Linear(4, 2, device="meta"), ModelError, r"weight is a meta tensor(.|\n)*to_empty"),
+        (nn.Linear(4, 2, device="meta"), ModelError, r"weight, a meta tensor(.|\n)*to_empty"),
         (torch.jit.script(nn.Sequential(nn.Linear(4, 2))), ModelError, "give the module that was scripted"),
         (Open(), DataError, r"forward\(\*xs\) takes 0 inputs by place(.|\n)*name each input in forward's"),
     ],

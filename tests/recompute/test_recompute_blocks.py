@@ -285,7 +285,7 @@ class Overwritten(nn.Module):
 
 def test_inputs_that_are_written_to_are_refused() -> None:
     for grad, kind, words in (
-        (False, ModelError, "stays as it is"),
+        (False, ModelError, "to stay as it is"),
         (True, RuntimeError, "inplace operation"),
     ):
         model = Overwritten(grad).double()
@@ -344,5 +344,5 @@ class Listed(nn.Module):
 
 
 def test_a_layer_that_does_otherwise_the_second_time_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(ModelError, match=r"greatest .* the first time it came to total forward"):
+    with pytest.raises(ModelError, match=r"greatest .* and total forward .* the first time"):
         ranks(2, train, Listed, sample_graph(1), random_owner(30, 2), True)

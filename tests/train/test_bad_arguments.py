@@ -155,7 +155,7 @@ def test_attributes_that_training_reads_and_cannot(what: str) -> None:
     ids=["1-d", "whole numbers", "no columns", "3-d", "float8"],
 )
 def test_features_that_a_layer_cannot_take(x: torch.Tensor) -> None:
-    with pytest.raises(ModelError, match="forward runs on the data"):
+    with pytest.raises(ModelError, match="expected forward to run on the data"):
         trained(pyg.SAGEConv(4, 3), small(x=x))
 
 
@@ -176,7 +176,7 @@ def test_an_adjacency_of_another_type_than_the_weights(layout: str) -> None:
     edges, values = small().edge_index, torch.full((2 * N,), 2.0)
     matrix = torch.sparse_coo_tensor(edges, values, (N, N)).coalesce()
     given = small(x=small().x.double(), edge_index=matrix if layout == "coo" else matrix.to_sparse_csr())
-    with pytest.raises(ModelError, match="forward runs on the data"):
+    with pytest.raises(ModelError, match="expected forward to run on the data"):
         trained(pyg.SAGEConv(4, 3).double(), given)
 
 
@@ -251,7 +251,7 @@ def test_a_rate_that_is_planned_for_too_few_epochs_is_refused_before_the_first()
         report=QUIET,
     ) as trainer:
         trainer.fit(2)
-        with pytest.raises(ConfigError, match=r"OneCycleLR takes 1 more"):
+        with pytest.raises(ConfigError, match=r"OneCycleLR with 1 left"):
             trainer.fit(4)
         assert trainer.epoch == 2
         trainer.fit(3)
@@ -305,7 +305,7 @@ NO_GRAPHS: dict[str, Any] = {
 @pytest.mark.parametrize("call", [kagome.check, kagome.plan])
 @pytest.mark.parametrize("what", NO_MODELS)
 def test_a_model_that_is_none_is_not_checked(call: Any, what: str) -> None:
-    with pytest.raises(ModelError, match=r"takes a torch.nn.Module"):
+    with pytest.raises(ModelError, match=r"a torch.nn.Module in"):
         call(NO_MODELS[what], small())
 
 
@@ -361,7 +361,7 @@ def test_a_plan_that_is_no_file(plan: Any) -> None:
 
 
 def test_a_setting_that_load_does_not_know() -> None:
-    with pytest.raises(ConfigError, match="was given 'foo'"):
+    with pytest.raises(ConfigError, match="got 'foo'"):
         kagome.load("digits", foo=1)
     with pytest.raises(ResourceError, match="projected to 1,000,000,000 columns"):
         kagome.load("sbm:vertices=50", project=10**9)

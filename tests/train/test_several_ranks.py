@@ -263,7 +263,7 @@ def refused(channel: Channel, how: str) -> Any:
         ("graph=2", ["ConfigError", "2 ranks for the mesh graph=2", "got 3"]),
         ("rows", ["ModelError", "rows of some vertices only"]),
         ("columns", ["ModelError", "4 columns, one a class"]),
-        ("nan", ["ModelError", "the loss is nan", "epoch 1"]),
+        ("nan", ["ModelError", "expected a finite loss; got nan", "epoch 1"]),
     ],
 )
 def test_refusals_reach_every_rank(ranks, how, words):

@@ -114,7 +114,7 @@ def test_evaluate_by_name():
         for split in ("train", "val", "test"):
             mask = data[f"{split}_mask"]
             assert trainer.evaluate(split) == pytest.approx(float((guess == data.y)[mask].float().mean()))
-        with pytest.raises(ConfigError, match="train, val, test, but it was given 'nonsense'"):
+        with pytest.raises(ConfigError, match="train, val, test for evaluate; got 'nonsense'"):
             trainer.evaluate("nonsense")
 
 
@@ -263,12 +263,12 @@ class Gives(nn.Module):
     [
         (
             lambda out: out[:-1],
-            r"a row of scores for each of the part's 200 vertices, but it gave shape \(199, 4\)",
+            r"a row of scores for each of the part's 200 vertices; got shape \(199, 4\)",
         ),
-        (lambda out: (out, out), "it gave tuple"),
-        (lambda out: out.sum(), r"it gave shape \(\)"),
-        (lambda out: out[:, :3], r"gives 4 columns, one a class, but its output has the shape \[\d+, 3\]"),
-        (lambda out: out[:, 0], r"4 columns.*the shape \[\d+\]"),
+        (lambda out: (out, out), "got tuple"),
+        (lambda out: out.sum(), r"got shape \(\)"),
+        (lambda out: out[:, :3], r"to give 4 columns, one a class; got an output of shape \[\d+, 3\]"),
+        (lambda out: out[:, 0], r"4 columns.*got an output of shape \[\d+\]"),
     ],
 )
 def test_an_output_of_the_wrong_shape(what, words):
@@ -278,7 +278,7 @@ def test_an_output_of_the_wrong_shape(what, words):
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_are_spoilt():
     mine = Gives(lambda out: out * math.inf)
-    with pytest.raises(ModelError, match="the loss is nan") as caught:
+    with pytest.raises(ModelError, match="a finite loss; got nan") as caught:
         trained(mine)
     assert "epoch 1" in str(caught.value)
     assert all(p.isfinite().all() for p in mine.parameters())
@@ -291,7 +291,7 @@ def test_models_that_cannot_be_trained():
 
     with pytest.raises(ModelError, match="none that require a gradient"):
         trained(Nothing())
-    with pytest.raises(ModelError, match=r"takes a torch\.nn\.Module, but it was given function"):
+    with pytest.raises(ModelError, match=r"a torch\.nn\.Module in .*; got function"):
         trained(lambda x, edge_index: x)
 
 

@@ -131,7 +131,7 @@ def test_a_layer_that_mixes_rows_is_named(name: str) -> None:
         assert result.first is not None
         assert result.first.kind == "output"
         assert result.first.error > 1e3 * TOLERANCE[torch.float64]
-        with pytest.raises(CheckError, match=r"the output of middle differs"):
+        with pytest.raises(CheckError, match=r"the output of middle, which differs"):
             result.raise_if_different()
         assert "differ first at middle (output)" in result.text()
         named = result.first.name
@@ -343,7 +343,7 @@ def test_one_rank_trains_forward_derivatives_of_layers(checks: bool) -> None:
 
 
 def test_a_model_that_fails_on_a_part_only_is_told_so_with_the_layer() -> None:
-    with pytest.raises(ModelError, match="runs on a part") as caught:
+    with pytest.raises(ModelError, match="to run on a part") as caught:
         check(Net(Apply(only_whole)), data())
     assert caught.value.where.startswith("middle")
 
@@ -351,7 +351,7 @@ def test_a_model_that_fails_on_a_part_only_is_told_so_with_the_layer() -> None:
 def test_a_model_that_cannot_be_copied_is_told_so() -> None:
     model = Net(nn.Identity())
     model.generator = (row for row in range(3))
-    with pytest.raises(ModelError, match="cannot be copied"):
+    with pytest.raises(ModelError, match="a copy of the model for the check; got TypeError"):
         check(model, data())
 
 

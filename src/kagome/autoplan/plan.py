@@ -93,7 +93,7 @@ def studied(
     alone = Channel(None, "cpu")
     if (asked.vertices is None) is not (asked.edges is None):
         raise PlanError(
-            "a graph that is not there is told by --vertices and --edges",
+            "both --vertices and --edges for a graph that is not there",
             f"--vertices {asked.vertices} --edges {asked.edges}",
         )
     seed, built_in = asked.train.seed, data is None
@@ -235,8 +235,8 @@ def chosen(
     """
     if settings.data.partition is not None:
         raise PlanError(
-            "plan='auto' chooses how a graph is cut",
-            f"{settings.data.partition} is cut already",
+            "a graph that plan='auto' can cut",
+            f"{settings.data.partition}, which is cut already",
             hint="leave --parallel.plan out, or name the graph itself",
         )
     cut = settings.parallel

@@ -329,7 +329,7 @@ def _measured(
     transposed = transposes(model, part, options)
     held = rates_of(model, optimizer, part, options, slices=() if transposed is None else (2, 4))
     if held.fault:
-        raise PlanError("a model runs on small graphs, where it is measured", held.fault, hint="kagome check")
+        raise PlanError("a model that runs on small graphs, to be measured", held.fault, hint="kagome check")
     samples = samples_of(graph, part, options.seed)
     weights = tuple(map(float, held.gradients))
     forward, backward = crossing(model, part, options)

@@ -137,7 +137,7 @@ def unlike_on_ranks(model: nn.Module, sums: Sequence[Sequence[int]]) -> ModelErr
         if one != other
     )
     return ModelError(
-        "all ranks train the same weights",
-        f"rank {rank}'s {name} is not rank 0's",
+        "the same weights on all ranks",
+        f"{name} on rank {rank} with other values than on rank 0",
         hint="change weights on every rank in the same way",
     )

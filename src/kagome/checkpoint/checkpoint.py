@@ -174,8 +174,8 @@ def _agree(channel: Channel, fault: str, target: Path) -> None:
     if met:
         stays = f"; the last whole one is {last[0]}" if last else "; there is no whole one yet"
         raise CheckpointError(
-            f"a checkpoint was to be written to {target}",
-            f"it cannot be: {met}{stays}",
+            f"a checkpoint to be written to {target}",
+            f"{met}{stays}",
             hint="free some disk, then --resume; a scheduler's and an optimizer's state must be plain data",
         )
 
@@ -266,8 +266,8 @@ def refuse_unsavable(optimizer: Optimizer, scheduler: Any) -> None:
             pack(state)
         except ObjectError as error:
             raise CheckpointError(
-                f"a run with a folder saves its {name}",
-                f"in the {name}'s state_dict {error}",
+                f"a run with a folder to save its {name}",
+                f"{error} in the {name}'s state_dict",
                 hint="a state_dict of tensors, numbers, texts, lists and dicts; or out=None",
             ) from None
 
@@ -299,8 +299,8 @@ def fitting(folder: Path) -> Iterator[None]:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"a run goes on with what the epochs of {folder} handed on",
-            f"this run can make nothing of it: {type(error).__name__}: {reason_of(error)}",
+            f"a run that can go on with what the epochs of {folder} handed on",
+            f"{type(error).__name__}: {reason_of(error)}",
             hint=offer(folder.parent, folder.name),
         ) from error
 
@@ -344,15 +344,15 @@ def load(
     place, files = _verified(folder, channel)
     if seed not in (None, place.seed):
         raise CheckpointError(
-            f"a run with seed {seed} was to go on",
-            f"the checkpoint has seed {place.seed}",
+            f"a checkpoint with seed {seed}, for this run to go on",
+            f"seed {place.seed}",
             where=str(folder),
             hint=f"--train.seed {place.seed}",
         )
     if graph not in (None, place.graph):
         raise CheckpointError(
-            f"a run on the graph {graph} was to go on",
-            f"the checkpoint is of the graph {place.graph}: edges, features, labels or masks are others",
+            f"a checkpoint of the graph {graph}, for this run to go on",
+            f"one of the graph {place.graph}, with other edges, features, labels or masks",
             where=str(folder),
             hint="the data that the run had; other data needs a new run, which may begin with its weights",
         )
@@ -367,14 +367,14 @@ def load(
         )
         if _forms(sections["optimizer"]) != rest["forms"]:
             raise SealError("the optimizer's tensors are not those that it says")
-        refused = misfit(model, sections["model"]) or misfit(model, sections["best"] or sections["model"])
-        refused = refused or _other_optimizer(optimizer, rest["kind"], rest["groups"], state)
+        other = misfit(model, sections["model"]) or misfit(model, sections["best"] or sections["model"])
+        other = other or _other_optimizer(optimizer, rest["kind"], rest["groups"], state)
     except (SealError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(folder, f"{REST} does not fit: {type(error).__name__}: {reason_of(error)}") from None
-    if refused:
+    if other:
         raise CheckpointError(
-            f"a checkpoint of this model was expected in {folder}",
-            refused,
+            f"a checkpoint of this model in {folder}",
+            other,
             hint="the same --model settings as the run that wrote it, the same optimizer",
         )
     _give(optimizer, scheduler, state, rest, folder)
@@ -415,8 +415,8 @@ def _give(optimizer: Optimizer, scheduler: Any, state: Any, rest: Mapping[str, A
             scheduler.load_state_dict(rest["scheduler"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
         raise CheckpointError(
-            f"the optimizer and scheduler of the run in {folder} were expected",
-            f"these do not take their state: {type(error).__name__}: {reason_of(error)}",
+            f"an optimizer and scheduler that take the state of the run in {folder}",
+            f"{type(error).__name__}: {reason_of(error)}",
             hint="the same optimizer and scheduler as the run that wrote it",
         ) from None
 
@@ -460,13 +460,13 @@ def misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
     own = state_of(model)
     for name in (*own, *saved):
         if name not in saved:
-            return f"the model has {name}, which the checkpoint has not"
+            return f"a checkpoint without {name}, which the model has"
         if name not in own:
-            return f"the checkpoint has {name}, which the model has not"
+            return f"a checkpoint with {name}, which the model does not have"
         one, other = saved[name], own[name]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return (
-                f"it has {name} as {list(one.shape)} {one.dtype}, and the model as "
+                f"{name} as {list(one.shape)} {one.dtype}, where the model has "
                 f"{list(other.shape)} {other.dtype}"
             )
     return ""
@@ -475,11 +475,11 @@ def misfit(model: nn.Module, saved: Mapping[str, Tensor]) -> str:
 def _other_optimizer(optimizer: Optimizer, kind: str, groups: list[Any], state: Mapping[int, Any]) -> str:
     """Return how a saved optimizer differs from this one in class and groups; empty if it does not."""
     if type(optimizer).__name__ != kind:
-        return f"it has the state of {kind}, and this run has {type(optimizer).__name__}"
+        return f"the state of {kind}, where this run has {type(optimizer).__name__}"
     own = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in groups]
     if own != saved:
-        return f"its optimizer has groups of {saved} parameters, and this run's of {own}"
+        return f"an optimizer with groups of {saved} parameters, where this run's has {own}"
     if any(type(index) is not int or not 0 <= index < sum(own) for index in state):
-        return f"its optimizer has the state of parameters {sorted(state)[-1:]}, and this run {sum(own)}"
+        return f"the optimizer's state of parameters {sorted(state)[-1:]}, where this run has {sum(own)}"
     return ""

@@ -192,8 +192,8 @@ class Recalled:
                     raise SealError(f"{each.path} is {list(found.shape)} {found.dtype}")
         except SealError as error:
             raise CheckpointError(
-                f"rows of epoch {self.epoch - 1} were expected in {self.folder}",
-                f"they cannot be read: {error}",
+                f"rows of epoch {self.epoch - 1} in {self.folder}",
+                f"rows that cannot be read: {error}",
                 where=f"{kind} {key}",
                 hint="an earlier checkpoint of the run",
             ) from None

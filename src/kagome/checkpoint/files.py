@@ -66,8 +66,8 @@ def latest(folder: str | Path) -> Path:
         found = sorted((p.parent for p in place.glob(f"epoch-*/{PAGE}")), key=lambda p: number_of(p.name))
         if not found:
             raise CheckpointError(
-                f"a checkpoint was expected in {folder}",
-                "there is no whole one",
+                f"a checkpoint in {folder}",
+                "none that is whole",
                 hint="kagome train --out DIR writes them to DIR/checkpoints",
             )
         return found[-1]
@@ -76,8 +76,8 @@ def latest(folder: str | Path) -> Path:
         if NAME.fullmatch(name):
             return place / name
     raise CheckpointError(
-        f"{pointer} holds the name of the newest checkpoint",
-        "it holds something else",
+        f"the name of the newest checkpoint in {pointer}",
+        "something else",
         hint=offer(place, ""),
     )
 
@@ -105,8 +105,8 @@ def offer(place: Path, but: str) -> str:
 def damaged(folder: Path, fault: str) -> CheckpointError:
     """Return the error for a checkpoint that is damaged."""
     return CheckpointError(
-        f"a whole checkpoint was expected in {folder}",
-        f"it is damaged: {fault[:400]}",
+        f"a whole checkpoint in {folder}",
+        f"a damaged one: {fault[:400]}",
         hint=offer(folder.parent, folder.name),
     )
 

@@ -45,14 +45,14 @@ def weights_at(where: str | Path) -> dict[str, Tensor]:
         path = alone
     if not path.is_file() or path.suffix != SUFFIX:
         raise CheckpointError(
-            f"weights are in the folder of a run, a checkpoint, or a {SUFFIX} file",
-            f"{where} is {'another file' if path.is_file() else 'not there'}",
+            f"weights in the folder of a run, a checkpoint, or a {SUFFIX} file",
+            f"{'another file' if path.is_file() else 'no such file or folder'}: {where}",
             hint="ls runs/",
         )
     try:
         return dict(load_file(path))
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"weights were expected in {path}", f"it cannot be read: {error}") from None
+        raise CheckpointError(f"weights in {path}", f"a file that cannot be read: {error}") from None
 
 
 def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:
@@ -74,7 +74,7 @@ def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:
     faults: Any = world.gather_objects(fault and str(fault), "load weights")
     found = next((each for each in faults if each), None)
     if fault is not None or found is not None:
-        raise fault or CheckpointError("all ranks load the same weights", f"on one of them: {found}")
+        raise fault or CheckpointError("all ranks to load the same weights", f"an error on one: {found}")
 
 
 def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> None:
@@ -97,7 +97,7 @@ def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> 
                 found[name] = twin
     if fault := checkpoint.misfit(model, found):
         raise CheckpointError(
-            "weights of this model were expected",
+            "weights of this model",
             fault,
             where=str(where),
             hint="the same --model settings, and data with as many features, as the run that wrote them",

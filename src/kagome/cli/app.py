@@ -96,7 +96,7 @@ def _usage() -> str:
 
 def _run(name: str, args: list[str]) -> int:
     if name not in COMMANDS:
-        raise ConfigError(f"a command of {', '.join(COMMANDS)}", f"it is {name!r}", hint="kagome --help")
+        raise ConfigError(f"a command of {', '.join(COMMANDS)}", repr(name), hint="kagome --help")
     actions: dict[str, Callable[[list[str]], int]] = {
         "train": _train,
         "predict": _predict,
@@ -117,8 +117,8 @@ def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
     for word in args:
         if len(word) > LONGEST_WORD:
             raise ConfigError(
-                f"a flag or its value has up to {LONGEST_WORD:,} characters",
-                f"one has {len(word):,}: {word[:60]}...",
+                f"a flag and its value to have up to {LONGEST_WORD:,} characters each",
+                f"one with {len(word):,}: {word[:60]}...",
             )
     extra = {} if default is None else {"default": default}
     found = tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
@@ -139,12 +139,12 @@ def _train(args: list[str]) -> int:
     for name, low in (("nproc", 1), ("max_restarts", 0)):
         value = getattr(command, name)
         if value is not None and value < low:
-            raise ConfigError(f"--{name.replace('_', '-')} takes a number from {low} up", f"it is {value}")
+            raise ConfigError(f"--{name.replace('_', '-')} to be a number from {low} up", f"{value}")
     resume = command.resume
     if resume is not None and not Path(resume).is_dir() and settings == config.Run():
         raise CheckpointError(
-            "--resume takes the folder of a run, or one for a run that begins",
-            f"there is no folder {resume}, and nothing says what to train",
+            "--resume to be the folder of a run, or one for a run that begins",
+            f"no folder {resume}, and no settings that say what to train",
             hint="ls runs/",
         )
     if command.out is not None and environment().restarts == 0:
@@ -293,7 +293,7 @@ def _new_folder(settings: config.Run) -> str:
         except FileExistsError:
             continue
         return str(folder)
-    raise ConfigError("a new folder under runs/", "there are 9999 of this name already", hint="--out DIR")
+    raise ConfigError("a new folder under runs/", "9999 of this name already", hint="--out DIR")
 
 
 def train_rank(settings: config.Run, out: str | None, resume: str | None, overwrite: bool = False) -> int:
@@ -357,16 +357,14 @@ def _predict(args: list[str]) -> int:
     sections = ("data", "model", "parallel", "train", "report")
     settings = config.Run(**{name: getattr(command, name) for name in sections})
     if command.nproc is not None and command.nproc < 1:
-        raise ConfigError("--nproc takes a number from 1 up", f"it is {command.nproc}")
+        raise ConfigError("--nproc to be a number from 1 up", f"{command.nproc}")
     out = Path(command.out)
     if out.suffix not in (".npz", ".npy") or out.is_dir() or not out.resolve().parent.is_dir():
-        raise ConfigError(
-            "--out takes a .npz or .npy file in a folder that is there", f"it is {command.out!r}"
-        )
+        raise ConfigError("--out to be a .npz or .npy file in a folder that is there", repr(command.out))
     if not Path(command.checkpoint).exists():
         raise CheckpointError(
-            "--checkpoint takes the folder of a run, a checkpoint, or a .safetensors file",
-            f"there is no {command.checkpoint}",
+            "--checkpoint to be the folder of a run, a checkpoint, or a .safetensors file",
+            f"no such file or folder: {command.checkpoint}",
             hint="ls runs/",
         )
     nproc = command.nproc or _ranks(settings) or 1

@@ -321,9 +321,8 @@ class Channel(PeerGroup):
                 found.append(serialization.from_bytes(part.cpu(), kinds))
             except serialization.ObjectError as error:
                 raise CommError(
-                    f"rank {self.names[self.rank]} expects plain data from rank {self.names[rank]}"
-                    f" in {action!r}",
-                    f"what came cannot be read: {error}",
+                    f"plain data for rank {self.names[self.rank]} from rank {self.names[rank]} in {action!r}",
+                    f"bytes that cannot be read: {error}",
                     hint="the same version of Kagome on all ranks",
                 ) from None
         return found

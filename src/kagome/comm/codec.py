@@ -155,8 +155,8 @@ class Codec:
 
     def _refusal(self, bad: int, count: int, where: str) -> ModelError:
         return ModelError(
-            f"the codec {self.name} writes finite numbers within its range",
-            f"{bad} of {count} rows hold others (infinite, not a number, or too large)",
+            f"finite numbers within the range of the codec {self.name}",
+            f"others in {bad} of {count} rows (infinite, not a number, or too large)",
             where=where,
             hint="a lower --train.lr or --train.clip 1.0; codec bf16 or none for wider ranges",
         )

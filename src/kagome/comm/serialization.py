@@ -238,11 +238,11 @@ class _Packing:
         if isinstance(value, KagomeError):
             leaf = next(k for k in type(value).__mro__ if getattr(errors, k.__name__, None) is k)
             return {"error": [leaf.__name__, value.expected, value.got, value.where, value.hint]}
-        raise ObjectError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain data")
+        raise ObjectError(f"a {type(value).__module__}.{type(value).__qualname__} instead of plain data")
 
     def _aside(self, tensor: Tensor) -> int:
         if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor).__name__ == "FakeTensor":
-            raise ObjectError(f"a tensor of layout {tensor.layout} is no plain data")
+            raise ObjectError(f"a tensor of layout {tensor.layout} instead of plain data")
         self.tensors.append(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
         return len(self.tensors) - 1
 
@@ -330,8 +330,8 @@ def _float(text: Any) -> float:
 
 
 def _error(facts: Any) -> KagomeError:
-    leaf, asked, found, where, hint = map(_text, _listed(facts, 5))
+    leaf, expected, got, where, hint = map(_text, _listed(facts, 5))
     kind = getattr(errors, leaf, None)
     if not (isinstance(kind, type) and issubclass(kind, KagomeError)):
         raise ObjectError(f"no error is called {leaf[:40]!r}")
-    return kind(asked, found, where=where, hint=hint)
+    return kind(expected, got, where=where, hint=hint)

@@ -214,8 +214,8 @@ class Gradients:
                 self._again = True
                 if number < len(self._under_way):
                     raise ModelError(
-                        "backward comes to each parameter once, as it did in the first epoch",
-                        f"it came twice to one of shape {list(self.parameters[place].shape)}",
+                        "backward to come to each parameter once, as it did in the first epoch",
+                        f"twice to one of shape {list(self.parameters[place].shape)}",
                         hint="no torch.utils.checkpoint in the model; --model.recompute does it by layer",
                     )
                 return

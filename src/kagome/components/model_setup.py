@@ -84,8 +84,8 @@ def refused_input(model: nn.Module, part: Partition, names: Collection[str], err
         return error
     kinds, _, change = cure.partition(": ")
     return ModelError(
-        "forward runs on the data as it is given",
-        f"it raised {type(error).__name__}: {str(error).splitlines()[0]}; {kinds}",
+        "forward to run on the data as it is given",
+        f"{type(error).__name__}: {str(error).splitlines()[0]}; {kinds}",
         hint=change,
     )
 
@@ -128,8 +128,8 @@ def refuse_asked(model: nn.Module, part: Partition) -> None:
     for name, why in part.refused.items():
         if name in parameters:
             raise ModelError(
-                f"forward({', '.join(parameters)}) is given attributes of the data by name",
-                why,
+                f"forward({', '.join(parameters)}) to be given attributes of the data by name",
+                f"one that it cannot be given: {why}",
                 where=f"data.{name}",
             )
 
@@ -159,7 +159,7 @@ def broadcast_weights(model: nn.Module, channel: Channel) -> None:
         counts = {name: t._nnz() for name, t in held if t.layout != torch.strided}
         each = channel.gather_objects(counts, "entries of sparse tensors")
         if any(found != each[0] for found in each):
-            raise ModelError("all ranks build the same model", f"its sparse tensors have {each} entries")
+            raise ModelError("the same model on all ranks", f"sparse tensors with {each} entries")
         for name, tensor in held:
             for piece in laid_out(tensor.detach()):
                 piece.copy_(channel.broadcast(piece, 0, action=f"broadcast of {name}"))
@@ -198,8 +198,8 @@ def twin_of(model: nn.Module) -> nn.Module:
         twin = copied(model).cpu()
     except Exception as error:
         raise ModelError(
-            "the check runs a copy of the model",
-            f"it cannot be copied: {type(error).__name__}: {error}",
+            "a copy of the model for the check",
+            f"{type(error).__name__}: {error}",
             hint="let copy.deepcopy(model) work",
         ) from error
     for module in twin.modules():

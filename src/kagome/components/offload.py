@@ -56,8 +56,8 @@ class _InFile:
             except OSError as error:
                 free = os.statvfs(folder)
                 raise ConfigError(
-                    f"parallel.activations='disk' wrote {size:,} bytes of activations to {folder}",
-                    f"there are {free.f_bavail * free.f_frsize:,} free ({error.strerror})",
+                    f"{size:,} bytes of room in {folder} for parallel.activations='disk'",
+                    f"{free.f_bavail * free.f_frsize:,} free ({error.strerror})",
                     hint="a folder with more room in TMPDIR",
                 ) from None
             self._map = mmap.mmap(file.fileno(), size)

@@ -68,8 +68,8 @@ def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Se
             elif found is None:
                 words = ": ".join(filter(None, (type(error).__name__, str(error).strip())))
                 found = ModelError(
-                    "the model runs on a small sample of the graph",
-                    f"rank 0, which runs it for all, raised {words}",
+                    "the model to run on a small sample of the graph",
+                    f"{words} on rank 0, which runs it for all",
                     where=action,
                 )
     found = channel.gather_objects(found, action, kinds)[0]

@@ -28,8 +28,8 @@ def check_finite(loss: float, epoch: int) -> None:
     """
     if not math.isfinite(loss):
         raise ModelError(
-            "training goes on with a finite loss",
-            f"the loss is {loss}",
+            "a finite loss",
+            f"{loss}",
             where=f"epoch {epoch}",
             hint="a lower --train.lr, --train.clip 1.0, or a look at the features' scale",
         )
@@ -68,10 +68,10 @@ def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "number
     if not kept and not (leaves and all(fits)):
         place = rowless.index(True) if any(rowless) else fits.index(False) if leaves else 0
         odd = out if isinstance(out, Tensor) or not leaves else leaves[place]
-        found = f"shape {tuple(odd.shape)}" if isinstance(odd, Tensor) else type(odd).__name__
+        got = f"shape {tuple(odd.shape)}" if isinstance(odd, Tensor) else type(odd).__name__
         raise ModelError(
-            f"the model gives a row of scores for each of the part's {own} vertices",
-            f"it gave {found}",
+            f"the model to give a row of scores for each of the part's {own} vertices",
+            got,
             where=f"rank {rank}",
             hint="return a tensor with a row a vertex, or a tuple or dict of such",
         )

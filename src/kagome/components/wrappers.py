@@ -26,10 +26,10 @@ AROUND: Final = {
 where its own forward has not run.
 """
 WITHIN: Final = {
-    "DistributedDataParallel": "it sums gradients over ranks by itself",
-    "DataParallel": "it cuts its inputs into rows for several devices",
-    "FullyShardedDataParallel": "its weights lie in pieces on the ranks",
-    "FSDPModule": "its weights lie in pieces on the ranks",
+    "DistributedDataParallel": "a wrapper that sums gradients over ranks by itself",
+    "DataParallel": "a wrapper that cuts its inputs into rows for several devices",
+    "FullyShardedDataParallel": "weights that lie in pieces on the ranks",
+    "FSDPModule": "weights that lie in pieces on the ranks",
 }
 """Classes around a layer, or a whole model, that cannot be taken off, and why."""
 
@@ -44,13 +44,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
         ModelError: If it is not a module, a layer is in a wrapper that cannot be taken off, or weights hold
             no numbers.
     """
-    refuse_no_module(model, "this")
+    refuse_no_module(model, "this place")
     while (held := _attribute(model)) is not None:
         model = getattr(model, held)
     for name, module in model.named_modules():
         for kind in _classes(module) & WITHIN.keys():
             raise ModelError(
-                "a model of plain layers was expected",
+                "a model of plain layers",
                 WITHIN[kind],
                 where=f"{name or 'the model'}: {kind}",
                 hint=f"leave {kind} out: Kagome divides the work among the ranks, and sums gradients",
@@ -58,8 +58,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     for name, held_tensor in (*model.named_parameters(), *model.named_buffers()):
         if held_tensor.is_meta:
             raise ModelError(
-                "a model with numbers in its weights was expected",
-                f"{name} is a meta tensor, which holds none",
+                "a model with numbers in its weights",
+                f"{name}, a meta tensor, which holds none",
                 hint='model.to_empty(device="cpu"), then give all weights their first values',
             )
     return model
@@ -74,7 +74,7 @@ def refuse_no_module(model: object, what: str) -> None:
     if not isinstance(model, nn.Module):
         hint = "an object of the class: Model(...)" if isinstance(model, type) else ""
         kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise ModelError(f"{what} takes a torch.nn.Module", f"it was given {kind}", hint=hint)
+        raise ModelError(f"a torch.nn.Module in {what}", kind, hint=hint)
 
 
 def as_written(function: Callable[P, T]) -> Callable[P, T]:

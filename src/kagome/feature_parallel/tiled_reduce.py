@@ -129,8 +129,8 @@ def chunks_of(
             break
         if count >= min(rows, MOST):
             raise ConfigError(
-                f"parallel.memory_gib bounds the working memory of a reduction at {bound / 2**30:.3g} GiB",
-                f"the in-edges of one vertex, with {width} columns, need {need / 2**30:.3g} GiB",
+                f"a reduction to work in {bound / 2**30:.3g} GiB, as parallel.memory_gib bounds it",
+                f"{need / 2**30:.3g} GiB for the in-edges of one vertex, with {width} columns",
                 hint="a larger --parallel.memory-gib, or more slices (--parallel.tensor)",
             )
         count, fewer = 2 * count, count
@@ -410,8 +410,8 @@ def refuse_again() -> None:
     """Raise ``ModelError`` if backward is itself to be differentiated: chunks keep no graph for that."""
     if torch.is_grad_enabled():
         raise ModelError(
-            "sums within memory_gib are differentiated once",
-            "a derivative of the model is differentiated again (create_graph=True)",
+            "sums within memory_gib to be differentiated once",
+            "a derivative of the model that is differentiated again (create_graph=True)",
             hint="leave parallel.memory_gib out, or train on one rank",
         )
 

@@ -135,7 +135,7 @@ class RecordedRows:
         """
         answer = self._once(what, lambda: found)
         if answer and not found:
-            raise _differs(what, "what was kept is gone")
+            raise _differs(f"{what}, of which nothing is left")
         return answer
 
     def _once(self, what: str, ask: Callable[[], T]) -> T:
@@ -148,7 +148,7 @@ class RecordedRows:
             return value
         then = self._tape[self._place][0] if self._place < len(self._tape) else "nothing"
         if then != what:
-            raise _differs(what, f"the first time it came to {then}")
+            raise _differs(f"{what}, and {then} the first time")
         self._place += 1
         return self._tape[self._place - 1][1]  # type: ignore[no-any-return]
 
@@ -161,9 +161,9 @@ def tensors_of(tape: Tape) -> Iterator[Tensor]:
             yield found
 
 
-def _differs(what: str, then: str) -> ModelError:
+def _differs(got: str) -> ModelError:
     return ModelError(
-        "a layer that runs again in backward does what it did in the forward pass",
-        f"it comes to {what}, but {then}",
+        "a layer that runs again in backward to do what it did in the forward pass",
+        got,
         hint="leave --model.recompute out",
     )

@@ -238,8 +238,8 @@ def _refuse_others(state: State, rows: tuple[int, int], where: str) -> None:
             value = state.get(name)
             if isinstance(value, Tensor) and value.size(0) != count:
                 raise CheckpointError(
-                    f"a selection among {count:,} rows of a site was to go on",
-                    f"the checkpoint's {name} has {value.size(0):,}",
+                    f"a selection among {count:,} rows of a site",
+                    f"{value.size(0):,} rows in the checkpoint's {name}",
                     where=where,
                     hint="an earlier checkpoint of the run",
                 )

@@ -88,8 +88,8 @@ class ForwardPass:
         """
         if self.outside:
             raise ModelError(
-                "neighbours are read in the forward pass",
-                "the loss runs a layer that reads them after it",
+                "neighbours to be read in the forward pass",
+                "a loss that runs a layer which reads them",
                 where=where,
                 hint="run it in forward, and return what the loss needs; or train on one rank",
             )
@@ -104,8 +104,8 @@ class ForwardPass:
             top is not self.pardoned and "checkpoint" in getattr(top, "__qualname__", "")
         ):
             raise ModelError(
-                "each layer runs once in the forward pass",
-                "activation checkpointing runs one again during backward, with its exchange or its draws",
+                "each layer to run once, in the forward pass",
+                "activation checkpointing, which runs one again in backward, with its exchange or its draws",
                 where=where,
                 hint=_NO_CHECKPOINT,
             )
@@ -117,8 +117,8 @@ class ForwardPass:
         if self.grad and not torch.is_grad_enabled() and _in_checkpoint():
             # It would run the layer again in backward, in a separate graph that skips ours silently.
             raise ModelError(
-                "training keeps the gradient of every read of neighbours",
-                "reentrant activation checkpointing switches gradients off around it",
+                "training to keep the gradient of every read of neighbours",
+                "reentrant activation checkpointing, which switches gradients off around it",
                 where=site,
                 hint=_NO_CHECKPOINT,
             )
@@ -211,8 +211,8 @@ def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
     if over and not torch.is_grad_enabled():
         return None
     raise ModelError(
-        "gradients are taken after the loss, or by torch.autograd.grad inside forward",
-        "the loss takes a derivative of the model" if over else "backward() is called inside forward",
+        "gradients to be taken after the loss, or by torch.autograd.grad inside forward",
+        "a loss that takes a derivative of the model" if over else "backward() inside forward",
         where="the loss" if over else "forward",
         hint="take the derivative inside forward, torch.autograd.grad(energy.sum(), pos, create_graph=True), "
         "and give it out as further columns; or train on one rank",

@@ -178,8 +178,8 @@ class Skip:
             self.oldest = max(self.oldest, age)
             if age > self.limit:
                 raise CommError(
-                    f"rows are at most {self.limit} epochs old when they are read",
-                    f"one is {age} epochs old in epoch {epoch + 1}: it was not sent again in time",
+                    f"rows at most {self.limit} epochs old when they are read",
+                    f"one {age} epochs old in epoch {epoch + 1}: it was not sent again in time",
                     hint="this is a fault in Kagome: please report it with the run's config.toml",
                 )
         counts = self._counts

@@ -76,8 +76,8 @@ class StaleRows:
         age = epoch - self.epoch
         if self.rows is None or age > self.limit:
             raise CommError(
-                f"rows are at most {self.limit} epochs old when they are read",
-                "none have come yet" if self.rows is None else f"these are {age} epochs old",
+                f"rows at most {self.limit} epochs old when they are read",
+                "no rows yet" if self.rows is None else f"rows {age} epochs old",
                 where=f"{self.name}, epoch {epoch}",
                 hint="this is a fault in Kagome: please report it with the run's config.toml",
             )

@@ -53,8 +53,8 @@ class IsolatedChannel:
         """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
         if any(request.send_counts):
             raise ModelError(
-                "chunks that know nothing of each other read their own rows",
-                f"a layer asks for more: {request.action}",
+                "chunks that know nothing of each other to read their own rows",
+                f"a layer that asks for more: {request.action}",
                 where=self.where(),
                 hint="chunks=1, or another layer",
             )

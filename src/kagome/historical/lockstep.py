@@ -88,7 +88,7 @@ class Lockstep:
             for other in range(len(self._works)):
                 its, _ = self._waiting.get(other, (("", None), None))
                 if its != at:
-                    raise unlike(f"chunk {chunk} does, and chunk {other} does not", at, its)
+                    raise unlike(f"a place of chunk {chunk} that chunk {other} does not come to", at, its)
             settle()
         self._settled = set(self._waiting)
 
@@ -134,16 +134,16 @@ class Lockstep:
         self._back.release()
 
 
-def unlike(found: str, *places: Place) -> ModelError:
+def unlike(got: str, *places: Place) -> ModelError:
     """Build the error for chunks that read neighbours, or sum over all vertices, at different places.
 
     Args:
-        found: The difference, in words.
+        got: The difference, in words.
         *places: The places concerned; the error names their layers.
     """
     return ModelError(
-        "all chunks of a part read their neighbours at the same places",
-        found,
+        "all chunks of a part to read their neighbours at the same places",
+        got,
         where="; ".join(dict.fromkeys(words for words, _ in places if words)),
         hint="a forward that does the same for every piece of the graph",
     )

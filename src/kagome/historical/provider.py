@@ -95,8 +95,8 @@ class HistoricalRows:
         table = tables.table(site, rows)
         if not table.kept:
             raise ModelError(
-                "rows of later chunks are those of an earlier epoch",
-                "no earlier epoch has read neighbours here",
+                "rows of later chunks to be those of an earlier epoch",
+                "no earlier epoch that has read neighbours here",
                 where=site.action(words),
                 hint="a forward that does the same in every epoch, or cross_chunk='exact'",
             )
@@ -144,10 +144,10 @@ class HistoricalRows:
         tables.gathered[key] = op, part.clone() if before is None else _join(op, before[1], part)
         known = tables.statistic(key)
         if known is None or known.shape != part.shape:
-            found = "none" if known is None else f"one of shape {list(known.shape)} for {list(part.shape)}"
+            got = "none" if known is None else f"one of shape {list(known.shape)} for {list(part.shape)}"
             raise ModelError(
-                "under chunks a sum over all vertices is the last epoch's",
-                f"the last epoch had {found} ({action})",
+                "the last epoch's sum over all vertices, under chunks",
+                f"{got} ({action})",
                 hint="a forward that does the same in every epoch, or cross_chunk='exact'",
             )
         return known.clone()

@@ -263,7 +263,7 @@ class Tables:
         for (place, chunk), many in self._came.items():
             following = (chunk + 1) % len(self.reads)
             if self._came[place, following] != many:
-                raise unlike(f"chunk {chunk} does, and chunk {following} does not", place)
+                raise unlike(f"a place of chunk {chunk} that chunk {following} does not come to", place)
         for op in ("sum", "max", "min"):
             keys = sorted((key for key, (how, _) in self.gathered.items() if how == op), key=repr)
             if not keys:
@@ -296,8 +296,8 @@ class ChunkRows(HaloExchange):
         chunk, tables = self._known()
         if direction == 2:
             raise ModelError(
-                "chunks read their neighbours' rows",
-                "a layer adds to its neighbours' rows (messages from target to source)",
+                "chunks to read their neighbours' rows",
+                "a layer that adds to its neighbours' rows (messages from target to source)",
                 where=site.name,
                 hint="chunks=1, or the edges turned round before training",
             )
@@ -336,8 +336,8 @@ class ChunkChannel:
         """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
         if any(request.send_counts):
             raise ModelError(
-                "chunks read their neighbours' rows by the edges into them",
-                f"a layer asks for more: {request.action}",
+                "chunks to read their neighbours' rows by the edges into them",
+                f"a layer that asks for more: {request.action}",
                 where=self.where(),
                 hint="chunks=1, or another layer",
             )

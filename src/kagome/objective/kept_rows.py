@@ -42,8 +42,8 @@ class RefusesKept(TorchFunctionMode):
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(each, Tensor) and id(each) not in self._own and self._has_rows(each):
                     raise ModelError(
-                        "a loss gets rows of all ranks' training vertices as forward returns them",
-                        "it reads rows that forward has kept, of which a rank has its own",
+                        "a loss to read only rows that forward returns, of all ranks' training vertices",
+                        "a loss that reads rows which forward has kept, of which a rank has its own",
                         where=user_line() or "the loss",
                         hint="return them beside the scores (out, h), or keep their mean",
                     )

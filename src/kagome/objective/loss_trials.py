@@ -40,12 +40,10 @@ def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: in
         ConfigError: If a shape is wrong.
     """
     if values.size(0) != count or values.shape[1:] != part.shape[1:]:
-        found = (
-            f"it gave {values.size(0)}" if values.dim() == 1 else f"it gave the shape {list(values.shape)}"
-        )
+        got = f"{values.size(0)} values" if values.dim() == 1 else f"the shape {list(values.shape)}"
         raise ConfigError(
-            f"loss(out, y) gives a value a row: {count}",
-            found,
+            f"loss(out, y) to give a value a row: {count}",
+            got,
             where=where,
             hint="out and y of one shape: out.squeeze(1), or y.unsqueeze(1)"
             if values.numel() > count
@@ -55,8 +53,8 @@ def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: in
         weights.dim() > values.dim() or weights.shape != values.shape[: weights.dim()]
     ):
         raise ConfigError(
-            f"loss(out, y) gives (values, weights) of as many rows: {list(values.shape)}",
-            f"the weights have the shape {list(weights.shape)}",
+            f"loss(out, y) to give (values, weights) of as many rows: {list(values.shape)}",
+            f"weights of shape {list(weights.shape)}",
             where=where,
         )
 
@@ -65,9 +63,9 @@ def check_rows(values: Tensor, part: Tensor, cut: int, count: int, where: str) -
     """Raise an error if the value of a row depends on other rows."""
     if not torch.allclose(values[:cut].double(), part.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
-            "loss(out, y) gives each row a value of its own",
-            f"the values of the first {cut} of {count} rows change when the others are left out: it looks at "
-            "all rows of one rank",
+            "loss(out, y) to give each row a value of its own",
+            f"other values of the first {cut} of {count} rows when the rest is left out: it looks at all "
+            "rows of one rank",
             where=where,
             hint='reduction="none", and no mean or norm over rows inside the loss',
         )
@@ -82,8 +80,8 @@ def check_gradient(values: Tensor, sample: Any, where: str) -> None:
         torch.autograd.grad(values.sum(), leaves, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         raise ConfigError(
-            "loss(out, y) can be differentiated by the model's output",
-            f"it raised {type(error).__name__}: {first_line(error)}",
+            "loss(out, y) to have a derivative by the model's output",
+            f"{type(error).__name__}: {first_line(error)}",
             where=where,
             hint="y.to(out.dtype) in the loss",
         ) from error
@@ -98,8 +96,8 @@ def no_gradient(out: Any) -> ModelError:
     """Return the error for an output without a gradient, which trains no weight."""
     kinds = ", ".join(_form(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
     return ModelError(
-        "the model's output has a gradient by its weights",
-        f"it has none: {kinds}",
+        "the model's output to have a gradient by its weights",
+        f"an output without one: {kinds}",
         hint="no detach(), no torch.no_grad() and no whole numbers on the way from the weights to the output",
     )
 
@@ -107,8 +105,8 @@ def no_gradient(out: Any) -> ModelError:
 def lost_gradient(values: Tensor, where: str) -> ConfigError:
     """Return the error for a loss without a gradient, which trains no weight."""
     return ConfigError(
-        "loss(out, y) has a gradient by the model's output",
-        f"its value has none: {_form(values)}",
+        "loss(out, y) to have a gradient by the model's output",
+        f"a value without one: {_form(values)}",
         where=where,
         hint="no detach(), no torch.no_grad() and no comparison on the way from out to the loss",
     )

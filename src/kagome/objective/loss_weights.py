@@ -55,7 +55,7 @@ class LossWeights:
         mine = torch.tensor([share], dtype=torch.float64, device=self.channel.device)
         found = float(self.channel.all_reduce(mine, action="count training vertices", kind="other"))
         if not found > 0:
-            raise DataError("the weights of all training vertices have a sum above 0", f"it is {found:g}")
+            raise DataError("the weights of all training vertices to have a sum above 0", f"{found:g}")
         self.total = found
 
     def mean(self, lost: Tensor, weight: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ class LossWeights:
         seen, self._seen = self._seen, None
         if seen is not None and not abs(seen - self._own) <= 1e-6 * max(abs(self._own), 1.0):
             raise ConfigError(
-                "loss(out, y) gives (values, weights), and labels alone decide the weights",
-                f"their sum was {self._own:g} and is {seen:g} now",
+                "loss(out, y) to give (values, weights), with weights that depend on labels alone",
+                f"weights whose sum was {self._own:g} and is {seen:g} now",
                 hint="weights of y alone",
             )

@@ -51,14 +51,12 @@ def objective_of(
     if loss is None or isinstance(loss, str):
         return _named(loss or train.loss, facts, train, vertices, inputs, nodes)
     if not callable(loss):
-        raise ConfigError(
-            "loss takes a name or loss(out, y)", f"it was given a {type(loss).__name__}", hint="loss='mse'"
-        )
+        raise ConfigError("loss to be a name or loss(out, y)", f"a {type(loss).__name__}", hint="loss='mse'")
     if train.class_weight or train.sample_weight:
-        asked = "class_weight" if train.class_weight else "sample_weight"
+        name = "class_weight" if train.class_weight else "sample_weight"
         raise ConfigError(
-            f"train.{asked} is for a built-in loss",
-            "a loss of your own was given",
+            f"train.{name} with a built-in loss",
+            "a loss of your own",
             hint="return (values, weights) from it: their weighted mean is taken",
         )
     more = _arguments(loss, dict(inputs or {}), (*nodes, *shared))
@@ -76,17 +74,17 @@ def _named(
 ) -> Objective:
     if name not in ("auto", "cross_entropy", "bce", *OTHERS):
         known = "auto, cross_entropy, bce, mse, mae, huber"
-        raise ConfigError(f"loss is one of {known}, or loss(out, y)", f"it is {name!r}")
+        raise ConfigError(f"loss to be one of {known}, or loss(out, y)", repr(name))
     if inputs and set(inputs) != {"weight"}:
         raise ConfigError(
-            "loss_inputs names arguments of a loss of your own; a built-in one takes weight",
-            f"it names {', '.join(inputs)}",
+            "loss_inputs to name arguments of your own loss, or weight for a built-in one",
+            ", ".join(inputs),
         )
     weight = train.sample_weight or (inputs or {}).get("weight")
     if weight is not None and weight not in names:
         raise ConfigError(
-            f"train.sample_weight names an attribute of the data: {weight!r}",
-            f"the data has {', '.join(names)}",
+            f"an attribute of the data for train.sample_weight: {weight!r}",
+            f"data with {', '.join(names)}",
         )
     if name == "auto":
         name = _guessed(facts, vertices)
@@ -106,12 +104,10 @@ def _guessed(facts: Labels, vertices: int) -> str:
     if facts.single and (facts.whole or facts.least < NONE):
         return "cross_entropy"  # its checks name the first row that is not a class
     row = facts.odd if facts.odd >= 0 else facts.least_row if facts.least < 0 else facts.most_row
-    kind = (
-        "class labels must be whole numbers" if facts.single else "y with several columns must hold 0 and 1"
-    )
+    kind = "whole numbers as class labels" if facts.single else "0 and 1 in a y of several columns"
     raise DataError(
-        f"{kind} where no loss is named",
-        f"row {row} of y holds another number (y is {facts.text()}, from {facts.least:g} to {facts.most:g})",
+        f"{kind}, as no loss is named",
+        f"another number in row {row} of y (y is {facts.text()}, from {facts.least:g} to {facts.most:g})",
         where="data.y",
         hint="--train.loss mse (loss='mse') for numbers, cross_entropy or bce for soft labels",
     )
@@ -125,7 +121,7 @@ def _check_labels(made: Objective, vertices: int, *, asked: bool) -> None:
         _check_ids(made, vertices, asked=asked)
         return
     if len(facts.shape) > 1:
-        raise DataError(f"{name} takes y [N] or [N, C]", f"y is {facts.text()}", where="data.y")
+        raise DataError(f"y [N] or [N, C] for {name}", facts.text(), where="data.y")
     low, row = facts.least, facts.least_row
     if name == "bce" and facts.most > 1:
         low, row = facts.most, facts.most_row
@@ -133,10 +129,10 @@ def _check_labels(made: Objective, vertices: int, *, asked: bool) -> None:
         return
     if not low >= 0 or (name == "bce" and low > 1):
         raise DataError(
-            f"{name} of y {facts.text()} takes numbers from 0 to 1, and NaN for no label"
+            f"numbers from 0 to 1, and NaN for no label, in y {facts.text()} for {name}"
             if name == "bce"
-            else "cross_entropy of several columns takes shares of classes, from 0 up",
-            f"row {row} of y holds {low:g}",
+            else "shares of classes, from 0 up, in the columns of y for cross_entropy",
+            f"{low:g} in row {row} of y",
             where="data.y",
             hint="loss='mse' for other numbers",
         )
@@ -146,15 +142,15 @@ def _check_ids(made: Objective, vertices: int, *, asked: bool) -> None:
     facts, limit = made.facts, max(vertices, LIMIT)
     if not facts.whole:
         raise DataError(
-            "class labels must be whole numbers",
-            f"row {facts.odd} of y holds another (y is {facts.text()}, {facts.least:g} to {facts.most:g})",
+            "whole numbers as class labels",
+            f"another number in row {facts.odd} of y ({facts.text()}, {facts.least:g} to {facts.most:g})",
             where="data.y",
             hint="loss='mse' for numbers, loss='bce' for shares from 0 to 1",
         )
     if facts.both and made.ignore == NONE and not asked:
         raise DataError(
-            "with cross_entropy the label -1 says that there is none",
-            "the labels are -1 and 1: one class would be left",
+            "-1 to mean that there is no label, with cross_entropy",
+            "the labels -1 and 1, which would leave one class",
             where="data.y",
             hint="data.y = (data.y + 1) // 2; or train.ignore_index=-1, if -1 is none; or a loss of your own",
         )
@@ -163,8 +159,8 @@ def _check_ids(made: Objective, vertices: int, *, asked: bool) -> None:
         low, row = (low, facts.least_row) if low < 0 else (facts.most, facts.most_row)
         none = "" if made.ignore is None else f"{made.ignore} for none, "
         raise DataError(
-            f"class labels run from 0 to C - 1 ({none}at most {limit:,} classes)",
-            f"y[{row}] is {low:.0f}" if abs(low) < 1e19 else f"y[{row}] is {low:g}",
+            f"class labels from 0 to C - 1 ({none}at most {limit:,} classes)",
+            f"y[{row}] = {low:.0f}" if abs(low) < 1e19 else f"y[{row}] = {low:g}",
             where="data.y",
             hint="loss='mse' for numbers",
         )
@@ -176,16 +172,16 @@ def _check_class_weight(made: Objective) -> None:
         return
     if made.name != "cross_entropy":
         raise ConfigError(
-            "train.class_weight is for cross_entropy, with one class a vertex",
-            f"the loss is {made.name}",
+            "the loss cross_entropy, with one class a vertex, for train.class_weight",
+            made.name,
             hint="return (values, weights) from a loss of your own",
         )
     # The ignored label may be the last class, and the model may still have a column for it.
     widths = {made.outputs, max(made.outputs, (made.ignore or 0) + 1)}
     if len(table) not in widths or not all(0 <= each < float("inf") for each in table) or not any(table):
         raise ConfigError(
-            f"train.class_weight has a weight from 0 up for each of {made.outputs} classes",
-            f"it is {list(table)}",
+            f"train.class_weight with a weight from 0 up for each of {made.outputs} classes",
+            f"{list(table)}",
         )
 
 
@@ -196,8 +192,8 @@ def _arguments(loss: Loss, named: dict[str, str], names: Collection[str]) -> dic
     gone = [name for name in named.values() if name not in names]
     if odd or gone:
         raise ConfigError(
-            "loss_inputs={argument: attribute} names arguments of the loss and attributes of the data",
-            f"the loss takes {', '.join(more or ()) or 'no other argument'}; the data has {', '.join(names)}",
+            "loss_inputs={argument: attribute}, an argument of the loss and an attribute of the data",
+            f"a loss that takes {', '.join(more or ()) or 'no other argument'}; data with {', '.join(names)}",
             where=f"loss_inputs: {(odd or gone)[0]!r}",
         )
     found = dict(named)
@@ -212,8 +208,8 @@ def _arguments(loss: Loss, named: dict[str, str], names: Collection[str]) -> dic
             found[name] = attribute
         elif needed:
             raise ConfigError(
-                f"loss(out, y, {name}) takes attributes of the data",
-                f"the data has {', '.join(names)}",
+                f"an attribute of the data for loss(out, y, {name})",
+                f"data with {', '.join(names)}",
                 hint=f"data.{name}, a row a vertex; or loss_inputs={{{name!r}: an attribute's name}}",
             )
     return found

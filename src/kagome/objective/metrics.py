@@ -109,8 +109,8 @@ class Metric:
         for split, value in found.items():
             if value is not None and value != value:
                 raise ModelError(
-                    f"the metric {self.name} of the {split} vertices is a number",
-                    "it is nan",
+                    f"the metric {self.name} of the {split} vertices to be a number",
+                    "nan",
                     where=action,
                     hint="a look at the model's output for these vertices: it may be nan or infinite"
                     if self.own is None
@@ -177,8 +177,8 @@ class Metric:
         """Return the columns that are scored, ``[n, C]``."""
         if not isinstance(out, Tensor):
             raise ModelError(
-                f"the metric {self.name} scores one tensor",
-                f"the model gives a {type(out).__name__}",
+                f"one tensor from the model for the metric {self.name}",
+                f"a {type(out).__name__}",
                 hint="metric=lambda out, y: a value a row",
             )
         rows = out if out.dim() > 1 else out.unsqueeze(1)
@@ -186,8 +186,8 @@ class Metric:
         if self.columns:
             if max(self.columns) >= rows.size(1):
                 raise ModelError(
-                    f"train.metric_columns names columns of the output: {list(self.columns)}",
-                    f"it has {rows.size(1)}",
+                    f"train.metric_columns to name columns of the output: {list(self.columns)}",
+                    f"an output with {rows.size(1)}",
                 )
             rows = rows[:, list(self.columns)]
         wanted = self._width()
@@ -197,8 +197,8 @@ class Metric:
         wide = rows.size(1) > wanted and not classes
         if (rows.size(1) < wanted and not single) or wide:
             raise ModelError(
-                f"the metric {self.name} scores {wanted} column{'s' * (wanted != 1)}, as labels have",
-                f"the model gives {rows.size(1)}",
+                f"{wanted} column{'s' * (wanted != 1)} for the metric {self.name}, as labels have",
+                f"{rows.size(1)} from the model",
                 hint="--train.metric-columns (train.metric_columns) names them, or an own metric(out, y)",
             )
         return rows
@@ -356,12 +356,12 @@ class Metric:
             or found.size(0) != count
             or found.numel() != count
         ):
-            shown = (
+            got = (
                 f"the shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             )
             raise ConfigError(
-                f"metric(out, y) gives a value a row: {count}",
-                f"it gave {shown}",
+                f"metric(out, y) to give a value a row: {count}",
+                got,
                 hint="a state that adds up over ranks is for a metric with compute(state)",
             )
         value = found.detach().double().sum()
@@ -374,8 +374,8 @@ class Metric:
                 return self.own(out, y)
         except Exception as error:
             raise ConfigError(
-                "metric(out, y) is computed of the model's output and the labels as they were given",
-                f"it raised {_said(error)}",
+                "metric(out, y) to run on the model's output and the labels as they were given",
+                _said(error),
                 where=f"y {list(y.shape)} {y.dtype}",
                 hint="" if y.size(0) else "a state of no vertices too: a rank or a split may have none",
             ) from error
@@ -391,8 +391,8 @@ class Metric:
                 return None if found is None else float(found)
             except Exception as error:
                 raise ConfigError(
-                    "metric.compute(state) gives a number, or None, of a state that was added up",
-                    f"it raised {_said(error)}",
+                    "metric.compute(state) to give a number, or None, of a state that was added up",
+                    _said(error),
                 ) from error
         return float(state[0] / state[1]) if state[1] else None
 
@@ -454,16 +454,14 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
     """
     if metric is not None and not isinstance(metric, str):
         if not callable(metric):
-            raise ConfigError(
-                "metric takes a name or metric(out, y)", f"it was given a {type(metric).__name__}"
-            )
+            raise ConfigError("metric to be a name or metric(out, y)", f"a {type(metric).__name__}")
         name = str(getattr(metric, "__name__", type(metric).__name__))
         higher = bool(getattr(metric, "higher_is_better", True))
         return Metric("metric" if name == "<lambda>" else name, objective, metric, higher=higher)
     name = metric or train.metric
     guessed, name = name == "auto", _guessed(objective) if name == "auto" else name
     if name not in (*LOWER, *NUMBERS, *RANKED, "accuracy", "f1_micro", "f1_macro"):
-        raise ConfigError("metric is a name that train.metric takes, or metric(out, y)", f"it is {name!r}")
+        raise ConfigError("metric to be a name that train.metric takes, or metric(out, y)", repr(name))
     _suits(name, objective)
     columns = tuple(train.metric_columns)
     guessed &= not objective.name and not columns
@@ -491,17 +489,15 @@ def _suits(name: str, objective: Objective) -> None:
     shares = objective.name == "cross_entropy" and not facts.single
     if not objective.classified and facts.task != "multilabel" and not shares:
         raise ConfigError(
-            f"{name} needs classes, or labels of 0 and 1",
-            f"y is {facts.text()}, from {facts.least:g} to {facts.most:g}",
+            f"classes, or labels of 0 and 1, for {name}",
+            f"y {facts.text()}, from {facts.least:g} to {facts.most:g}",
             hint="rmse, mae or r2",
         )
     if name == "accuracy" and not objective.classified and not shares:
-        raise ConfigError(
-            "accuracy needs one class a vertex", "the labels are several a vertex", hint="f1_micro"
-        )
+        raise ConfigError("one class a vertex for accuracy", "several labels a vertex", hint="f1_micro")
     if name in RANKED and (shares or (objective.classified and facts.classes > 2)):
         raise ConfigError(
-            f"{name} needs two classes or several labels",
-            f"there are {facts.classes if objective.classified else facts.columns} classes",
+            f"two classes or several labels for {name}",
+            f"{facts.classes if objective.classified else facts.columns} classes",
             hint="accuracy",
         )

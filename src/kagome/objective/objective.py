@@ -228,8 +228,8 @@ class Objective:
             return (values * target.y.size(0) if self.scalar.learned else row_sum(values)), None
         if given.requires_grad:
             raise ConfigError(
-                "loss(out, y) gives (values, weights), and labels alone decide the weights",
-                "the weights depend on the model's output",
+                "loss(out, y) to give (values, weights), with weights that depend on labels alone",
+                "weights that depend on the model's output",
                 hint="weights.detach(), of y alone",
             )
         wide = given.view(*given.shape, *[1] * (values.dim() - given.dim())).expand_as(values)
@@ -240,8 +240,8 @@ class Objective:
             raise self._odd(out)
         if out.is_complex():
             raise ModelError(
-                f"loss {self.name!r} takes real numbers",
-                f"the model gave {str(out.dtype).removeprefix('torch.')}",
+                f"real numbers from the model for loss {self.name!r}",
+                str(out.dtype).removeprefix("torch."),
                 hint="out.real or out.abs() at the end of forward, or a loss of your own",
             )
         if self.name == "cross_entropy":
@@ -288,10 +288,10 @@ class Objective:
     def _odd(self, out: Any) -> ModelError:
         """Return the error for an output that does not fit the labels."""
         of, columns = {"cross_entropy": "class", "bce": "label"}.get(self.name, "number"), self.outputs
-        shape = f"its output has the shape {list(out.shape)}" if isinstance(out, Tensor) else ""
+        shape = f"an output of shape {list(out.shape)}" if isinstance(out, Tensor) else ""
         return ModelError(
-            f"the model gives {columns} column{'s' * (columns != 1)}, one a {of}",
-            shape or f"it gave {type(out).__name__}",
+            f"the model to give {columns} column{'s' * (columns != 1)}, one a {of}",
+            shape or type(out).__name__,
             hint=f"out_channels={columns} in the last layer, or a loss of your own",
         )
 
@@ -303,8 +303,8 @@ class Objective:
             raise
         except Exception as error:
             raise ConfigError(
-                "loss(out, y) is computed of the model's output and the labels as they were given",
-                f"it raised {type(error).__name__}: {first_line(error)}",
+                "loss(out, y) to run on the model's output and the labels as they were given",
+                f"{type(error).__name__}: {first_line(error)}",
                 where=pair(out, target.y),
                 hint=cure(out, target.y, error),
             ) from error
@@ -385,8 +385,8 @@ class Objective:
         again = self._tried(fresh(sample), target)
         if not near(found.values, again.values):
             raise ConfigError(
-                "loss(out, y) gives the same of the same out and y when it is tried again",
-                f"it gave {float(found.values.double().sum()):.6g} and then "
+                "loss(out, y) to give the same of the same out and y when it is tried again",
+                f"{float(found.values.double().sum()):.6g} and then "
                 f"{float(again.values.double().sum()):.6g}: it keeps state that cannot be put back",
                 where=where,
                 hint="keep it in an attribute of the loss: a number, a list or a tensor",
@@ -414,16 +414,15 @@ class Objective:
 
         if not near(after(whole), after(some)):
             raise ConfigError(
-                "what loss(out, y) keeps from call to call is the same on all ranks",
-                "what it keeps tells of the rows that it was given, and changes what it gives later",
+                "what loss(out, y) keeps from call to call to be the same on all ranks",
+                "a state that depends on the rows that it was given, and changes what it gives later",
                 where=where,
                 hint="train on one rank, or keep what does not depend on rows: the number of calls",
             )
         if apart and not near(after(), after(some)):
             raise ConfigError(
-                "a loss(out, y) that gives something else from call to call is called once an epoch, on all "
-                "ranks",
-                f"it is called {apart}",
+                "one call an epoch, on all ranks, of a loss(out, y) that changes from call to call",
+                f"a loss that is called {apart}",
                 where=where,
                 hint="no pipeline and no chunks, which leave one call an epoch on each rank",
             )
@@ -446,9 +445,9 @@ class Objective:
             "train.class_weight, or return (values, weights)"
         )
         raise ConfigError(
-            "loss(out, y) gives a value a row, or their sum",
-            f"the loss of {count} rows is {float(whole.detach()):.6g}, that of {first.stop} and the other "
-            f"{count - first.stop} is {float(parts.detach()):.6g}: it averages over the rows of one rank",
+            "loss(out, y) to give a value a row, or their sum",
+            f"{float(whole.detach()):.6g} for {count} rows, {float(parts.detach()):.6g} for {first.stop} and "
+            f"the other {count - first.stop}: it averages over the rows of one rank",
             where=where,
             hint=way,
         )
@@ -479,7 +478,7 @@ def split(found: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(found, Tensor) and (weights is None or (isinstance(weights, Tensor) and found.dim() > 0)):
         return found, weights
     raise ConfigError(
-        "loss(out, y) gives a tensor with a value a row, or (values, weights)",
-        f"it gave {type(found).__name__}" + ("" if weights is None else f" and {type(weights).__name__}"),
+        "loss(out, y) to give a tensor with a value a row, or (values, weights)",
+        type(found).__name__ + ("" if weights is None else f" and {type(weights).__name__}"),
         hint='reduction="none"',
     )

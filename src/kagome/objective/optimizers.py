@@ -60,8 +60,8 @@ class Wishes:
             return
         if not isinstance(given, Mapping) or not all(isinstance(t, str) for t in (*given, *given.values())):
             raise ConfigError(
-                "loss_inputs takes a dict of argument: attribute, both texts",
-                f"it is {shown(given)}",
+                "loss_inputs to be a dict of argument: attribute, both texts",
+                shown(given),
                 hint='loss_inputs={"w": "weight"}',
             )
 
@@ -139,7 +139,7 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
         ConfigError: If settings clash, or the mean over all ranks would change a user's loss.
     """
     if meta.labels is None:
-        raise DataError("training needs labels (data.y)", "the data has none")
+        raise DataError("labels (data.y) to train by", "data without them")
     train, channel = settings.train, mesh.graph
     objective = objective_of(
         wishes.loss,
@@ -226,15 +226,13 @@ def _refuse_weights(objective: Objective, part: Partition, channel: Channel) -> 
     name = objective.weight
     value, fault = part.nodes.get(name), ""
     if value is None or value.is_complex() or value.shape[1:] not in ((), (1,)):
-        fault = (
-            "it has not" if value is None else f"it has the shape [N, {', '.join(map(str, value.shape[1:]))}]"
-        )
+        fault = "none" if value is None else f"the shape [N, {', '.join(map(str, value.shape[1:]))}]"
     elif value.numel() and not (bool(value.double().isfinite().all()) and float(value.double().min()) >= 0):
-        fault = f"it holds {float(value.double().min()):g}"
+        fault = f"{float(value.double().min()):g}"
     faults = channel.gather_objects(fault, "check the weights of vertices")
     fault = next((str(each) for each in faults if each), "")
     if fault:
-        raise DataError(f"{name} has a weight from 0 up for each vertex", fault, where=f"data.{name}")
+        raise DataError(f"{name} to have a weight from 0 up for each vertex", fault, where=f"data.{name}")
 
 
 def optimizer_of(
@@ -262,22 +260,23 @@ def optimizer_of(
         return torch.optim.Adam(parameters, lr=settings.train.lr, weight_decay=settings.train.weight_decay)
     if isinstance(make, Optimizer) or not callable(make):
         raise ConfigError(
-            "optimizer=... takes a callable(params) -> Optimizer",
-            f"it was given a {type(make).__name__}",
+            "optimizer=... to be a callable(params) -> Optimizer",
+            f"a {type(make).__name__}",
             hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
         )
-    with _told("optimizer=... makes an optimizer of the model's parameters"):
+    with _told("optimizer=... to make an optimizer of the model's parameters"):
         optimizer = make(parameters)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            "optimizer=... takes a callable(params) -> Optimizer", f"it gave a {type(optimizer).__name__}"
+            "optimizer=... to be a callable(params) -> Optimizer",
+            f"one that gives {type(optimizer).__name__}",
         )
     # torch wraps step on the instance; the class shows the real signature.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            "one epoch is one forward pass, one backward pass and one step",
-            f"{type(optimizer).__name__} runs the model several times within a step",
+            "one forward pass, one backward pass and one step an epoch",
+            f"{type(optimizer).__name__}, which runs the model several times within a step",
             hint="an optimizer whose step needs no closure: Adam, AdamW, SGD, ...",
         )
     _refuse_others(optimizer, model, alone=mesh is None or is_alone(settings, mesh))
@@ -292,7 +291,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
-        raise ModelError("training needs a model with parameters", "it has none that require a gradient")
+        raise ModelError("a model with parameters to train", "none that require a gradient")
     return parameters
 
 
@@ -306,15 +305,15 @@ def _refuse_others(optimizer: Optimizer, model: nn.Module, *, alone: bool) -> No
     others = [parameter for parameter in held if id(parameter) not in known]
     if len(others) == len(held):
         raise ConfigError(
-            "an optimizer trains parameters of the model that the Trainer was given",
-            f"{type(optimizer).__name__} holds {len(held)}, none of them the model's",
+            "an optimizer of parameters of the model that the Trainer was given",
+            f"{type(optimizer).__name__} with {len(held)}, none of them the model's",
             hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), over the params it is given",
         )
     if others and not alone:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise ConfigError(
-            "on several ranks or chunks an optimizer trains parameters of the model alone",
-            f"{type(optimizer).__name__} also holds one of shape {list(others[0].shape)}{more}, of a loss or "
+            "an optimizer of the model's parameters alone, on several ranks or chunks",
+            f"{type(optimizer).__name__} with another of shape {list(others[0].shape)}{more}, of a loss or "
             "another module",
             hint="make that module a part of the model (model.loss = loss); or train on one rank",
         )
@@ -338,8 +337,8 @@ def refuse_thawed(model: nn.Module, before: frozenset[str]) -> None:
     if thawed := sorted(before - frozen(model)):
         more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
         raise ModelError(
-            "fit trains the parameters that required a gradient when the Trainer was made",
-            f"{thawed[0]}{more} did not then, and {'do' if more else 'does'} now",
+            "the same parameters to require a gradient as when the Trainer was made",
+            f"{thawed[0]}{more}, which did not then and {'do' if more else 'does'} now",
             hint="make a new Trainer of this model, which keeps its weights, and fit with that",
         )
 
@@ -367,27 +366,27 @@ def scheduler_of(
     if make is None:
         return None
     with _told(
-        "scheduler=... makes a scheduler of the optimizer",
+        "scheduler=... to make a scheduler of the optimizer",
         hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
     ):
         scheduler = make(optimizer) if callable(make) else make
     if not callable(getattr(scheduler, "step", None)) or scheduler is make:
         raise ConfigError(
-            "scheduler=... takes a callable(optimizer) with a step()",
-            f"it was given, or gave, a {type(scheduler).__name__}",
+            "scheduler=... to be a callable(optimizer) that gives an object with a step()",
+            f"a {type(scheduler).__name__}",
             hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
         )
     if scheduler is optimizer:
         raise ConfigError(
-            "scheduler=... takes a callable(optimizer) that gives a scheduler",
-            f"it gave the optimizer itself, a {type(scheduler).__name__}, which would step twice an epoch",
+            "scheduler=... to be a callable(optimizer) that gives a scheduler",
+            f"the optimizer itself, a {type(scheduler).__name__}, which would step twice an epoch",
             hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
         )
     turned = getattr(scheduler, "optimizer", optimizer)
     if isinstance(turned, Optimizer) and turned is not optimizer:
         raise ConfigError(
-            "a scheduler turns the rates of the run's optimizer",
-            f"{type(scheduler).__name__} turns those of another {type(turned).__name__}",
+            "a scheduler of the run's optimizer",
+            f"{type(scheduler).__name__} of another {type(turned).__name__}",
             hint="scheduler=lambda optimizer: ..., made of the optimizer that it is given",
         )
     _refuse_plateau(scheduler, higher=higher)
@@ -397,8 +396,8 @@ def scheduler_of(
 def _refuse_plateau(scheduler: Any, *, higher: bool) -> None:
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode == "max" and not higher:
         raise ConfigError(
-            'ReduceLROnPlateau(mode="max") waits for a metric that rises',
-            "less is better of this run's metric",
+            'a metric that rises, for ReduceLROnPlateau(mode="max")',
+            "a metric of which less is better",
             hint='mode="min"',
         )
 
@@ -418,8 +417,8 @@ def refuse_short(scheduler: Any, epochs: int, train: Train) -> None:
         left = scheduler.total_steps - scheduler.last_epoch
         if left < epochs:
             raise ConfigError(
-                f"{epochs:,} epochs are {epochs:,} steps of the scheduler",
-                f"OneCycleLR takes {left:,} more",
+                f"a scheduler with {epochs:,} steps for {epochs:,} epochs",
+                f"OneCycleLR with {left:,} left",
                 hint=f"total_steps={scheduler.last_epoch + epochs} or more; a step is an epoch here",
             )
 
@@ -430,12 +429,12 @@ def step_optimizer(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: If the optimizer raises.
     """
-    with _told("the optimizer takes a step an epoch"):
+    with _told("the optimizer to take a step an epoch"):
         optimizer.step()
 
 
 @contextmanager
-def _told(asked: str, hint: str = "") -> Iterator[None]:
+def _told(expected: str, hint: str = "") -> Iterator[None]:
     """Report what a user's own code raises in the block as an error in that code."""
     try:
         yield
@@ -443,8 +442,8 @@ def _told(asked: str, hint: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
-        said = "it raised " + ": ".join(filter(None, (type(error).__name__, words[:300])))
-        raise in_words(error) or ConfigError(asked, said, where=raised_at(error), hint=hint) from error
+        got = ": ".join(filter(None, (type(error).__name__, words[:300])))
+        raise in_words(error) or ConfigError(expected, got, where=raised_at(error), hint=hint) from error
 
 
 def step_scheduler(
@@ -467,7 +466,7 @@ def step_scheduler(
     """
     _refuse_plateau(scheduler, higher=higher)
     if not isinstance(scheduler, ReduceLROnPlateau):
-        with _told("the scheduler takes a step an epoch"):
+        with _told("the scheduler to take a step an epoch"):
             scheduler.step()
     elif scheduler.mode == "min" and higher:
         scheduler.step(loss)
@@ -475,8 +474,8 @@ def step_scheduler(
         scheduler.step(val_metric)
     elif seen and scheduler.mode == "max":
         raise ConfigError(
-            'ReduceLROnPlateau(mode="max") waits for a validation metric that rises',
-            "there is none: no vertex validates, or its score has no value",
+            'a validation metric that rises, for ReduceLROnPlateau(mode="max")',
+            "none: no vertex validates, or its score has no value",
             hint='data.val_mask, or mode="min" for the training loss',
         )
     elif seen:

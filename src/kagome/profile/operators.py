@@ -129,7 +129,7 @@ def _telling(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            "a pipeline's operators are run forward and backward by themselves, to time them",
+            "a pipeline's operators to run forward and backward by themselves, to be timed",
             f"{type(error).__name__}: {error}",
             where=where,
             hint="try one forward and backward of the model on the sample batch by itself",

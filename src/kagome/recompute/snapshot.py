@@ -130,8 +130,8 @@ class Standing:
         """
         if self._lost:
             raise ModelError(
-                "a layer that runs again finds its tensors as they were",
-                f"it has written to {self._lost!r} in place, which is no buffer",
+                "a layer that runs again to find its tensors as they were",
+                f"a write in place to {self._lost!r}, which is not a buffer",
                 hint=f"self.register_buffer({self._lost.lstrip('_')!r}, ...), or leave --model.recompute out",
             )
         found = [dict(table) for table in self._tables]
@@ -185,8 +185,8 @@ class Given:
         """
         if any(tensor._version != version for tensor, version in self._versions):
             raise ModelError(
-                "what a layer is given stays as it is until backward has run it again",
-                "it was written to in place",
+                "what a layer is given to stay as it is until backward has run it again",
+                "a write to it in place",
                 hint="leave --model.recompute out",
             )
         for tensor, mark in zip(tensors, self._found, strict=False):

@@ -53,8 +53,8 @@ class Claim:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip()
             os.close(self._lock)
             raise ConfigError(
-                f"the run's files go to {folder}",
-                f"another run writes there ({holder or 'it has just begun'})",
+                f"{folder} to be free for the run's files",
+                f"another run that writes there ({holder or 'it has just begun'})",
                 hint="another --out, or wait until it ends",
             ) from None
         except OSError:
@@ -102,8 +102,8 @@ def refuse_taken(folder: str | Path, *, resume: str | Path | None, overwrite: bo
         return
     finished = (folder / "summary.json").exists()
     raise ConfigError(
-        f"the files of a new run go to {folder}",
-        f"a run that {'has finished' if finished else 'was stopped'} is there",
+        f"{folder} to be free for the files of a new run",
+        f"a run there that {'has finished' if finished else 'was stopped'}",
         hint=f"--resume {folder} goes on with it, --overwrite removes it; or another --out",
     )
 
@@ -155,8 +155,8 @@ def _refuse_foreign(folder: Path) -> None:
         return
     more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
     raise ConfigError(
-        f"the run's files go to {str(folder)!r}",
-        f"that folder is no run's and holds {foreign[0]}{more}",
+        f"{str(folder)!r} to be free for the run's files",
+        f"a folder that is not a run's and holds {foreign[0]}{more}",
         hint="a folder of its own: --out runs/NAME",
     )
 
@@ -164,8 +164,8 @@ def _refuse_foreign(folder: Path) -> None:
 def unwritable(folder: Path, error: Exception) -> ConfigError:
     """Return the error of a run's folder that cannot be written to."""
     return ConfigError(
-        f"the run's files go to {str(folder)!r}",
-        f"it cannot be written: {getattr(error, 'strerror', None) or error}",
+        f"the run's files to be written to {str(folder)!r}",
+        f"{getattr(error, 'strerror', None) or error}",
         hint="another --out; or free some disk, then --resume",
     )
 

@@ -87,8 +87,8 @@ def write_scores(path: Path, scores: Any) -> str:
     arrays = arrays_of(scores)
     if path.suffix == ".npy" and len(arrays) > 1:
         raise ConfigError(
-            "a .npy file holds one array",
-            f"the model gives {len(arrays)}: {', '.join(arrays)}",
+            "one array for a .npy file",
+            f"{len(arrays)} from the model: {', '.join(arrays)}",
             hint=f"--out {path.with_suffix('.npz').name}",
         )
     fresh = path.with_name(f".{path.name}")
@@ -100,7 +100,7 @@ def write_scores(path: Path, scores: Any) -> str:
                 np.savez_compressed(file, **arrays)
         fresh.rename(path)
     except OSError as error:
-        raise ConfigError(f"scores go to {path}", f"it cannot be written: {error}") from None
+        raise ConfigError(f"scores to be written to {path}", f"{error}") from None
     shapes = {name: " x ".join(f"{size:,}" for size in each.shape) for name, each in arrays.items()}
     if len(shapes) == 1:
         return next(iter(shapes.values()))

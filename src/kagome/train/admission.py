@@ -229,24 +229,24 @@ class _Want:
     left: int
 
     @property
-    def asked(self) -> str:
-        """The clause that says which ranks need how much."""
+    def expected(self) -> str:
+        """How much which ranks need."""
         count = len(self.ranks)
         return (
-            f"{count} rank{'s' if count > 1 else ''} on {self.place} will want at least "
-            f"{bytes_text(self.need)} more"
+            f"at least {bytes_text(self.need)} more for {count} rank{'s' if count > 1 else ''} "
+            f"on {self.place}"
         )
 
     def text(self, *, recomputes: bool) -> str:
         """Return a warning as one sentence."""
-        return f"memory: {self.asked}, and {bytes_text(self.left)} are left: try {_less(recomputes)}"
+        return f"memory: expected {self.expected}; got {bytes_text(self.left)} left: try {_less(recomputes)}"
 
     def refusal(self, parallel: config.Parallel, *, recomputes: bool) -> ModelError:
         """Return the warning as an error."""
         stage = self.full // ((parallel.graph or 1) * parallel.tensor)
         return ModelError(
-            self.asked,
-            f"{bytes_text(self.left)} are left",
+            f"memory of {self.expected}",
+            f"{bytes_text(self.left)} left",
             where=f"the fullest is rank {self.full}" + (f", stage {stage}" if parallel.pipe > 1 else ""),
             hint=f"{_less(recomputes)}; --train.no-check tries it all the same",
         )

@@ -35,7 +35,7 @@ class Callbacks:
 
     def __init__(self, given: Sequence[object], world: Channel, marks: ModelMarks) -> None:
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise ConfigError("callbacks=... takes a list of objects", f"it was given {type(given).__name__}")
+            raise ConfigError("callbacks=... to be a list of objects", type(given).__name__)
         for callback in given:
             _refuse_other(callback)
         self._world, self._marks = world, marks
@@ -82,14 +82,14 @@ class Callbacks:
                     method(argument)
             except Exception as error:  # on any error the other ranks must not wait for this one
                 error.add_note(f"raised in callback {name} on rank {self._world.rank}")
-                raised, fault = error, (name, f"it raised {type(error).__name__}: {error}", "")
+                raised, fault = error, (name, f"{type(error).__name__}: {error}", "")
                 break
             after = self._marks.now(alone=alone)
             moved = [thing for thing, marked in after.items() if marked != before[thing]]
             changed |= "model" in moved
             if moved and alone:
                 hint = f"all_ranks = True in {type(callback).__name__}, so that every rank runs it"
-                fault = name, f"it changed the {moved[0]}, which all ranks share", hint
+                fault = name, f"a change of the {moved[0]}, which all ranks share", hint
                 break
         if self._shared:
             rules = self._marks.facts()
@@ -100,7 +100,7 @@ class Callbacks:
             if found is not None:
                 what, text, hint = found
                 raise CallbackError(
-                    f"callback {what} was to leave the run as it is",
+                    f"callback {what} to leave the run as it is",
                     f"{text}",
                     where=f"rank {rank}",
                     hint=hint,
@@ -118,8 +118,8 @@ class Callbacks:
         if self._running is None or self._world.size == 1 or _everywhere(self._running):
             return
         raise CallbackError(
-            f"all ranks call {what} together",
-            f"callback {type(self._running).__name__} calls it on rank 0 alone",
+            f"all ranks to call {what} together",
+            f"a call by callback {type(self._running).__name__} on rank 0 alone",
             hint=f"all_ranks = True in {type(self._running).__name__}",
         )
 
@@ -144,11 +144,11 @@ def _refuse_other(callback: object) -> None:
     name, known = type(callback).__name__, ", ".join(EVENTS)
     if isinstance(callback, type):
         raise ConfigError(
-            "callbacks=[...] takes objects",
-            f"it was given the class {callback.__name__}",
+            "objects in callbacks=[...]",
+            f"the class {callback.__name__}",
             hint=f"{callback.__name__}()",
         )
     others = sorted(n for n in dir(callback) if n.startswith("on_") and n not in EVENTS)
     if others or not _events(callback):
-        found = f"it has {others[0]}" if others else "it has none of them"
-        raise ConfigError(f"a callback has some of {known}", found, where=f"callback {name}")
+        got = others[0] if others else "none of them"
+        raise ConfigError(f"a callback with some of {known}", got, where=f"callback {name}")

@@ -120,8 +120,8 @@ def _from_clean(
     marks = channel.gather_objects(mark, "compare the ranks' data")
     if len(set(marks)) > 1:
         raise PartitionError(
-            "every rank gives the same graph",
-            f"rank {channel.rank}'s differs from another's: fingerprints "
+            "the same graph on every rank",
+            f"another on rank {channel.rank} than elsewhere: fingerprints "
             f"{', '.join(sorted(set(map(str, marks))))}",
             hint="seed whatever makes the data, or load it from one file",
         )
@@ -150,8 +150,8 @@ def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
     meta = store.load_meta(folder)
     if meta.num_parts != channel.size:
         raise PartitionError(
-            f"{channel.size} ranks need a partition of {channel.size} parts",
-            f"{folder} holds {meta.num_parts}",
+            f"a partition of {channel.size} parts for {channel.size} ranks",
+            f"{meta.num_parts} parts in {folder}",
             hint=f"start {meta.num_parts} ranks, or kagome partition --parts {channel.size}",
         )
     found: Partition | KagomeError
@@ -168,9 +168,7 @@ def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
     facts = cast("list[tuple[str, tuple[int, ...], tuple[int, ...]]]", told)
     marks = [mark for mark, *_ in facts]
     if len(set(marks)) > 1:
-        raise PartitionError(
-            "all ranks read parts of one cut", f"they read parts of {len(set(marks))}: {marks}"
-        )
+        raise PartitionError("parts of one cut on all ranks", f"parts of {len(set(marks))}: {marks}")
     _refuse_unlike_lists(found, facts, channel, folder)
     return found, meta
 
@@ -198,8 +196,8 @@ def _refuse_unlike_lists(
         unlike = [[rank] for rank, each in enumerate(ranks) if each]
     if unlike:
         raise PartitionError(
-            f"the parts in {folder} send each other the rows that they expect",
-            f"part {unlike[0][-1]} expects others",
+            f"parts in {folder} that send each other the rows that they expect",
+            f"part {unlike[0][-1]}, which expects others",
             hint="make them again with kagome partition",
         )
 
@@ -270,8 +268,8 @@ def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
         return part, meta
     x, turned = part.nodes.get("x"), []
     if x is None or x.dim() > 2 or x.is_complex() or 0 in x.shape[1:]:
-        found = "the data has none" if x is None else f"it is {[meta.num_nodes, *x.shape[1:]]}"
-        raise DataError(f"the model {name} takes real features x [N, F]", found, where="data.x")
+        got = "data without x" if x is None else f"{[meta.num_nodes, *x.shape[1:]]}"
+        raise DataError(f"real features x [N, F] for the model {name}", got, where="data.x")
 
     def floats(attribute: str, value: torch.Tensor) -> torch.Tensor:
         rows = value.unsqueeze(1) if attribute == "x" and value.dim() == 1 else value

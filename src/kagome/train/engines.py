@@ -39,8 +39,8 @@ def engine_for(
     refuse_slices_by_pyg(settings, mesh.device)
     if settings.model.recompute and parallel.activations in ("host", "disk"):
         raise ConfigError(
-            f"parallel.activations={parallel.activations!r} moves what layers save for backward",
-            "model.recompute=True lets them save nothing",
+            f"layers that save for backward what parallel.activations={parallel.activations!r} moves",
+            "model.recompute=True, which lets them save nothing",
             hint="one of the two",
         )
     if parallel.pipe == 1 and parallel.chunks == 1:
@@ -58,8 +58,8 @@ def engine_for(
         )
     if settings.model.recompute:
         raise ConfigError(
-            "model.recompute runs each layer again in backward",
-            f"with pipe={parallel.pipe}, chunks={parallel.chunks} a layer's rows have gone on by then",
+            "a layer's rows to stay until model.recompute runs it again in backward",
+            f"pipe={parallel.pipe}, chunks={parallel.chunks}, where they have gone on by then",
             hint="leave --model.recompute out, or --parallel.graph alone",
         )
     return ChunkEngine(
@@ -85,7 +85,7 @@ def refuse_slices_by_pyg(settings: config.Run, device: torch.device) -> None:
     tensor, bare = settings.parallel.tensor, settings.train.amp == "bf16" and device.type == "cpu"
     if tensor > 1 and (bare or not settings.model.fast):
         raise ConfigError(
-            f"tensor={tensor} sums columns by kernels",
-            "train.amp='bf16' has none on a CPU" if bare else "model.fast=False leaves them out",
+            f"kernels that sum columns for tensor={tensor}",
+            "train.amp='bf16', without any on a CPU" if bare else "model.fast=False, which leaves them out",
             hint="leave it out, or graph instead of tensor",
         )

@@ -174,8 +174,8 @@ class GraphEngine:
         """Return the error for a model that cannot run on a part of the graph."""
         words = (str(error).strip().splitlines() or [""])[0]
         return ModelError(
-            "forward and backward run on a part of the graph as they do on the whole",
-            f"on a part {type(error).__name__} was raised: {words[:300]}",
+            "forward and backward to run on a part of the graph as they do on the whole",
+            f"{type(error).__name__} on a part: {words[:300]}",
             where="; ".join(filter(None, (self.scope.fault, raised_at(error)))),
             hint="train on one rank, which runs what plain PyTorch Geometric runs",
         )
@@ -184,8 +184,8 @@ class GraphEngine:
         """Return the error for a ``torch.func`` transform that reaches a layer it cannot go through."""
         kind = EscapeError if self.scope.fast else ModelError
         return kind(
-            "derivatives inside forward are taken by torch.autograd.grad",
-            f"torch.func (grad, vjp, jacrev, vmap) goes through a layer: {str(error).splitlines()[0][:200]}",
+            "derivatives inside forward by torch.autograd.grad",
+            f"torch.func (grad, vjp, jacrev, vmap) through a layer: {str(error).splitlines()[0][:200]}",
             hint="torch.autograd.grad(..., create_graph=True)",
         )
 
@@ -321,8 +321,8 @@ class GraphEngine:
         found = self.channel.gather_objects(mine, "numbers beside the scores")
         if any(each != found[0] for each in found):
             raise ModelError(
-                "what forward returns beside rows is the same on all ranks",
-                f"a number that it gives differs: {found}",
+                "what forward returns beside rows to be the same on all ranks",
+                f"a number that differs: {found}",
                 hint="a mean or sum over all rows by torch, or a row a vertex",
             )
 

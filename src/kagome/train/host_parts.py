@@ -158,13 +158,13 @@ class HostParts:
             return None
         lines = done.stdout.decode(errors="replace").strip().splitlines()
         try:
-            leaf, asked_for, found, where, hint = json.loads(lines[-1])
+            leaf, expected, got, where, hint = json.loads(lines[-1])
             kind: type[KagomeError] = getattr(errors, leaf)
-            return kind(asked_for, found, where=where, hint=hint)
+            return kind(expected, got, where=where, hint=hint)
         except (IndexError, ValueError):
             return PartitionError(
-                "the graph was to be loaded and cut in a process of its own",
-                f"that process ended with {done.returncode}",
+                "the process that loads and cuts the graph to end with code 0",
+                f"code {done.returncode}",
                 hint="see its message above; with too little memory, kagome partition on a larger machine",
             )
 

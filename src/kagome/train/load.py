@@ -31,5 +31,5 @@ def load(name: str = "digits", **settings: Any) -> Data:
     """
     known = [field.name for field in fields(config.Data) if field.name != "name"]
     if other := [key for key in settings if key not in known]:
-        raise ConfigError(f"load(name, ...) takes {', '.join(known)}", f"it was given {other[0]!r}")
+        raise ConfigError(f"settings of load(name, ...): {', '.join(known)}", repr(other[0]))
     return load_data(config.Data(name=name, **settings))

@@ -97,8 +97,8 @@ def refuse_unlike(found: Sequence[Facts]) -> None:
             one, other = found[0].get(name, NOTHING), theirs.get(name, NOTHING)
             if one != other and not (name == TRIAL and _near(one, other)):
                 raise ConfigError(
-                    "all ranks train by the same optimizer, scheduler, loss and metric",
-                    f"{name} is {one[:LONGEST]} on rank 0 and {other[:LONGEST]} on rank {rank}",
+                    "the same optimizer, scheduler, loss and metric on all ranks",
+                    f"{name}: {one[:LONGEST]} on rank 0 and {other[:LONGEST]} on rank {rank}",
                     where=f"rank {rank}",
                     hint="give and change them on every rank in the same way",
                 )

@@ -345,7 +345,7 @@ class Trainer:
         self._together("evaluate")
         self._need_labels("evaluate")
         if split not in SPLITS:
-            raise ConfigError(f"evaluate takes one of {', '.join(SPLITS)}", f"it was given {split!r}")
+            raise ConfigError(f"one of {', '.join(SPLITS)} for evaluate", repr(split))
         self._check()
         return self._scores()[split]
 
@@ -405,16 +405,15 @@ class Trainer:
     def _together(self, what: str) -> None:
         """Refuse a collective call on a closed Trainer, or by a callback on one rank alone."""
         if not self._closing.alive:
-            raise ConfigError(
-                f"{what} needs the ranks", "this Trainer is closed", hint="call it inside the with block"
-            )
+            hint = "call it inside the with block"
+            raise ConfigError(f"the ranks of an open Trainer for {what}", "a closed one", hint=hint)
         self._callbacks.refuse_alone(what)
 
     def _need_labels(self, what: str) -> None:
         if not self._labelled:
             raise DataError(
-                f"{what} needs labels (data.y)",
-                "the data has none",
+                f"labels (data.y) for {what}",
+                "data without them",
                 hint="predict gives scores without labels",
             )
 

@@ -110,8 +110,8 @@ class CheckResult:
         """
         if self.first is not None:
             raise CheckError(
-                f"the model gives the same on {self.parts} parts as on the whole graph",
-                f"the {self.first.kind} of {self.first.name} differs by {self.first.error:.1e} "
+                f"the model to give the same on {self.parts} parts as on the whole graph",
+                f"the {self.first.kind} of {self.first.name}, which differs by {self.first.error:.1e} "
                 "of its largest entry",
                 where="a sample of your graph",
                 hint="a layer there mixes vertices other than through edges; kagome check shows all rows",
@@ -205,7 +205,7 @@ def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
     check_kind("seed", seed, int)
     check_kind("fast", fast, bool)
     if parts % tensor:
-        raise ConfigError("tensor takes a divisor of parts", f"it is {tensor}, of {parts} parts")
+        raise ConfigError("tensor to be a divisor of parts", f"{tensor}, of {parts} parts")
     return _Way(int(parts), int(seed), int(tensor), fast)
 
 
@@ -245,8 +245,8 @@ def _on_sample(twin: nn.Module, data: Data | Partition, sample: Data, way: _Way)
 
 def _no_sample(failure: WholeFailedError, count: int) -> ModelError:
     return ModelError(
-        f"the model runs on {count:,} vertices of your graph in plain PyTorch Geometric",
-        f"it raised {type(failure.cause).__name__}: {failure.cause}",
+        f"the model to run on {count:,} vertices of your graph in plain PyTorch Geometric",
+        f"{type(failure.cause).__name__}: {failure.cause}",
         where=failure.where,
         hint="if it runs on the whole graph: let sizes come from what forward is given (x.size(0))",
     )

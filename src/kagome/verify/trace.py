@@ -172,8 +172,8 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
     if value is None:
         shapes = [f"one of shape {list(leaf.shape)}" for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         raise ModelError(
-            f"forward gives a tensor with a row for each of {ids.numel()} vertices, or several",
-            f"it gives {', '.join(shapes) or f'a {type(out).__name__} without any'}",
+            f"forward to give a tensor with a row for each of {ids.numel()} vertices, or several",
+            f"{', '.join(shapes) or f'a {type(out).__name__} without any'}",
             hint="return a row a vertex, in the order of the vertices",
         )
     # Weights depend on the original id, so the sum is the same however rows are distributed. Columns have
@@ -277,8 +277,8 @@ def split_of(
         return ThreadGroup(len(pieces)).run(work)
     except CommError as error:
         raise ModelError(
-            "every part comes to the same exchanges in the same order",
-            f"{error.expected}, but {error.got}",
+            "every part to come to the same exchanges in the same order",
+            f"{error.got} (expected {error.expected})",
             where=type(model).__name__,
             hint="a Python loop over rows, or a branch by what a part's rows hold, goes another "
             "way on each part: make it of torch calls over all rows, or train on one rank",
@@ -295,8 +295,8 @@ def _part_failed(error: Exception, scope: Interceptor, rank: int) -> ModelError:
         (f"{f.name}, line {f.lineno}: {f.line}" for f in reversed(frames) if "/torch/" not in f.filename), ""
     )
     return ModelError(
-        "the model runs on a part of the graph as it runs on the whole",
-        f"on a part of {scope.own} vertices it raised {_first_line(error)}",
+        "the model to run on a part of the graph as it runs on the whole",
+        f"{_first_line(error)}, on a part of {scope.own} vertices",
         where=f"{scope.fault or 'forward'}{'; ' + line if line else ''}",
         hint="let sizes come from the input (x.size(0)), and reach other vertices through edges only",
     )

@@ -59,9 +59,9 @@ class Bias:
         """Return the error for the first biased layer; None if there is none."""
         for path, why in self.found.items():
             return ModelError(
-                f"halo_sample={self.share} draws rows, which is right on the mean for sums of messages that "
-                "are multiples of a neighbour's row",
-                f"{type(self.model.get_submodule(path)).__name__} {why}",
+                f"sums of messages that are multiples of a neighbour's row, for which alone "
+                f"halo_sample={self.share} is right on the mean",
+                f"{type(self.model.get_submodule(path)).__name__}, which {why}",
                 where=path or "the model",
                 hint="no halo_sample, or a layer that sums rows times weights: GCNConv, SAGEConv, GINConv",
             )

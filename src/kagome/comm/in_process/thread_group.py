@@ -155,16 +155,18 @@ class _Message(Work):
             group.arrived.wait_for(lambda: self.key in group.letters or group.barrier.broken, group.timeout)
             found = group.letters.pop(self.key, None)
         if found is None and group.barrier.broken:
-            raise _EchoError(f"rank {rank} waits in {self.action!r} for rank {peer}", "another rank stopped")
+            raise _EchoError(
+                f"rank {rank} to be answered in {self.action!r} by rank {peer}", "a stopped rank"
+            )
         if found is None:
             raise CommError(
-                f"rank {rank} waited in {self.action!r} for rank {peer}",
-                f"nothing came within {group.timeout:g} s",
+                f"rank {rank} to be answered in {self.action!r} by rank {peer}",
+                f"nothing within {group.timeout:g} s",
             )
         if found.shape != self.empty.shape or found.dtype != self.empty.dtype:
             raise CommError(
-                f"rank {rank} expects {list(self.empty.shape)} {self.empty.dtype} in {self.action!r}",
-                f"{list(found.shape)} {found.dtype} came from rank {peer}",
+                f"{list(self.empty.shape)} {self.empty.dtype} for rank {rank} in {self.action!r}",
+                f"{list(found.shape)} {found.dtype} from rank {peer}",
             )
         return found
 
@@ -187,14 +189,14 @@ class ThreadChannel:
             self.group.barrier.wait()
         except threading.BrokenBarrierError:
             # BrokenBarrierError is a RuntimeError, which PyG's gather catches and blames on the edges.
-            raise _EchoError("all ranks meet at a collective", "another rank stopped before it") from None
+            raise _EchoError("all ranks to meet at a collective", "a rank that stopped before it") from None
         return values
 
     def _agree(self, offers: Sequence[str], mine: str) -> None:
         """Raise CommError if another rank is at a different operation."""
         for peer, theirs in enumerate(offers):
             if theirs != mine:
-                raise CommError(f"rank {self.rank} is at {mine}", f"rank {peer} is at {theirs}")
+                raise CommError(f"all ranks at {mine}, as rank {self.rank} is", f"rank {peer} at {theirs}")
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> EndedWork:
         """Exchange rows between all ranks; they have come when this returns.
@@ -210,7 +212,7 @@ class ThreadChannel:
         received = [offer[2][self.rank] for offer in offers]
         counts = [part.size(0) for part in received]
         if counts != list(request.recv_counts):
-            raise CommError(f"{action!r} expects {list(request.recv_counts)} rows", f"{counts} came")
+            raise CommError(f"{list(request.recv_counts)} rows in {action!r}", f"{counts}")
         # A rank that sends no rows to this one may offer rows of another width, so empty parts are dropped.
         return self._ended(torch.cat([part for part in received if part.size(0)] or [rows[:0]]))
 

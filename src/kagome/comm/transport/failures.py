@@ -46,8 +46,8 @@ def disagreements(
 def disagree(rank: int, action: str, texts: Sequence[str]) -> CommError:
     """The error of a rank whose header differs from those of its peers."""
     return CommError(
-        f"rank {rank} and its peers must agree before '{action}'",
-        f"they differ {', and '.join(texts)}",
+        f"rank {rank} and its peers to agree before '{action}'",
+        f"differences {', and '.join(texts)}",
         where=f"rank {rank}",
         hint="every rank must run the same model, in the same order, on parts of one partition",
     )
@@ -62,12 +62,13 @@ def broken_wait(rank: int, action: str, peers: Sequence[str], *, late: float | N
         peers: Descriptions of the peers to blame.
         late: The time limit in seconds that was exceeded; None if a connection was closed instead.
     """
-    named = " and for ".join(peers[:4]) + (f" and for {len(peers) - 4} others" if len(peers) > 4 else "")
-    found, hint = "the connection was closed: that process died or gave up", "see what that rank said last"
+    named = " and by ".join(peers[:4]) + (f" and by {len(peers) - 4} others" if len(peers) > 4 else "")
+    got, hint = "a closed connection: that process died or gave up", "see what that rank said last"
     if late is not None:
-        found = f"nothing came within {late:g} s"
+        got = f"nothing within {late:g} s"
         hint = "see what that rank does; raise train.timeout if it is only slow"
-    return CommError(f"rank {rank} waited in '{action}' for {named}", found, where=f"rank {rank}", hint=hint)
+    expected = f"rank {rank} to be answered in '{action}' by {named}"
+    return CommError(expected, got, where=f"rank {rank}", hint=hint)
 
 
 def is_late(error: RuntimeError) -> bool:

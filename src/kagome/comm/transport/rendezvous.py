@@ -91,9 +91,9 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> JoinedGroup:
     except RuntimeError as error:
         where = f"the file {ranks.store}" if ranks.store else f"{ranks.host}:{ranks.port}"
         raise CommError(
-            f"rank {ranks.rank} was to meet {ranks.size - 1} other ranks at "
+            f"rank {ranks.rank} to meet {ranks.size - 1} other ranks at "
             f"{where if ranks.size > 1 else 'this process'}",
-            f"that failed: {str(error).splitlines()[0]}",
+            str(error).splitlines()[0],
             where=f"ranks set by {ranks.source}",
             hint="see that all ranks were started, and that the host and port can be reached from each host",
         ) from error
