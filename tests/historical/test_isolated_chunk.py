@@ -143,7 +143,7 @@ def test_a_derivative_through_chunks_is_refused_on_all_ranks_before_training(ran
     """One rank refused it in the first epoch."""
     found = ranks(2, derived, kind, spoils=True)
     assert found[0] == found[1]
-    assert "ModelError: a derivative inside forward is one of the whole graph's" in found[0]
+    assert "ModelError: expected a derivative inside forward to be one of the whole graph's" in found[0]
 
 
 NAMED: dict[str, Body] = {
