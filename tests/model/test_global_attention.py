@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Built, Rows, str]] = {
     "causal": (
         nn.Identity,
         lambda m, h, t, e: F.scaled_dot_product_attention(h, h, h, is_causal=True),
-        "told that it is causal",
+        "or with is_causal",
     ),
     "some keys": (
         nn.Identity,

@@ -155,7 +155,7 @@ def test_attributes_that_training_reads_and_cannot(what: str) -> None:
     ids=["1-d", "whole numbers", "no columns", "3-d", "float8"],
 )
 def test_features_that_a_layer_cannot_take(x: torch.Tensor) -> None:
-    with pytest.raises(ModelError, match="forward runs on the data"):
+    with pytest.raises(ModelError, match="expected forward to run on the data"):
         trained(pyg.SAGEConv(4, 3), small(x=x))
 
 
@@ -176,7 +176,7 @@ def test_an_adjacency_of_another_type_than_the_weights(layout: str) -> None:
     edges, values = small().edge_index, torch.full((2 * N,), 2.0)
     matrix = torch.sparse_coo_tensor(edges, values, (N, N)).coalesce()
     given = small(x=small().x.double(), edge_index=matrix if layout == "coo" else matrix.to_sparse_csr())
-    with pytest.raises(ModelError, match="forward runs on the data"):
+    with pytest.raises(ModelError, match="expected forward to run on the data"):
         trained(pyg.SAGEConv(4, 3).double(), given)
 
 
