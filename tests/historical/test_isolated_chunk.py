@@ -164,7 +164,7 @@ def test_rows_of_named_vertices_are_refused_on_all_ranks_before_training(ranks, 
     """They lie in one chunk: the others took zeros for them, or refused in the first epoch by one rank."""
     found = ranks(2, named, name, {"pipe": 2, "chunks": 3, "cross_chunk": "drop"}, spoils=True)
     assert found[0] == found[1]
-    assert "ModelError: with cross_chunk='drop' each of the 3 chunks knows its own rows" in found[0]
+    assert "expected each of the 3 chunks to know its own rows alone with cross_chunk='drop'" in found[0]
     assert "test_isolated_chunk.py, line" in found[0]
 
 

@@ -183,7 +183,7 @@ def _plain(facts: list[tuple[str, dict[str, Any]]]) -> object:
         pack(facts)
     except ObjectError as error:
         return CheckpointError(
-            "an optimizer's state is to be saved",
+            "an optimizer's state that can be saved",
             str(error),
             hint="state of tensors and plain values: numbers, texts, lists, dicts",
         )
