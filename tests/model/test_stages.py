@@ -300,7 +300,7 @@ def test_a_module_with_a_state_is_in_one_stage():
 
 def test_no_cut_where_a_tuple_would_cross():
     graph, found = surveyed(built(Attention))
-    with pytest.raises(ModelError, match="got 1 at most: the model has 2 steps") as caught:
+    with pytest.raises(ModelError, match="got one that can be cut into 1 at most: it has 2 steps") as caught:
         cut(graph, found, 2, {})
     assert "pipe=2" in caught.value.expected
     assert "no cut between first and" in caught.value.got

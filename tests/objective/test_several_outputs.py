@@ -121,7 +121,7 @@ def test_several_outputs_train_and_predict_as_in_plain_pyg(ranks, kind, world):
 
 def test_stages_refuse_several_outputs_in_a_sentence(ranks):
     for found in ranks(2, fitted, "dict", {"pipe": 2, "chunks": 1}, spoils=True):
-        assert "forward to return what a pipeline's last stage gives, one tensor with a row a vertex" in found
+        assert "forward to return one tensor with a row a vertex, which a pipeline's last stage" in found
         assert "got a dict of 'scores', 'again'" in found
 
 

@@ -184,7 +184,7 @@ def _plain(facts: list[tuple[str, dict[str, Any]]]) -> object:
     except ObjectError as error:
         return CheckpointError(
             "an optimizer's state that can be saved",
-            str(error),
+            f"one that cannot: {error}",
             hint="state of tensors and plain values: numbers, texts, lists, dicts",
         )
     return facts

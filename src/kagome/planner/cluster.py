@@ -103,7 +103,7 @@ class Cluster:
         try:
             record = text_files.toml(file)
         except text_files.UnreadableError as error:
-            raise PlanError(f"a cluster's file of TOML with {NEEDED}", str(error), where=where) from None
+            raise PlanError(f"a cluster's TOML with {NEEDED}", f"unreadable: {error}", where=where) from None
         known = [field.name for field in fields(Cluster)]
         for wrong, names in (("no", [name for name in known if name not in (*record, *EXTRA)]),
                              ("an unknown", [name for name in record if name not in known])):  # fmt: skip

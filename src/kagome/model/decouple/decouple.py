@@ -243,7 +243,7 @@ class _CannotError(Exception):
 
 def _refused(where: str, layer: nn.Module, reason: str) -> ModelError:
     return ModelError(
-        f"one of {', '.join(kind.__name__ for kind in RULES)}, which decouple splits in a map and a hop",
+        f"one of {', '.join(kind.__name__ for kind in RULES)}, which decouple splits into a map and a hop",
         f"{type(layer).__name__}: {reason}",
         where=where,
         hint="leave --parallel.decouple out: the exact slices take any layer",

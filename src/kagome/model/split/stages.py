@@ -168,7 +168,7 @@ def _is_layer(step: Step) -> bool:
 
 def _refuse(flow: Liveness, stages: int, most: int, ranks: int) -> None:
     layers = sum(_is_layer(step) for step in flow.body)
-    why = f"the model has {layers} step{'s' * (layers != 1)} with weights or messages"
+    why = f"it has {layers} step{'s' * (layers != 1)} with weights or messages"
     blocked = flow.blocked()
     where = ""
     if most < layers and blocked is not None:
@@ -181,8 +181,8 @@ def _refuse(flow: Liveness, stages: int, most: int, ranks: int) -> None:
         expected += f" with stages_per_rank={stages // ranks}"
         advice = f"--parallel.stages-per-rank {most // ranks}" if most >= ranks else advice
     raise ModelError(
-        f"{stages} stages for {expected}",
-        f"{most} at most: {why}",
+        f"a model that {expected} can cut into {stages} stages",
+        f"one that can be cut into {most} at most: {why}",
         where=where,
         hint=advice + (", or return tensors with a row a vertex between layers" if where else ""),
     )

@@ -39,7 +39,7 @@ class Words:
 
 
 OF_GRAPHS: Final = Words(
-    "forward to return what a pipeline's last stage gives, one tensor with a row a vertex",
+    "forward to return one tensor with a row a vertex, which a pipeline's last stage gives",
     "return the scores alone",
     HINT,
     f"take it out of forward, as train.amp computes in bfloat16 by itself; or {HINT}",
