@@ -187,10 +187,10 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
     ("build", "words"),
     [
         (Typed, ["outputs in training that differ by up to", "is second, after first", "no step calls norm"]),
-        (TypedEvaluation, ["in evaluation the outputs differ by up to", "no step calls norm"]),
+        (TypedEvaluation, ["outputs in evaluation that differ by up to", "no step calls norm"]),
         (Alias, ["outputs in training that differ by up to", "is second, after map", "test_equivalence.py:"]),
         (Last, ["outputs in training that differ by up to", "look behind the last one, after second"]),
-        (Residual, ["in training the outputs are alike, but", "is map, after first"]),
+        (Residual, ["outputs in training that are alike, but", "is map, after first"]),
     ],
 )
 def test_a_model_that_is_traced_wrongly_is_refused(build, words):

@@ -536,9 +536,9 @@ def test_a_deep_model_is_cut_at_once():
 @pytest.mark.parametrize(
     ("stages", "ranks", "asked", "advice"),
     [
-        (4, None, "pipe=4 cuts", "--parallel.pipe 2"),
-        (8, 2, "pipe=2 with stages_per_rank=4 cuts", "--parallel.stages-per-rank 1"),
-        (6, 3, "pipe=3 with stages_per_rank=2 cuts", "--parallel.pipe 2"),
+        (4, None, "pipe=4 can cut into", "--parallel.pipe 2"),
+        (8, 2, "pipe=2 with stages_per_rank=4 can cut into", "--parallel.stages-per-rank 1"),
+        (6, 3, "pipe=3 with stages_per_rank=2 can cut into", "--parallel.pipe 2"),
     ],
 )
 def test_the_setting_that_asks_for_too_many_stages_is_named(stages, ranks, asked, advice):

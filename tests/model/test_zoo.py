@@ -104,7 +104,7 @@ def test_heads_must_divide_the_width(name: str, edge_index: Tensor) -> None:
 
 
 def test_an_unknown_name_gets_the_names_and_the_nearest(edge_index: Tensor) -> None:
-    with pytest.raises(ModelError, match=r"gcn, sage, gin.* it is 'transfomer'") as caught:
+    with pytest.raises(ModelError, match=r"gcn, sage, gin.* got 'transfomer'") as caught:
         build(edge_index, "transfomer")
     assert caught.value.hint == "--model.name transformer"
     with pytest.raises(ModelError, match="python:package"):

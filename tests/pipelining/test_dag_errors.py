@@ -108,7 +108,7 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
             r"'mul', which gives a tensor of shape \[4, 4\], in which samples have no axis of their own",
         ),
         (Small(lambda h: h * 2 if h.sum() > 0 else h), r"put these lines into a module of its own"),
-        (Small(lambda h: h @ torch.ones(3, 3)), "RuntimeError from 'matmul'"),
+        (Small(lambda h: h @ torch.ones(3, 3)), "'matmul', which raised RuntimeError"),
         (
             Small(lambda h: h + h[5:].sum()),
             "'sum_1', which gives a sample values that differ",

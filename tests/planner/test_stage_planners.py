@@ -365,7 +365,7 @@ def test_bapipe_balances_stages_of_one_width(cost: StageCost, micro_batch: int) 
 def test_downsets_are_counted_and_limited() -> None:
     cost = StageCost(towers(3, 4, 0), Devices(2, 1e9, 1e3), 64)
     assert len(downsets(cost, 4, most=1_000).sets) == 5**3 + 1
-    with pytest.raises(PlanError, match="100 at most"):
+    with pytest.raises(PlanError, match="100 places to cut at most"):
         downsets(cost, 4, most=100)
     with pytest.raises(PlanError, match="no more time"):
         PipeDream(cost, 4, seconds=0.0).plan()

@@ -271,7 +271,7 @@ def _values(
         except Exception as error:
             raise ModelError(
                 "each step of the model to run on a few samples",
-                f"{type(error).__name__} from {begun[0].called!r}: {error}",
+                f"{begun[0].called!r}, which raised {type(error).__name__}: {error}",
                 where=begun[0].line or begun[0].path,
                 hint="try the model on the sample batch by itself, and on one sample of it",
             ) from error

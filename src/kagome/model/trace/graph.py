@@ -190,7 +190,7 @@ def failed(step: Step, error: Exception) -> ModelError:
     """Build the error for a step that fails on a sample of the graph."""
     return ModelError(
         "each step of the model to run on a small sample of the graph, to look at it and to time it",
-        f"{type(error).__name__} from {step.name}: {error}",
+        f"{step.name}, which raised {type(error).__name__}: {error}",
         where=step.line,
         hint="let sizes come from the input (x.size(0)), not from the whole graph",
     )

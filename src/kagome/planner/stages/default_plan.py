@@ -96,9 +96,7 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     """
     if batch < devices:
         raise PlanError(
-            f"a sample for each of {devices} ranks",
-            f"a batch of {batch}",
-            hint="a larger batch, or fewer ranks",
+            f"{devices} samples or more for {devices} ranks", f"{batch}", hint="a larger batch, or fewer ranks"
         )
     count = min(devices, len(graph.operators))
     seconds = [operator.seconds(1) for operator in graph.operators]
@@ -120,8 +118,8 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     need = max(width * share for width, share in zip(widths, shares, strict=True))
     if batch < need:
         raise PlanError(
-            f"{need} samples for a stage at a time, {max(shares)} on each of its devices",
-            f"a batch of {batch} samples",
+            f"a batch of {need} samples or more for a stage, {max(shares)} on each of its devices",
+            f"{batch} samples",
             hint="a larger batch, or fewer ranks",
         )
     most = max(need, batch // (4 * devices))
