@@ -96,7 +96,7 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     """
     if batch < devices:
         raise PlanError(
-            f"{devices} samples or more for {devices} ranks", f"{batch}", hint="a larger batch, or fewer ranks"
+            f"{devices} samples or more for as many ranks", f"{batch}", hint="a larger batch, or fewer ranks"
         )
     count = min(devices, len(graph.operators))
     seconds = [operator.seconds(1) for operator in graph.operators]
