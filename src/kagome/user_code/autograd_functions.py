@@ -113,7 +113,7 @@ def _note(scope: Any, cls: Any, args: Sequence[Any], outs: Sequence[Any]) -> Non
     what = f"backward of {cls.__name__}"
     if node is None:
         raise ModelError(
-            "what a model computes in backward to be seen",
+            "what a model computes in backward to be visible",
             f"a hidden {what}: its forward writes in place into a part of a tensor",
             where=scope.where(),
             hint="clone() the tensor before it, or train on one rank",

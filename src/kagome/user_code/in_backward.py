@@ -350,7 +350,7 @@ class InBackward(TorchFunctionMode):
 
     def _looks(self, name: str, *, share: bool = False) -> ModelError:
         why = (
-            " on a gradient that all rows make together, of which each rank has a share"
+            " on what all rows make together, of which each rank has a share"
             if share
             else ", which needs more than each row by itself"
         )

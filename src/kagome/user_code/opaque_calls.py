@@ -93,7 +93,7 @@ def _has_rows(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def _refused(scope: LocatedScope, got: str, way: str = _WAY) -> ModelError:
     return ModelError(
-        "each call inside forward to be seen on several ranks",
+        "each call inside forward to be visible on several ranks",
         f"{got}, which hides its calls",
         where=scope.where(),
         hint=f"{way}, or train on one rank",
