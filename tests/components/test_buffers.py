@@ -135,7 +135,7 @@ def test_the_model_s_own_buffer_has_an_owner(ranks, chunks):
 def test_a_buffer_of_two_stages_that_moves_late_is_refused():
     model = Mean("written to")
     moved = BufferIsolation(Buffers(model), set(), alone=(), watches=True)
-    with pytest.raises(ModelError, match="mean, of 32 bytes, first changes now"), moved.by(0, stays=True):
+    with pytest.raises(ModelError, match="of 32 bytes, which first changes now"), moved.by(0, stays=True):
         model.mean += 1
     with BufferIsolation(Buffers(model), set(), alone=(), watches=False).by(0, stays=True):
         model.mean += 1  # an evaluation, or chunks that know nothing of each other

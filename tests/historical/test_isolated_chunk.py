@@ -143,7 +143,7 @@ def test_a_derivative_through_chunks_is_refused_on_all_ranks_before_training(ran
     """One rank refused it in the first epoch."""
     found = ranks(2, derived, kind, spoils=True)
     assert found[0] == found[1]
-    assert "ModelError: a derivative inside forward is one of the whole graph's" in found[0]
+    assert "ModelError: expected a derivative inside forward to be one of the whole graph's" in found[0]
 
 
 NAMED: dict[str, Body] = {
@@ -164,7 +164,7 @@ def test_rows_of_named_vertices_are_refused_on_all_ranks_before_training(ranks, 
     """They lie in one chunk: the others took zeros for them, or refused in the first epoch by one rank."""
     found = ranks(2, named, name, {"pipe": 2, "chunks": 3, "cross_chunk": "drop"}, spoils=True)
     assert found[0] == found[1]
-    assert "ModelError: with cross_chunk='drop' each of the 3 chunks knows its own rows" in found[0]
+    assert "expected each of the 3 chunks to know its own rows alone with cross_chunk='drop'" in found[0]
     assert "test_isolated_chunk.py, line" in found[0]
 
 

@@ -29,8 +29,8 @@ from parity import alone, assert_equal, case_build, odd, one_rank, random_owner,
 REFUSED = {
     "ids of reverse edges": "by their numbers",
     "a partner's attributes": "by their numbers",
-    "pairs of edges": "lie together in the list",
-    "rolled": "roll goes along the list",
+    "pairs of edges": "groups edges by their places in the list",
+    "rolled": "roll along the list",
     "one edge": "read by its place",
     "a weight for the first": "minus 50",
     "some turned in place": "ids that were computed",
@@ -93,7 +93,7 @@ def test_all_parts_without_an_edge_but_one() -> None:
 
 def test_as_many_edges_as_vertices_are_refused_by_the_table_s_name() -> None:
     model = TABLES["by hand"]()
-    with pytest.raises(ModelError, match=r"w has the shape \[120\], and the graph as many edges") as caught:
+    with pytest.raises(ModelError, match=r"w of shape \[120\] in a graph with as many edges") as caught:
         tables_of(model, EDGES, EDGES)
     assert caught.value.where == "w"
 

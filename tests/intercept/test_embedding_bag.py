@@ -96,6 +96,6 @@ def test_distances_to_anchors_are_served_and_those_among_all_name_their_call() -
     pairs = partial(ByHand, lambda m, x, e, d: torch.cdist(x, x).softmax(1) @ x)
     said = outcome(pairs, graph(), random_owner(N, 2), 2)
     assert isinstance(said, str)
-    assert "rows went through cdist (test_embedding_bag.py, line" in said
+    assert "rows that went through cdist (test_embedding_bag.py, line" in said
     assert "which gives a value for each pair of rows" in said
     assert "F.scaled_dot_product_attention" in said

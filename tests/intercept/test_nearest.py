@@ -133,9 +133,9 @@ def test_nearest_rows_are_found_on_one_rank_and_refused_on_several(name: str) ->
         text = outcome(NEAREST[name], data, random_owner(NODES, world, seed=world), world)
         assert isinstance(text, str)
         pairs = "which gives a value for each pair of rows" in text
-        asked = "a layer reads other vertices by the graph's edges" if pairs else "vertices are told apart by"
-        assert f"ModelError: {asked}" in text
-        assert pairs or "rows went through cdist" not in text
+        said = "a layer to read other vertices by the graph's edges" if pairs else "vertices told apart by"
+        assert f"ModelError: expected {said}" in text
+        assert pairs or "rows that went through cdist" not in text
         assert "or train on one rank" in text
         assert f"{__name__}.py, line" in text
 
@@ -189,5 +189,5 @@ def trained(channel: Channel, check: bool) -> str:
 def test_a_dynamic_model_is_refused_before_it_trains(ranks, check):
     assert ranks(1, trained, check) == ["2 epochs"]
     for text in ranks(2, trained, check):
-        assert "rows went through cdist" in text
+        assert "rows that went through cdist" in text
         assert "make these edges before training (data.edge_index)" in text

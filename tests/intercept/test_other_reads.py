@@ -113,7 +113,7 @@ def test_attention_over_drawn_rows_of_all_vertices_is_refused(ranks):
 def test_chunks_refuse_other_reads_on_all_ranks_before_the_first_epoch(ranks, name, cross_chunk):
     found = ranks(2, trained, name, {"graph": 2, "chunks": 2, "cross_chunk": cross_chunk}, spoils=True)
     for rank in found:
-        assert "chunks=2 read their neighbours' rows by the edges into them" in rank
+        assert "chunks=2 to read their neighbours' rows by the edges into them" in rank
 
 
 @pytest.mark.parametrize("given", [{"codec": "int4", "adaptive_bits": True}, {"codec": "onebit"}])

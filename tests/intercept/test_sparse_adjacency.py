@@ -18,7 +18,7 @@ from kagome.verify.check import check
 from outcomes import outcome
 from parity import assert_equal, random_owner, whole
 
-KEPT = "comes with the data"
+KEPT = "an adjacency to come with the data"
 REFUSED = {
     "gcn that normalises": "sparse matrix of the edges",
     "gat with loops": "sparse matrix of the edges",

@@ -89,7 +89,9 @@ def _state(m: Keeps) -> Any:
 )
 def test_what_is_kept_between_forwards_is_refused(lines: Callable[..., Tensor], where: str) -> None:
     model = Keeps(lines)
-    with pytest.raises(ModelError, match=rf"it keeps values in {where} from one forward to the next"):
+    with pytest.raises(
+        ModelError, match=rf"got one that keeps values in {where} from one forward to the next"
+    ):
         trace(model, ["x"])
     assert _state(model) == _state(Keeps(lines))
 

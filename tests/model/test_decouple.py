@@ -192,28 +192,28 @@ def test_dropout_and_norms_between_maps_stay() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "gin": (partial(pyg.GIN, WIDTH, 7, 2, CLASSES), "GINConv cannot be: its sums grow"),
-    "gatv2": (partial(pyg.GAT, WIDTH, 8, 2, CLASSES, v2=True), "GATv2Conv cannot be: its attention"),
-    "appnp": (partial(pyg.APPNP, 3, 0.1), "APPNP cannot be: it is decoupled as it is"),
-    "sgc": (partial(pyg.SGConv, WIDTH, CLASSES), "SGConv cannot be: it propagates before"),
+    "gin": (partial(pyg.GIN, WIDTH, 7, 2, CLASSES), "GINConv: its sums grow"),
+    "gatv2": (partial(pyg.GAT, WIDTH, 8, 2, CLASSES, v2=True), "GATv2Conv: its attention"),
+    "appnp": (partial(pyg.APPNP, 3, 0.1), "APPNP: it is decoupled as it is"),
+    "sgc": (partial(pyg.SGConv, WIDTH, CLASSES), "SGConv: it propagates before"),
     "sage max": (
         partial(pyg.SAGEConv, WIDTH, CLASSES, aggr="max"),
-        "SAGEConv cannot be: its aggregation is 'max'",
+        "SAGEConv: its aggregation is 'max'",
     ),
     "rgcn blocks": (
         partial(pyg.RGCNConv, WIDTH, CLASSES, RELATIONS, num_blocks=2),
-        "RGCNConv cannot be: its weights are blocks",
+        "RGCNConv: its weights are blocks",
     ),
     "gat edges": (
         partial(pyg.GATConv, WIDTH, CLASSES, edge_dim=2),
-        "GATConv cannot be: its attention reads edge",
+        "GATConv: its attention reads edge",
     ),
     "gcn reversed": (
         partial(pyg.GCNConv, WIDTH, CLASSES, flow="target_to_source"),
-        "GCNConv cannot be: its messages run against the edges",
+        "GCNConv: its messages run against the edges",
     ),
-    "cheb": (partial(pyg.ChebConv, WIDTH, CLASSES, 2), "ChebConv cannot be: nobody has said"),
-    "no layer": (partial(nn.Linear, WIDTH, CLASSES), "has no message-passing layer"),
+    "cheb": (partial(pyg.ChebConv, WIDTH, CLASSES, 2), "ChebConv: it has no rule that says"),
+    "no layer": (partial(nn.Linear, WIDTH, CLASSES), "a Linear without one"),
 }
 
 

@@ -186,11 +186,11 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (Typed, ["in training the outputs differ by up to", "is second, after first", "no step calls norm"]),
-        (TypedEvaluation, ["in evaluation the outputs differ by up to", "no step calls norm"]),
-        (Alias, ["in training the outputs differ by up to", "is second, after map", "test_equivalence.py:"]),
-        (Last, ["in training the outputs differ by up to", "look behind the last one, after second"]),
-        (Residual, ["in training the outputs are alike, but", "is map, after first"]),
+        (Typed, ["outputs in training that differ by up to", "is second, after first", "no step calls norm"]),
+        (TypedEvaluation, ["outputs in evaluation that differ by up to", "no step calls norm"]),
+        (Alias, ["outputs in training that differ by up to", "is second, after map", "test_equivalence.py:"]),
+        (Last, ["outputs in training that differ by up to", "look behind the last one, after second"]),
+        (Residual, ["outputs in training that are alike, but", "is map, after first"]),
     ],
 )
 def test_a_model_that_is_traced_wrongly_is_refused(build, words):
@@ -203,7 +203,7 @@ def test_a_model_that_is_traced_wrongly_is_refused(build, words):
 def test_what_lies_between_named_layers_is_not_left_out():
     with pytest.raises(ModelError) as caught:
         look(made(Plain), ("first", "second"))
-    for word in ("in training the outputs differ by up to", "is second, after first", "goes into modules"):
+    for word in ("outputs in training that differ by up to", "is second, after first", "goes into modules"):
         assert word in str(caught.value)
 
 
@@ -212,7 +212,9 @@ def test_a_forward_that_fails_where_its_named_layers_do_not_is_refused():
         def between(self, rows: Tensor) -> Tensor:
             return rows.view(-1, 7 * HIDDEN + 1)
 
-    with pytest.raises(ModelError, match=r"forward raised RuntimeError(.|\n)*x.size\(0\)"):
+    with pytest.raises(
+        ModelError, match=r"forward to run on a small sample, .*; got RuntimeError(.|\n)*x.size\(0\)"
+    ):
         look(made(Fails), ("first", "second"))
 
 

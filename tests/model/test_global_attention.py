@@ -155,24 +155,24 @@ REFUSED: dict[str, tuple[Built, Rows, str]] = {
     "causal": (
         nn.Identity,
         lambda m, h, t, e: F.scaled_dot_product_attention(h, h, h, is_causal=True),
-        "told that it is causal",
+        "or with is_causal",
     ),
     "some keys": (
         nn.Identity,
         lambda m, h, t, e: F.scaled_dot_product_attention(h, h[:9], h[:9]),
-        "rows went through matmul",
+        "rows that went through matmul",
     ),
     "by product": (
         nn.Identity,
         lambda m, h, t, e: (h @ h.t()).softmax(-1) @ h,
-        r"(?s)rows went through matmul.*F\.scaled_dot_product_attention",
+        r"(?s)rows that went through matmul.*F\.scaled_dot_product_attention",
     ),
     "all edges": (
         nn.Identity,
         lambda m, h, t, e: h.new_zeros(h.shape).index_add_(
             0, e[1], F.scaled_dot_product_attention(h[e[0]], h[e[0]], h[e[0]])
         ),
-        "rows went through matmul",
+        "rows that went through matmul",
     ),
 }
 

@@ -300,7 +300,7 @@ def test_a_module_with_a_state_is_in_one_stage():
 
 def test_no_cut_where_a_tuple_would_cross():
     graph, found = surveyed(built(Attention))
-    with pytest.raises(ModelError, match="it can be cut into 1 at most: it has 2 steps") as caught:
+    with pytest.raises(ModelError, match="got one that can be cut into 1 at most: it has 2 steps") as caught:
         cut(graph, found, 2, {})
     assert "pipe=2" in caught.value.expected
     assert "no cut between first and" in caught.value.got
@@ -536,9 +536,9 @@ def test_a_deep_model_is_cut_at_once():
 @pytest.mark.parametrize(
     ("stages", "ranks", "asked", "advice"),
     [
-        (4, None, "pipe=4 cuts", "--parallel.pipe 2"),
-        (8, 2, "pipe=2 with stages_per_rank=4 cuts", "--parallel.stages-per-rank 1"),
-        (6, 3, "pipe=3 with stages_per_rank=2 cuts", "--parallel.pipe 2"),
+        (4, None, "pipe=4 can cut into", "--parallel.pipe 2"),
+        (8, 2, "pipe=2 with stages_per_rank=4 can cut into", "--parallel.stages-per-rank 1"),
+        (6, 3, "pipe=3 with stages_per_rank=2 can cut into", "--parallel.pipe 2"),
     ],
 )
 def test_the_setting_that_asks_for_too_many_stages_is_named(stages, ranks, asked, advice):

@@ -98,13 +98,13 @@ def test_layers_are_counted_as_named(edge_index: Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
 def test_heads_must_divide_the_width(name: str, edge_index: Tensor) -> None:
-    with pytest.raises(ModelError, match=r"6 heads leave a rest of 4 in a width of 16") as caught:
+    with pytest.raises(ModelError, match=r"got 6 heads, which leave a rest of 4 in a width of 16") as caught:
         build(edge_index, name, heads=6)
     assert caught.value.hint == "--model.heads 4, or --model.hidden 18"
 
 
 def test_an_unknown_name_gets_the_names_and_the_nearest(edge_index: Tensor) -> None:
-    with pytest.raises(ModelError, match=r"gcn, sage, gin.* it is 'transfomer'") as caught:
+    with pytest.raises(ModelError, match=r"gcn, sage, gin.* got 'transfomer'") as caught:
         build(edge_index, "transfomer")
     assert caught.value.hint == "--model.name transformer"
     with pytest.raises(ModelError, match="python:package"):
@@ -179,12 +179,12 @@ def test_own_models_get_what_they_name(own: str, function: str, edge_index: Tens
 @pytest.mark.parametrize(
     ("ending", "message"),
     [
-        (":greedy", "also asks for depth"),
-        (":positional", "also asks for in_channels"),
-        (":wrong", "returned a value of type str"),
-        (":value", "is of type int"),
-        (":sume", "there is none"),
-        ("", "a model of your own is named"),
+        (":greedy", "got one that also asks for depth"),
+        (":positional", "got one that also asks for in_channels"),
+        (":wrong", "to return a torch.nn.Module; got a value of type str"),
+        (":value", "got one of type int"),
+        (":sume", "a function sume in .*; got none"),
+        ("", "a model of your own to be named"),
     ],
 )
 def test_faults_of_own_models(own: str, ending: str, message: str, edge_index: Tensor) -> None:
@@ -194,6 +194,6 @@ def test_faults_of_own_models(own: str, ending: str, message: str, edge_index: T
 
 @pytest.mark.parametrize("module", ["zoo_own_missing", "zoo_own_broken"])
 def test_own_modules_that_cannot_be_imported(own: str, module: str, edge_index: Tensor) -> None:
-    with pytest.raises(ModelError, match="cannot be imported: No module named") as caught:
+    with pytest.raises(ModelError, match="got one that cannot be imported: No module named") as caught:
         build(edge_index, f"python:{module}:build")
     assert isinstance(caught.value.__cause__, ImportError)

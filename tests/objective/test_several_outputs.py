@@ -121,8 +121,8 @@ def test_several_outputs_train_and_predict_as_in_plain_pyg(ranks, kind, world):
 
 def test_stages_refuse_several_outputs_in_a_sentence(ranks):
     for found in ranks(2, fitted, "dict", {"pipe": 2, "chunks": 1}, spoils=True):
-        assert "gives what forward returns, one tensor with a row a vertex" in found
-        assert "it returns a dict of 'scores', 'again'" in found
+        assert "forward to return one tensor with a row a vertex, which a pipeline's last stage" in found
+        assert "got a dict of 'scores', 'again'" in found
 
 
 @pytest.mark.parametrize("kind", ["dict", "tuple", "nest"])

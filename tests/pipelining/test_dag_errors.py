@@ -88,26 +88,35 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (Small(lambda h: h - h.mean(0)), r"'mean' gives a sample values that differ by .* of the largest"),
-        (Small(lambda h: h * torch.softmax(h, 0)), "'softmax' gives a sample"),
-        (Small(lambda h: h + torch.randn_like(h)), "'randn_like' gives a sample"),
-        (Small(nn.BatchNorm1d(6)), r"'between' is a BatchNorm1d(.|\n)*batch_norm=\"micro-batch\""),
+        (
+            Small(lambda h: h - h.mean(0)),
+            r"'mean', which gives a sample values that differ by .* of the largest",
+        ),
+        (Small(lambda h: h * torch.softmax(h, 0)), "'softmax', which gives a sample"),
+        (Small(lambda h: h + torch.randn_like(h)), "'randn_like', which gives a sample"),
+        (Small(nn.BatchNorm1d(6)), r"'between', a BatchNorm1d(.|\n)*batch_norm=\"micro-batch\""),
         (Small("counts"), "stops it|changes the buffers"),
-        (Small(lambda h: h + h.relu_()), r"changes 'first' in|'relu_' changes 'first', which"),
-        (Small(written), "'setitem' changes 'first'(.|\n)*a new tensor in its place: torch.where"),
+        (Small(lambda h: h + h.relu_()), r"changes 'first' in|'relu_', which changes 'first', read by"),
+        (Small(written), "'setitem', which changes 'first'(.|\n)*a new tensor in its place: torch.where"),
         (Small(lambda h: h.tanh() if isinstance(h, Tensor) else h), "in training(.|\n)*is last, after first"),
         (Small(lambda h: operator.iadd(h, h.detach()) + h), "in training(.|\n)*is last, after first"),
-        (Small(nn.AlphaDropout(0.5)), "alpha_dropout has none"),
-        (Pair(nn.ReLU()), "one tensor with samples along axis 0, but it returns a tuple of 2 values"),
-        (Pair(nn.ReLU(), named=True), "it returns a dict of 'out', 'hidden'"),
+        (Small(nn.AlphaDropout(0.5)), "alpha_dropout, which has none"),
+        (Pair(nn.ReLU()), "one tensor with samples along axis 0; got a tuple of 2 values"),
+        (Pair(nn.ReLU(), named=True), "got a dict of 'out', 'hidden'"),
         (
             Contrastive(4, 6),
-            r"'mul' gives a tensor of shape \[4, 4\], in which samples have no axis of their own",
+            r"'mul', which gives a tensor of shape \[4, 4\], in which samples have no axis of their own",
         ),
         (Small(lambda h: h * 2 if h.sum() > 0 else h), r"put these lines into a module of its own"),
-        (Small(lambda h: h @ torch.ones(3, 3)), "'matmul' raised RuntimeError"),
-        (Small(lambda h: h + h[5:].sum()), "'sum_1' gives a sample values that differ"),  # of 8 samples
-        (Small(nn.utils.spectral_norm(nn.Linear(6, 6))), r"forward changes the buffers \['between.weight_u'"),
+        (Small(lambda h: h @ torch.ones(3, 3)), "'matmul', which raised RuntimeError"),
+        (
+            Small(lambda h: h + h[5:].sum()),
+            "'sum_1', which gives a sample values that differ",
+        ),  # of 8 samples
+        (
+            Small(nn.utils.spectral_norm(nn.Linear(6, 6))),
+            r"a forward that changes the buffers \['between.weight_u'",
+        ),
         (Made(lambda m, x: m.a(x).squeeze(), a=nn.Linear(4, 1)), r"1 of them \[\](.|\n)*squeeze\(-1\)"),
         (
             Made(lambda m, x: m.a(x[x[:, 0] > 0]), a=nn.Linear(4, 1)),
@@ -115,7 +124,7 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
         ),
         (
             Made(lambda m, x: m.g(x[:, None])[0][:, 0], g=DROPPING),
-            "'g' is a GRU that drops within its kernel",
+            "'g', a GRU that drops within its kernel",
         ),
         (
             Made(lambda m, x: (m.a(x),), a=nn.Linear(4, 2)),
@@ -125,7 +134,7 @@ def made(model: nn.Module, sample: Any = None, **options: Any) -> Any:
         (Made(lambda m, x: None), "a value of type NoneType(.|\n)*a tensor that forward computes"),
         (Made(half, a=nn.Linear(4, 2)), "a torch.autocast of its own(.|\n)*around kagome.pipeline, step and"),
         (nn.LSTM(4, 2, batch_first=True), r"several tensors in one value(.|\n)*self.layer\(x\)\[0\]"),
-        (nn.Sequential(), "it returns its input 'input'"),
+        (nn.Sequential(), "got its input 'input'"),
     ],
 )
 def test_models_whose_samples_are_not_independent(model, text):
@@ -139,9 +148,9 @@ def test_models_whose_samples_are_not_independent(model, text):
     ("batch", "text"),
     [
         ({"x": torch.randn(3, 4), "y": torch.randn(3, 4)}, r"\['y'\] as well"),
-        ({}, r"\['x'\] are missing"),
-        ((torch.randn(3, 4), torch.randn(3, 4)), "takes 1 inputs by place, but the batch has 2"),
-        ({"x": [1.0, 2.0]}, "it has list"),
+        ({}, r"a batch without \['x'\]"),
+        ((torch.randn(3, 4), torch.randn(3, 4)), "a batch of 1 inputs by place for forward(.|\n)*; got 2"),
+        ({"x": [1.0, 2.0]}, "got a list"),
         (torch.tensor(1.0), "without axes as 'x'"),
         (torch.randn(1, 4), "2 samples or more"),
     ],
@@ -154,12 +163,12 @@ def test_batches_that_do_not_fit(batch, text):
 @pytest.mark.parametrize(
     ("plan", "error", "text"),
     [
-        (plan_of(8, ("first", 1, 2), ("between last", 1, 2)), PlanError, "in 2 stages, but there are 1"),
-        (plan_of(8, ("first between", 1, 2)), PlanError, r"\['last'\] are in none"),
+        (plan_of(8, ("first", 1, 2), ("between last", 1, 2)), PlanError, "in 2 stages; got 1"),
+        (plan_of(8, ("first between", 1, 2)), PlanError, r"got \['last'\] in none"),
         (plan_of(8, ("first between last more", 1, 2)), PlanError, "'more'"),
         (plan_of(8, ("first between last", 1, 3)), ScheduleError, "whole number of micro-batches"),
         (plan_of(8, ("first between last", 1, 0)), PlanError, "a sample for each of its devices"),
-        (plan_of(16, ("first between last", 1, 2)), PlanError, "batch=8 .* the plan is for 16"),
+        (plan_of(16, ("first between last", 1, 2)), PlanError, "a plan for batch=8 samples; got one for 16"),
     ],
 )  # fmt: skip
 def test_plans_that_do_not_fit(plan, error, text):
@@ -179,7 +188,7 @@ def test_what_a_step_is_given(tmp_path):
     assert not pipe.predict(x).any()
     assert len(pipe.all_spans()) == 1
     for batch, target, error, text in (
-        (x[:6], y[:6], DataError, "8 samples, but there are 6"),
+        (x[:6], y[:6], DataError, "8 samples, as in the plan; got 6"),
         (x.double(), y, DataError, "torch.float64"),
         (torch.randn(8, 3), y, DataError, r"\[3\]"),
         (x * float("nan"), y, ModelError, "finite"),
@@ -197,11 +206,11 @@ def test_what_a_step_is_given(tmp_path):
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        (torch.tanh, ModelError, "it was given a builtin_function_or_method"),
-        (nn.ModuleList([nn.Linear(4, 2)]), ModelError, "a ModuleList has none"),
-        (nn.Linear(4, 2, device="meta"), ModelError, r"weight, a meta tensor(.|\n)*to_empty"),
+        (torch.tanh, ModelError, "got a builtin_function_or_method"),
+        (nn.ModuleList([nn.Linear(4, 2)]), ModelError, "a ModuleList without a forward"),
+        (nn.Linear(4, 2, device="meta"), ModelError, r"weight is a meta tensor(.|\n)*to_empty"),
         (torch.jit.script(nn.Sequential(nn.Linear(4, 2))), ModelError, "give the module that was scripted"),
-        (Open(), DataError, r"forward\(\*xs\) takes 0 inputs by place(.|\n)*name each input in forward's"),
+        (Open(), DataError, r"0 inputs by place for forward\(\*xs\)(.|\n)*name each input in forward's"),
     ],
 )  # fmt: skip
 def test_what_is_no_model_to_cut(model, error, text):
@@ -212,13 +221,15 @@ def test_what_is_no_model_to_cut(model, error, text):
 def test_gradients_of_samples_add_up():
     """Frequencies are those of a whole batch; a backward may mix samples though the forward does not."""
     table, ids = nn.Embedding(3, 4, scale_grad_by_freq=True), torch.tensor([0, 0, 1, 0, 2, 1, 0, 0])
-    with pytest.raises(ModelError, match=r"the gradient of 'table.weight' over 4 samples is not the sum"):
+    with pytest.raises(ModelError, match=r"a gradient of 'table.weight' over 4 samples that is not the sum"):
         made(Made(lambda m, x: m.out(m.table(x)), table=table, out=nn.Linear(4, 2)), ids)
 
 
 def test_what_crosses_has_samples(ranks):
     plan = plan_of(8, ("first", 1, 2), ("last", 1, 2))
-    text = r"'flatten' gives a tensor of shape \[8, 6\], in which samples have no axis(.|\n)*'first' and what"
+    text = (
+        r"'flatten', which gives a tensor of shape \[8, 6\], in which samples have no(.|\n)*'first' and what"
+    )
     with pytest.raises(ModelError, match=text):
         ranks(2, folded, plan)
 
@@ -288,7 +299,7 @@ def test_batch_norms_have_two_samples():
     assert all(stage.micro_batch >= 2 for stage in pipe.plan.stages)
     pipe.step(x, y)
     plan = plan_of(8, ("first between last", 1, 1))
-    with pytest.raises(PlanError, match="'between' would have 1: micro-batches of 1 on 1 devices"):
+    with pytest.raises(PlanError, match="got 1 for 'between': micro-batches of 1 on 1 devices"):
         made(model, x, plan=plan, batch_norm="micro-batch")
 
 
@@ -352,5 +363,5 @@ def differing(channel: Channel) -> None:
 
 
 def test_ranks_with_different_plans(ranks):
-    with pytest.raises(PlanError, match="ranks 0 and 1 were given different ones"):
+    with pytest.raises(PlanError, match="got different ones on ranks 0 and 1"):
         ranks(2, differing)

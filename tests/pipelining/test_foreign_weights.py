@@ -222,7 +222,7 @@ def in_stages(channel: Channel, what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "text"),
-    [("own", "fine"), ("another", "the loss reads 0.weight"), ("hook", "a hook of the optimizer reads")],
+    [("own", "fine"), ("another", "the loss that reads 0.weight"), ("hook", "optimizer that reads")],
 )
 def test_stages_of_samples_refuse_what_reads_other_ranks_weights(ranks, what, text):
     for found in ranks(2, in_stages, what):

@@ -281,9 +281,9 @@ def test_layers_that_keep_what_they_have_seen_do_so_on_one_rank_too():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Shifted", ["ModelError", "roll goes from one vertex to the next"]),
+        ("Shifted", ["ModelError", "roll, which goes from one vertex to the next"]),
         ("InputInPlace", ["ModelError", "changes 'x' in place (one)"]),
-        ("Middle", ["ModelError", "calls 'median' over all vertices"]),
+        ("Middle", ["ModelError", "a call of 'median' over all vertices"]),
     ],
 )
 def test_what_a_cut_would_change_is_refused_in_a_pipeline_too(ranks, name, words):

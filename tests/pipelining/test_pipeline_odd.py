@@ -91,7 +91,7 @@ def refused(channel: Channel, how: str) -> Any:
         ("world", 3, ["ConfigError", "2 ranks for the mesh pipe=2 x graph=1", "got 3"]),
         ("product", 4, ["ConfigError", "6 ranks for the mesh pipe=3 x graph=2", "got 4"]),
         ("trace", 2, ["ModelError", "if x.sum() < 1e9", "layers"]),
-        *((how, 2, ["ModelError", "chunks=2 read their neighbours' rows", "(module_1"]) for how in ODD),
+        *((how, 2, ["ModelError", "chunks=2 to read their neighbours' rows", "(module_1"]) for how in ODD),
         (
             "memory",
             2,

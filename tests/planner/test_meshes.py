@@ -367,7 +367,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
         ("one rank", "needs 0.01 GiB a rank, there are 0.00")
     ]
     assert "the only one that fits" in found.fitting[0].reason
-    with pytest.raises(PlanError, match="graph=2 needs least"):
+    with pytest.raises(PlanError, match="graph=2, which needs least"):
         ranked([one, two], replace(ONE, memory=1e6))
 
 

@@ -199,7 +199,7 @@ def test_devices_without_use_do_not_thin_a_replica() -> None:
         graph = OperatorGraph((found[0], replace(found[1], least=least)))
         plan = GraphPipe(replace(cost, graph=graph), (2,)).whole()
         assert tuple(stage.devices for stage in plan.stages) == devices
-    with pytest.raises(PlanError, match="the plan has work for 3"):
+    with pytest.raises(PlanError, match="got work for 3"):
         GraphPipe(replace(cost, devices=Devices(4, 1e9, 1e9)), (2,)).whole()
 
 
@@ -242,7 +242,7 @@ def test_no_half_is_made_that_a_device_cannot_hold() -> None:
 def test_a_whole_plan_has_all_devices(cost: StageCost, count: int) -> None:
     cost = replace(cost, devices=replace(cost.devices, memory=1e15, count=count))
     if sum(4 // each.least for each in cost.graph.operators) < count:
-        with pytest.raises(PlanError, match="devices share the work"):
+        with pytest.raises(PlanError, match="a plan with work for"):
             GraphPipe(cost, (4,)).whole()
         return
     plan = GraphPipe(cost, (4,)).whole()
@@ -365,7 +365,7 @@ def test_bapipe_balances_stages_of_one_width(cost: StageCost, micro_batch: int) 
 def test_downsets_are_counted_and_limited() -> None:
     cost = StageCost(towers(3, 4, 0), Devices(2, 1e9, 1e3), 64)
     assert len(downsets(cost, 4, most=1_000).sets) == 5**3 + 1
-    with pytest.raises(PlanError, match="100 at most"):
+    with pytest.raises(PlanError, match="100 places to cut at most"):
         downsets(cost, 4, most=100)
     with pytest.raises(PlanError, match="no more time"):
         PipeDream(cost, 4, seconds=0.0).plan()
@@ -387,7 +387,7 @@ def test_a_plan_is_a_file_that_can_be_edited(tmp_path: object) -> None:
     with pytest.raises(PlanError, match="JSON"):
         StagePlan.from_json("{}")
     for stages, words in [
-        ((("t0.0",),), "are in none"),
+        ((("t0.0",),), "in none"),
         ((("t0.0", "t0.0"), ("t1.0", "join", "h0")), "stages 0 and 0"),
         ((("join", "h0"), ("t0.0", "t1.0")), "reads 't0.0' in stage 1"),
     ]:

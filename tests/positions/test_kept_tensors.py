@@ -72,7 +72,7 @@ def _trained(channel: Channel, how: str) -> list[float] | str:
 @pytest.mark.parametrize("how", ["writes", "replaces"])
 def test_a_table_that_is_written_to_in_a_later_epoch(ranks: Callable[..., list], how: str) -> None:
     for said in ranks(2, _trained, how):
-        assert said.startswith("1: what a model keeps from one forward to the next"), said
+        assert said.startswith("1: expected what a model keeps from one forward to the next"), said
         assert "bank" in said
         assert "Try: return these rows" in said
 

@@ -111,9 +111,9 @@ SEEDED: dict[str, tuple[Body, Mods]] = {
 """Equal on one rank, refused on several."""
 
 REFUSED: dict[str, tuple[Body, Mods, str]] = {
-    "a traced function": (lambda m, x, e, d: traced(x), {}, "torch.jit has compiled"),
-    "a scripted module": (lambda m, x, e, d: scripted_module(x), {}, "torch.jit has compiled"),
-    "a traced module": (lambda m, x, e, d: traced_module(x), {}, "torch.jit has compiled"),
+    "a traced function": (lambda m, x, e, d: traced(x), {}, "compiled by torch.jit"),
+    "a scripted module": (lambda m, x, e, d: scripted_module(x), {}, "compiled by torch.jit"),
+    "a traced module": (lambda m, x, e, d: traced_module(x), {}, "compiled by torch.jit"),
     "an operator": (lambda m, x, e, d: operator(x), {}, "kagome_tests::centered"),
     "a named operator": (
         lambda m, x, e, d: torch.ops.kagome_tests.centered(x),

@@ -403,7 +403,7 @@ def test_arguments_of_pipeline_of_another_kind(name: str) -> None:
 
 
 def test_targets_and_states_that_do_not_fit_a_pipeline() -> None:
-    with pytest.raises(PlanError, match=r"nowhere.json cannot be read"):
+    with pytest.raises(PlanError, match=r"nowhere.json, which cannot be read"):
         kagome.pipeline(nn.Linear(4, 2), X, loss=SQUARED, plan="/nowhere.json")
     with kagome.pipeline(nn.Linear(4, 2), X, loss=SQUARED) as pipe:
         before = {name: value.clone() for name, value in pipe.state_dict().items()}

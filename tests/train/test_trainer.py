@@ -210,7 +210,7 @@ def test_inputs_by_name():
     assert mine.seen == {f"({VERTICES},)", "12"}
     expected = mine.eval()(data.x, data.edge_index, data.edge_weight, data.edge_attr, age=data.age)
     torch.testing.assert_close(trainer.scores, expected.detach())
-    with pytest.raises(ModelError, match=r"asks for 'edge_weight', but the data has .*x"):
+    with pytest.raises(ModelError, match=r"data with 'edge_weight' for forward\(.*\); got data with .*x"):
         trained(Named())
 
 

@@ -64,8 +64,8 @@ class ForwardCall:
                 named.append(parameter.name)
             elif parameter.default is parameter.empty:
                 raise ModelError(
-                    f"forward({', '.join(p.name for p in parameters)}) asks for {parameter.name!r}",
-                    f"the data has {', '.join(sorted(names))}",
+                    f"data with {parameter.name!r} for forward({', '.join(p.name for p in parameters)})",
+                    f"data with {', '.join(sorted(names))}",
                     hint=f"give the Data an attribute {parameter.name!r}",
                 )
         return ForwardCall(False, tuple(places), tuple(named))
@@ -132,8 +132,8 @@ def failed(error: Exception) -> ModelError:
     """Build the error for a forward that raised another exception."""
     words = (str(error).strip().splitlines() or [""])[0]
     return ModelError(
-        "forward runs on the data as it is given",
-        "it raised " + ": ".join(filter(None, (type(error).__name__, words[:300]))),
+        "forward to run on the data as it is given",
+        ": ".join(filter(None, (type(error).__name__, words[:300]))),
         where=raised_at(error),
     )
 

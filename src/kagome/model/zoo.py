@@ -62,8 +62,8 @@ def build_model(
     if settings.name not in builders:
         near = difflib.get_close_matches(settings.name, builders, n=1, cutoff=0.5)
         raise ModelError(
-            f"model.name takes one of {', '.join(builders)} or {_HOW_PYTHON}",
-            f"it is {settings.name!r}",
+            f"model.name to be one of {', '.join(builders)} or {_HOW_PYTHON}",
+            f"{settings.name!r}",
             hint=f"--model.name {near[0]}"
             if near
             else f"for a model of your own, --model.name {_HOW_PYTHON}",
@@ -74,10 +74,10 @@ def build_model(
 def _check_ranges(settings: Model) -> None:
     for name in ("layers", "hidden", "heads"):
         if getattr(settings, name) < 1:
-            raise ModelError(f"model.{name} takes a number from 1 up", f"it is {getattr(settings, name)}")
+            raise ModelError(f"model.{name} to be 1 or more", f"{getattr(settings, name)}")
     _refuse_weights_beyond_memory(settings)
     if not 0 <= settings.dropout < 1:
-        raise ModelError("model.dropout takes a number from 0 up and below 1", f"it is {settings.dropout}")
+        raise ModelError("model.dropout to be 0 or more and below 1", f"{settings.dropout}")
 
 
 def _refuse_weights_beyond_memory(settings: Model) -> None:
@@ -89,9 +89,9 @@ def _refuse_weights_beyond_memory(settings: Model) -> None:
     need = max(settings.layers - 2, 0) * (4 * settings.hidden**2 + MODULE_BYTES) + 4 * settings.hidden
     if need > free:
         raise ModelError(
-            f"a model of {settings.layers:,} layers of width {settings.hidden:,} has weights of at least "
-            f"{need / 2**30:,.1f} GiB",
-            f"{free / 2**30:,.1f} GiB are free",
+            f"at least {need / 2**30:,.1f} GiB for the weights of a model of {settings.layers:,} layers of "
+            f"width {settings.hidden:,}",
+            f"{free / 2**30:,.1f} GiB that are free",
             hint="a smaller --model.layers or --model.hidden",
         )
 
@@ -100,8 +100,8 @@ def _check_heads(settings: Model) -> None:
     if settings.hidden % settings.heads:
         fitting = [n for n in range(1, settings.heads) if settings.hidden % n == 0]
         raise ModelError(
-            f"model.heads must divide model.hidden for {settings.name}",
-            f"{settings.heads} heads leave a rest of {settings.hidden % settings.heads} "
+            f"model.heads to divide model.hidden for {settings.name}",
+            f"{settings.heads} heads, which leave a rest of {settings.hidden % settings.heads} "
             f"in a width of {settings.hidden}",
             hint=f"--model.heads {fitting[-1]}, "
             f"or --model.hidden {-(-settings.hidden // settings.heads) * settings.heads}",
@@ -122,8 +122,8 @@ def _builders(degree_histogram: Tensor | None) -> dict[str, _Builder]:
     def pna(m: Model, fan_in: int, fan_out: int) -> nn.Module:
         if degree_histogram is None:
             raise ModelError(
-                "the model pna scales by the degrees of the whole graph and needs their histogram",
-                "none was given",
+                "a histogram of the degrees of the whole graph, by which the model pna scales",
+                "none",
                 hint="degree_histogram=torch.bincount(torch.bincount(edge_index[1], minlength=num_nodes))",
             )
         return _PNA(
@@ -153,13 +153,13 @@ def _builders(degree_histogram: Tensor | None) -> dict[str, _Builder]:
 def _build_python(settings: Model, in_channels: int, out_channels: int, num_nodes: int) -> nn.Module:
     module_name, _, function_name = settings.name.removeprefix(_PYTHON).partition(":")
     if not module_name or not function_name:
-        raise ModelError(f"a model of your own is named {_HOW_PYTHON}", f"the name is {settings.name!r}")
+        raise ModelError(f"a model of your own to be named {_HOW_PYTHON}", f"{settings.name!r}")
     try:
         module = named_module(module_name)
     except ImportError as error:
         raise ModelError(
-            f"the model {settings.name} needs the module {module_name}",
-            f"it cannot be imported: {error}",
+            f"a module {module_name} for the model {settings.name}",
+            f"one that cannot be imported: {error}",
             hint="put the folder that holds it on PYTHONPATH",
         ) from error
     function = getattr(module, function_name, None)
@@ -167,8 +167,8 @@ def _build_python(settings: Model, in_channels: int, out_channels: int, num_node
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         near = difflib.get_close_matches(function_name, names, n=1)
         raise ModelError(
-            f"the model {settings.name} needs a function {function_name} in {module_name}",
-            "there is none" if function is None else f"it is of type {type(function).__name__}",
+            f"a function {function_name} in {module_name} for the model {settings.name}",
+            "none" if function is None else f"one of type {type(function).__name__}",
             where=str(getattr(module, "__file__", "")),
             hint=f"--model.name {_PYTHON}{module_name}:{near[0]}" if near else "",
         )
@@ -181,8 +181,8 @@ def _build_python(settings: Model, in_channels: int, out_channels: int, num_node
     built = function(**_asked_for(function, offered, settings.name))
     if not isinstance(built, nn.Module):
         raise ModelError(
-            f"the model {settings.name} must return a torch.nn.Module",
-            f"it returned a value of type {type(built).__name__}",
+            f"the model {settings.name} to return a torch.nn.Module",
+            f"a value of type {type(built).__name__}",
         )
     return built
 
@@ -202,8 +202,8 @@ def _asked_for(function: Callable[..., object], offered: dict[str, object], name
     ]
     if unknown:
         raise ModelError(
-            f"the model {name} is called by keyword with any of {', '.join(offered)}",
-            f"it also asks for {', '.join(unknown)}",
+            f"the model {name} to be called by keyword with any of {', '.join(offered)}",
+            f"one that also asks for {', '.join(unknown)}",
             hint="give those a default, or set them inside the function",
         )
     return chosen

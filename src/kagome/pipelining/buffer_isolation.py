@@ -86,8 +86,8 @@ class BufferIsolation:
                 continue
             if name not in self._before:
                 raise ModelError(
-                    "under chunks a buffer that a forward changes is of one stage and changes in every epoch",
-                    f"{name}, of {tensor.nbytes} bytes, first changes now",
+                    "a buffer that forward changes under chunks to be of one stage and to change every epoch",
+                    f"{name}, of {tensor.nbytes} bytes, which first changes now",
                     hint="a forward that writes to it in every epoch, or chunks=1",
                 )
             self._known.add(name)

@@ -214,7 +214,7 @@ def _refuse_empty(part: Partition, count: int) -> None:
     """Refuse more chunks than the graph has vertices; up to ``FEW`` chunks are always allowed."""
     if count > max(part.num_nodes, FEW):
         raise ConfigError(
-            f"parallel.chunks={count:,} cuts each part into so many pieces",
-            f"the whole graph has {part.num_nodes:,} vertices",
+            f"a vertex or more for each of parallel.chunks={count:,} pieces of a part",
+            f"a whole graph of {part.num_nodes:,} vertices",
             hint=f"--parallel.chunks {max(1, min(part.num_nodes // 100, 16))}",
         )

@@ -126,8 +126,8 @@ def refused(names: Sequence[str], who: str) -> ModelError:
     """Return the error for reading weights that another rank trains."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return ModelError(
-        "what a rank of a pipeline reads between forward and update are the weights of its own stage",
-        f"{who} reads {names[0]}{more}, which another rank trains: they are old here",
+        "a rank of a pipeline to read the weights of its own stage alone between forward and update",
+        f"{who} that reads {names[0]}{more}, which another rank trains: they are old here",
         hint="read all weights after an epoch, take a penalty on them as the optimizer's weight_decay, or "
         "train without stages",
     )
@@ -147,8 +147,8 @@ def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
         yield
         if reads.found:
             raise ModelError(
-                "the loss of a pipeline's last stage reads what that stage has once all rows have passed",
-                f"it reads the buffer {reads.found[0]}, which the forward moves elsewhere or chunk by chunk",
+                "the loss of a pipeline's last stage to read what that stage has once all rows have passed",
+                f"a read of the buffer {reads.found[0]}, which the forward moves elsewhere or chunk by chunk",
                 hint="train without stages and chunks, or return it beside the output",
             )
 
@@ -184,9 +184,9 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
         steps.append([ours.detach() for _, ours in pairs[1:]])
     if not all(torch.equal(one, two) for one, two in zip(*steps, strict=True)):
         raise ModelError(
-            "an optimizer of a pipeline moves each weight by its own gradient",
-            f"{type(optimizer).__name__} moves one by another's gradient too, and a rank has those of its "
-            "stages",
+            "an optimizer of a pipeline to move each weight by its own gradient",
+            f"{type(optimizer).__name__}, which moves one by another's gradient too, and a rank has those of "
+            "its stages",
             hint="train.clip for a norm of all gradients, or train without stages",
         )
 

@@ -183,8 +183,8 @@ def _plain(facts: list[tuple[str, dict[str, Any]]]) -> object:
         pack(facts)
     except ObjectError as error:
         return CheckpointError(
-            "an optimizer's state is to be saved",
-            str(error),
+            "an optimizer's state that can be saved",
+            f"one that cannot: {error}",
             hint="state of tensors and plain values: numbers, texts, lists, dicts",
         )
     return facts

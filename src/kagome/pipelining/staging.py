@@ -175,15 +175,15 @@ def stage_model(
     steps = steps_of(model, part, world, parallel.layers, options, parted=parted, exact=exact)
     if steps.survey.beyond and (parallel.chunks or 1) > 1:  # with drop too: evaluation drops no edge
         raise ModelError(
-            f"chunks={parallel.chunks} read their neighbours' rows by the edges into them",
-            "a layer reads along edges the other way, or all vertices",
+            f"chunks={parallel.chunks} to read their neighbours' rows by the edges into them",
+            "a layer that reads along edges the other way, or all vertices",
             where=steps.survey.beyond,
             hint="--parallel.chunks 1, or another layer",
         )
     if steps.survey.named and (parallel.chunks or 1) > 1 and parallel.cross_chunk == "drop":
         raise ModelError(
-            f"with cross_chunk='drop' each of the {parallel.chunks} chunks knows its own rows",
-            "forward reads rows of vertices that it names by number, which lie in one of them",
+            f"each of the {parallel.chunks} chunks to know its own rows alone with cross_chunk='drop'",
+            "a forward that reads rows of vertices by number, which lie in one of them",
             where=steps.survey.named,
             hint="--parallel.cross-chunk exact, or --parallel.chunks 1",
         )

@@ -252,8 +252,8 @@ def ranked(
     if not fitting:
         least = min(candidates, key=lambda one: one.memory_bytes)
         raise PlanError(
-            f"a cut fits {cluster.size} devices of {cluster.memory / 2**30:.2f} GiB",
-            f"{least.name} needs least, {least.memory_bytes / 2**30:.2f} GiB a rank",
+            f"a cut that fits {cluster.size} devices of {cluster.memory / 2**30:.2f} GiB",
+            f"{least.name}, which needs least, at {least.memory_bytes / 2**30:.2f} GiB a rank",
             hint="more devices, a narrower model, or --allow history decoupled",
         )
     told = [

@@ -62,14 +62,14 @@ class Cluster:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if not fits(value, hints[name]):
-                raise PlanError(f"a cluster's {name} takes {takes(hints[name])}", f"it is {shown(value)}")
+                raise PlanError(f"a cluster's {name} to be {takes(hints[name])}", shown(value))
             if name == "name":
                 continue
             low, high = LIMITS[name]
             if not low <= value <= high and not (name == "cores" and value == inf):
-                raise PlanError(f"a cluster's {name} is from {low:g} to {high:g}", f"it is {value:.17g}")
+                raise PlanError(f"a cluster's {name} to be from {low:g} to {high:g}", f"{value:.17g}")
         if self.size > DEVICES:
-            raise PlanError(f"a cluster has up to {DEVICES:,} devices", f"it has {self.size:,}")
+            raise PlanError(f"a cluster of up to {DEVICES:,} devices", f"{self.size:,}")
 
     @property
     def size(self) -> int:
@@ -96,21 +96,21 @@ class Cluster:
         where = shortened(str(file), 200)
         if not path_of(file, "--cluster").exists():
             raise PlanError(
-                f"--cluster takes a TOML file or one of {', '.join(READY)}",
-                f"there is no file {where}",
+                f"--cluster to be a TOML file or one of {', '.join(READY)}",
+                f"no file {where}",
                 hint=f"{NEEDED}; {', '.join(EXTRA)}",
             )
         try:
             record = text_files.toml(file)
         except text_files.UnreadableError as error:
-            raise PlanError(f"a cluster's file of TOML has {NEEDED}", str(error), where=where) from None
+            raise PlanError(f"a cluster's TOML with {NEEDED}", f"unreadable: {error}", where=where) from None
         known = [field.name for field in fields(Cluster)]
-        for wrong, found in (("no", [name for name in known if name not in (*record, *EXTRA)]),
+        for wrong, names in (("no", [name for name in known if name not in (*record, *EXTRA)]),
                              ("an unknown", [name for name in record if name not in known])):  # fmt: skip
-            if found:
+            if names:
                 raise PlanError(
-                    f"a cluster's file has {NEEDED}, and may have {', '.join(EXTRA)}",
-                    f"it has {wrong} {found[0]!r}",
+                    f"a cluster's file with {NEEDED}, and {', '.join(EXTRA)} if need be",
+                    f"{wrong} {names[0]!r}",
                     where=where,
                 )
         try:

@@ -64,9 +64,7 @@ def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple
     if name in _JOINS and all(mark.kind is PlacementKind.EDGES for _, mark in found):
         return _each(args, kwargs, lambda value: _inward(scope, value))
     if any(mark.view == 1 and not _whole(scope, tensor, mark) for tensor, mark in found):
-        raise refused(
-            scope, f"{name} puts edges together with flipped ones that forward has chosen or added to"
-        )
+        raise refused(scope, f"{name} of edges with flipped ones that forward has chosen or added to")
     return _each(args, kwargs, lambda value: _outward(scope, name, value))
 
 
@@ -108,9 +106,7 @@ def _outward(scope: AlignedEdges, name: str, value: Any) -> Any:
     if mark is None or mark.view == 1:
         return value
     if mark.kind is not PlacementKind.PAIRS or not _whole(scope, value, mark):
-        raise refused(
-            scope, f"{name} puts flipped edges together with edges that forward has chosen or added to"
-        )
+        raise refused(scope, f"{name} of flipped edges with edges that forward has chosen or added to")
     return turned(scope, now(value), mark.axis)
 
 
@@ -158,7 +154,7 @@ def _inward(scope: AlignedEdges, value: Any) -> Any:
     if mark is None or mark.view == 0:
         return value
     if not _whole(scope, value, mark):
-        raise refused(scope, "a list is put together with flipped edges that forward has chosen")
+        raise refused(scope, "a list put together with flipped edges that forward has chosen")
     edges = scope.views[0].edge_index
     if value is scope.views[1].given:
         return edges

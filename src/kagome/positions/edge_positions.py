@@ -54,7 +54,7 @@ class EdgeCount(SymbolicSize):
     def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
         if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
             return do(int(self), int(other))
-        raise _refused("", f"the number of edges {what} {other!r} is a place among a part's edges")
+        raise _refused("", f"the number of edges {what} {other!r}, a place among a part's edges")
 
     def __add__(self, other: Any) -> Any:
         return self._with(other, "plus", lambda one, two: one + two)
@@ -79,15 +79,15 @@ def counts(scope: Any, mark: Placement) -> type[SymbolicSize]:
     return EdgeCount if mark.kind is PlacementKind.PAIRS and scope.parted else SymbolicSize
 
 
-def refused(scope: Edges, what: str, *, hint: str = "") -> ModelError:
+def refused(scope: Edges, got: str, *, hint: str = "") -> ModelError:
     """Return the error for a call that depends on edge positions in a way that no part can follow."""
-    return _refused(scope.where(), what, hint)
+    return _refused(scope.where(), got, hint)
 
 
-def _refused(where: str, what: str, hint: str = "") -> ModelError:
+def _refused(where: str, got: str, hint: str = "") -> ModelError:
     return ModelError(
-        "edges are told apart by what they hold, or by slices of the whole graph's list",
-        what,
+        "edges told apart by what they hold, or by slices of the whole graph's list",
+        got,
         where="; ".join(filter(None, (where, user_line()))),
         hint=hint or f"{WAY_OUT}, or train on one rank",
     )
@@ -137,7 +137,7 @@ def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
         return _chosen(scope, func, args, axis, mark, items, at)
     if from_library():
         return NotImplemented
-    raise refused(scope, f"one edge is read by its place, {item!r}")
+    raise refused(scope, f"one edge read by its place, {item!r}")
 
 
 def _sliced(scope: Edges, base: Tensor, axis: int, mark: Placement, items: list[Any], at: int) -> Any:
@@ -150,7 +150,7 @@ def _sliced(scope: Edges, base: Tensor, axis: int, mark: Placement, items: list[
         return NotImplemented
     ids = _ids(scope, base, axis, mark)
     if ids is None:
-        raise refused(scope, "a slice counts edges of a list that was made in forward")
+        raise refused(scope, "a slice that counts edges of a list made in forward")
     items[at] = _own_slice(scope, ids, item)
     return _marked(scope, base[tuple(items)], base, mark, items, at)
 
@@ -159,7 +159,7 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
     """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
     whole = range(scope.edges)[item]
     if whole.step < 0:
-        raise refused(scope, "a slice turns the order of edges round")
+        raise refused(scope, "a slice that turns the order of edges round")
     with torch._C.DisableTorchFunction():
         ends = torch.tensor([whole.start, whole.stop], device=ids.device)
         begin, end = torch.searchsorted(ids, ends).tolist()
@@ -180,7 +180,7 @@ def _chosen(
             return NotImplemented
         if held is None and item.numel() == scope.edges != base.size(axis):
             if _ids(scope, base, axis, mark) is None:
-                raise refused(scope, "a flag for each edge of the graph chooses among edges made in forward")
+                raise refused(scope, "flags of the graph's edges that choose among edges made in forward")
             items[at] = own_edges(scope, item, 0, mark)
         with torch._C.DisableTorchFunction():
             out = base[tuple(items)]
@@ -193,7 +193,7 @@ def _chosen(
         return NotImplemented
     raise refused(
         scope,
-        f"rows of other edges are read by their numbers, of a tensor of shape {list(base.shape)}",
+        f"rows of other edges read by their numbers, of a tensor of shape {list(base.shape)}",
         hint="a pair of edges shares what both hold: give it as data.edge_attr, or train on one rank",
     )
 
@@ -258,7 +258,7 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     if isinstance(how, (tuple, list)) and all(isinstance(size, SymbolicSize) for size in how):
         return NotImplemented  # concatenated lists, each of this part's edges
     if _ids(scope, base, *found) is None:
-        raise refused(scope, f"{name} cuts a list of edges that was made in forward into pieces")
+        raise refused(scope, f"{name}, which cuts a list of edges made in forward into pieces")
     with torch._C.DisableTorchFunction():
         places = getattr(torch, name.replace("split_with_sizes", "split"))(torch.arange(scope.edges), how)
     ends = [(int(piece[0]), int(piece[-1]) + 1) if piece.numel() else (0, 0) for piece in places]
@@ -288,13 +288,13 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         else None
     )
     if view is None or int(count) != view.edge_ids.numel():
-        raise refused(scope, f"{name} counts edges of a list that was made in forward")
+        raise refused(scope, f"{name}, which counts edges of a list made in forward")
     given = [scope.edges if isinstance(each, SymbolicSize) else each for each in args]
     named = {key: scope.edges if isinstance(each, SymbolicSize) else each for key, each in kwargs.items()}
     with torch._C.DisableTorchFunction():
         every: Tensor = func(*given, **named)
     if every.numel() != scope.edges:
-        raise refused(scope, f"{name} makes {every.numel():,} numbers of {scope.edges:,} edges")
+        raise refused(scope, f"{name} with {every.numel():,} numbers for {scope.edges:,} edges")
     return own_edges(scope, every, 0, Placement(PlacementKind.PAIRS, scope.views.index(view)))
 
 
@@ -311,7 +311,7 @@ def by_order(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
     if all(isinstance(dim, int) and dim % base.dim() != found[0] for dim in dims):
         return NotImplemented
-    raise refused(scope, f"{name} goes along the list of edges")
+    raise refused(scope, f"{name} along the list of edges")
 
 
 _DIMS: Final[dict[str, tuple[int, int | None]]] = {
@@ -341,7 +341,7 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
         return NotImplemented
     ids = _ids(scope, base, axis, mark)
     if not isinstance(item, slice) or ids is None:
-        raise refused(scope, "edges are written to by their places")
+        raise refused(scope, "edges written to by their places")
     assert at is not None
     items[at] = _own_slice(scope, ids, item)
     return func(base, tuple(items), args[2])
@@ -368,7 +368,7 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
                 return NotImplemented
         if size == rows * rest:
             return NotImplemented
-    raise refused(scope, f"{name} to {sizes} puts edges together that lie together in the list")
+    raise refused(scope, f"{name} to {sizes}, which groups edges by their places in the list")
 
 
 def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -384,7 +384,7 @@ def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if value.dim() <= axis or value.size(axis) == index.size(0 if index.dim() == 1 else axis):
         return NotImplemented
     if scope.marks.get(value) is not None or value.size(axis) != scope.edges:
-        raise refused(scope, f"{name} is given {value.size(axis):,} rows for {index.size(0):,} edges")
+        raise refused(scope, f"{name} with {value.size(axis):,} rows for {index.size(0):,} edges")
     own = own_edges(scope, value, axis, mark)
     if key:
         return scope.__torch_function__(func, (), args, {**kwargs, key: own})

@@ -118,8 +118,8 @@ class EdgeTables:
         first = args[0] if args else None
         if first in self and writes(name):
             raise ModelError(
-                "a tensor that the model keeps for the edges is not written to in forward",
-                f"{name} writes to {self.names[first]}, which has a row for each of {scope.edges:,} edges",
+                "a tensor that the model keeps for the edges to stay unchanged in forward",
+                f"{name}, which writes to {self.names[first]} with a row for each of {scope.edges:,} edges",
                 where="; ".join(filter(None, (scope.where(), user_line()))),
                 hint="compute a new tensor from it, or train on one rank",
             )
@@ -154,8 +154,8 @@ class EdgeTables:
             known = mark.edges is not None and (mark.edges is view.edge_index or mark.edges is view.given)
             if mark.kind is PlacementKind.MIXED or not (known or index.numel() == view.edge_ids.numel()):
                 raise ModelError(
-                    "rows of a tensor that the model keeps for the edges are read by numbers of edges",
-                    f"{self.names[table]} is read by numbers that forward has chosen or reckoned with",
+                    "rows of a tensor that the model keeps for the edges to be read by numbers of edges",
+                    f"{self.names[table]}, read by numbers that forward has chosen or reckoned with",
                     where="; ".join(filter(None, (scope.where(), user_line()))),
                     hint=WAY_OUT,
                 )
@@ -243,8 +243,8 @@ def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple
     for name, tensor in tensors_of(model):
         if tensor.layout is not torch.strided and vertices in tensor.shape:
             raise ModelError(
-                "an adjacency comes with the data, so that each part has its own rows",
-                f"the model keeps {name}, a sparse matrix of {list(tensor.shape)}",
+                "an adjacency to come with the data, so that each part has its own rows",
+                f"{name} in the model, a sparse matrix of {list(tensor.shape)}",
                 where=name,
                 hint="give the Data adj_t, and forward(x, adj_t); or train on one rank",
             )
@@ -254,8 +254,8 @@ def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple
         if edges == vertices or len(places) > 1:
             what = "as many edges as vertices" if edges == vertices else "one axis of edges"
             raise ModelError(
-                f"a tensor of {edges:,} rows that the model keeps belongs to the vertices or to the edges",
-                f"{name} has the shape {list(tensor.shape)}, and the graph {what}",
+                f"a tensor of {edges:,} rows in the model to belong to the vertices or to the edges",
+                f"{name} of shape {list(tensor.shape)} in a graph with {what}",
                 where=name,
                 hint=f"{WAY_OUT}; or train on one rank",
             )
@@ -291,8 +291,8 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
             return value
         if any(value is target for target in targets):
             raise ModelError(
-                "a tensor that forward writes rows of edges into has a row for each edge that it was given",
-                f"{name} writes into a tensor of shape {list(value.shape)}, all {scope.edges:,} edges",
+                "a row for each edge that forward was given in a tensor that it writes rows of edges into",
+                f"{name}, which writes into a tensor of shape {list(value.shape)}, all {scope.edges:,} edges",
                 where="; ".join(filter(None, (scope.where(), user_line()))),
                 hint="make it with a row for each of them: x.new_zeros(edge_index.size(1), ...)",
             )

@@ -109,7 +109,7 @@ def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tu
     if name in _LEAVE:
         raise refused(
             scope,
-            f"{name} takes the ids of a part's edges out of torch",
+            f"{name}, which takes the ids of a part's edges out of torch",
             hint="make what is made of them before training (an attribute of the Data); or train on one rank",
         )
     skip = _index_of(name, args, kwargs)
@@ -142,7 +142,7 @@ def _refuse_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs)
     if sliced or floats or table or written or name in _SLICES or name not in _STAY | _CASTS:
         raise refused(
             scope,
-            f"{name} takes an order of a part's own edges or rows for one of all of them",
+            f"{name}, which takes an order of a part's own edges or rows for one of all of them",
             hint="put edges and rows in their order before training (the Data), or train on one rank",
         )
 
@@ -234,7 +234,7 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
     if not whole and int(least) != scope.vertices:
         raise refused(
             scope,
-            f"bincount of the ids of edges gives as many counts as there happen to be, minlength={least}",
+            f"bincount of the ids of edges with minlength={least}, and as many counts as there happen to be",
             hint="minlength=x.size(0)",
         )
     each = torch.ones(ids.shape, dtype=torch.float64, device=ids.device) if weights is None else weights
@@ -257,7 +257,7 @@ def refuse_rows_by_value(scope: EndpointValues, base: Any, axis: int, index: Ten
     if rows and scope.parted and mark.kind is PlacementKind.PAIRS and ints and not from_library():
         raise refused(
             scope,
-            "rows of vertices are read or written by numbers that each edge holds",
+            "rows of vertices read or written by numbers that each edge holds",
             hint="rebuild the edges before training (data.edge_index), not inside forward",
         )
 

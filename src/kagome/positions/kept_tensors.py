@@ -30,7 +30,7 @@ from kagome.user_frame import from_library, user_line
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-ALIKE: Final = "what a model keeps from one forward to the next is the same on all ranks"
+ALIKE: Final = "what a model keeps from one forward to the next to be the same on all ranks"
 WAY_OUT: Final = (
     "return these rows beside the scores, or keep them in an attribute that is None at first, no buffer "
     "(self.last = h); or train on one rank"
@@ -110,7 +110,7 @@ class KeptTensors:
                 what = "rows" if found is None else _named(found)
                 raise ModelError(
                     ALIKE,
-                    f"{name} writes {what} of a part into {label}, which the model keeps",
+                    f"{name}, which writes {what} of a part into {label}, kept by the model",
                     where="; ".join(filter(None, (scope.where(), user_line()))),
                     hint=WAY_OUT,
                 )
@@ -134,8 +134,8 @@ class KeptTensors:
             if mark is not None:
                 raise ModelError(
                     ALIKE,
-                    f"forward puts {_named(mark)} of a part, of shape {list(tensor.shape)}, in the place of "
-                    f"{label}",
+                    f"{_named(mark)} of a part, of shape {list(tensor.shape)}, put by forward in the place "
+                    f"of {label}",
                     where=label,
                     hint=WAY_OUT,
                 )

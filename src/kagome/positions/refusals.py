@@ -26,9 +26,9 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Func = Callable[..., Any]
 
-_TOLD_APART = "vertices are told apart by what they hold, or by their numbers in a way that parts can follow"
+_TOLD_APART = "vertices told apart by what they hold, or by their numbers in a way that parts can follow"
 _BY_EDGES = (
-    "a layer reads other vertices by the graph's edges, or attends to all of them by torch's attention"
+    "a layer to read other vertices by the graph's edges, or to attend to all of them by torch's attention"
 )
 _WAY_OUT = "give the Data an attribute with a value a vertex (data.kind = ...) and tell rows apart by that"
 _ATTENTION = (
@@ -102,13 +102,13 @@ def span_of(scope: PositionScope, mark: Placement, item: slice) -> range:
     """Return the vertices that a slice of an axis selects."""
     whole = length(scope, mark)
     if whole < 0:
-        raise refused(scope, "a slice counts rows that a mask has chosen")
+        raise refused(scope, "a slice that counts rows chosen by a mask")
     span = range(whole)[slice(as_place(item.start), as_place(item.stop), as_place(item.step))]
     if span.step < 0:
-        raise refused(scope, "a slice turns the order of vertices round")
+        raise refused(scope, "a slice that turns the order of vertices round")
     if mark.each > 1:
         if span and (span.step != 1 or span.start % mark.each or span.stop % mark.each):
-            raise refused(scope, f"a slice cuts through the {mark.each} entries of a vertex")
+            raise refused(scope, f"a slice that cuts through the {mark.each} entries of a vertex")
         span = range(span.start // mark.each, span.stop // mark.each)
     held = (
         mark.subset.span
@@ -133,12 +133,12 @@ def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 
     return int(dim or 0) % max(base.dim(), 1)
 
 
-def refused(scope: LocatedScope, what: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
+def refused(scope: LocatedScope, got: str, *, hint: str = "", asked: str = _TOLD_APART) -> ModelError:
     """Return the error for a call that depends on row positions in a way that no part can follow."""
     line = user_line()
     return ModelError(
         asked,
-        what,
+        got,
         where="; ".join(filter(None, (scope.where(), line))),
         hint=hint or f"{_WAY_OUT}; or train on one rank",
     )
@@ -157,7 +157,7 @@ def lost(scope: LocatedScope, mark: Placement, *, edges: bool = False) -> ModelE
     pairs = mark.origin.endswith(PAIRS)
     return refused(
         scope,
-        f"rows went through {mark.origin}",
+        f"rows that went through {mark.origin}",
         hint=hint if edges else _ATTENTION if product or pairs else "",
         asked=_BY_EDGES if pairs else _TOLD_APART,
     )

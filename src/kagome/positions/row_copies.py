@@ -57,6 +57,6 @@ class RowCopies:
         if left:
             raise refused(
                 scope,
-                f"{left[0][1]} writes in place into rows that were read by their place",
+                f"{left[0][1]}, which writes in place into rows that were read by their place",
                 hint="assign to the place itself: x[place] = value",
             )

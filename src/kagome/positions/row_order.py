@@ -47,7 +47,7 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     if len(spans) < len(pieces) or None in spans or alike != {first.each} or whole is None:
         if not scope.parted:
             return NotImplemented
-        raise refused(scope, f"{name} lays rows of vertices end to end that do not follow one another")
+        raise refused(scope, f"{name} of rows of vertices that do not follow one another")
     laid = torch.cat([now(value) for value, _ in pieces], dim)
     mark = replace(first, subset=None)
     with torch._C.DisableTorchFunction():
@@ -116,7 +116,7 @@ def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Pl
     if not numbered and not from_library():
         raise refused(
             scope,
-            f"edges of forward's own, of shape {list(value.shape)}, are put to those of the graph",
+            f"edges of forward's own, of shape {list(value.shape)}, put to those of the graph",
             hint="all edges in data.edge_index, and an attribute an edge that tells their kind",
         )
     return value
@@ -163,7 +163,7 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     if from_library():
         return NotImplemented  # PyG makes ids of own rows this way
     if not end.mark.whole:
-        raise refused(scope, "arange counts rows of some vertices, or several a vertex")
+        raise refused(scope, "an arange that counts rows of some vertices, or several a vertex")
     named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
     mark = Placement(PlacementKind.NUMBERS)
     scope.numbered = scope.parted or scope.numbered
@@ -208,7 +208,7 @@ def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
         return NotImplemented
     if from_library():
         return NotImplemented
-    raise refused(scope, f"{name} goes from one vertex to the next by their places")
+    raise refused(scope, f"{name}, which goes from one vertex to the next by their places")
 
 
 def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -230,7 +230,7 @@ def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         and mark.kind in (*ALIGNED, *IDS)
         and (name == "isin" or mark.kind in IDS or mark.axis == held.dim() - 1)
     ):
-        raise refused(scope, f"{name} looks numbers up among rows of which a part has some alone")
+        raise refused(scope, f"{name} of numbers among rows of which a part has only some")
     told = scope.marks.get(looked) if name == "searchsorted" and mark is None else None
     if told is None or told.kind not in ALIGNED or held.dim() != 1:
         return NotImplemented

@@ -69,7 +69,7 @@ def getitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
         return out
     items[at] = FULL
     if isinstance(item, Tensor) and any(isinstance(each, (Tensor, list)) for each in items):
-        raise refused(scope, "x[ids, columns] picks single entries by the numbers of vertices")
+        raise refused(scope, "x[ids, columns], which picks single entries by the numbers of vertices")
     return scope.__torch_function__(Tensor.__getitem__, (), (out, tuple(items)))
 
 
@@ -173,14 +173,14 @@ def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tens
     if isinstance(item, (list, range)):
         item = torch.as_tensor(list(item), device=base.device)
     if not isinstance(item, Tensor):
-        raise refused(scope, f"rows are indexed by a {type(item).__name__}")
+        raise refused(scope, f"rows indexed by a {type(item).__name__}")
     if item.dtype in (torch.bool, torch.uint8):
         return _masked(scope, base, mark, item)
     if (held := scope.marks.get(item)) is not None and held.kind in (PlacementKind.ROWS, PlacementKind.PAIRS):
         holder = "vertex" if held.kind is PlacementKind.ROWS else "edge"
         raise refused(
             scope,
-            f"rows of other vertices are read by numbers that each {holder} holds",
+            f"rows of other vertices read by numbers that each {holder} holds",
             hint="rebuild the edges before training (data.edge_index): make edges of them, of which row 0 "
             "holds the numbers and row 1 the vertices that read",
         )
@@ -218,7 +218,7 @@ def rows_at(base: Tensor, mark: Placement, chosen: Tensor, *, whole: bool) -> Te
 def _masked(scope: PositionScope, base: Tensor, mark: Placement, mask: Tensor) -> Tensor:
     """Return own rows where a mask over all vertices is true."""
     if mark.subset is not None or mark.each > 1:
-        raise refused(scope, "a mask of all vertices chooses among some of them")
+        raise refused(scope, "a mask of all vertices that chooses among some of them")
     own = scope.marks.put(mask.bool()[scope.ids_of(mark)], Placement(PlacementKind.ROWS))
     with torch._C.DisableTorchFunction():
         chosen = own.nonzero().view(-1)
@@ -238,7 +238,7 @@ def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor)
     """Return rows of named vertices, on every rank."""
     whole = length(scope, mark)
     if whole < 0 or mark.each > 1:
-        raise refused(scope, "rows that a mask has chosen, or that lie several a vertex, are read by number")
+        raise refused(scope, "rows that a mask has chosen, or that lie several a vertex, read by number")
     ids = scope.ids_of(mark)
     _alike(scope, places)
     with torch._C.DisableTorchFunction():
@@ -272,7 +272,7 @@ def _alike(scope: PositionScope, places: Tensor) -> None:
     with scope.turn.apart():  # later forward passes skip this check
         most, least = scope.greatest(both).view(2, 2)
     if not torch.equal(most, -least):
-        raise refused(scope, "rows are read by numbers that are not the same on all ranks")
+        raise refused(scope, "rows read by numbers that are not the same on all ranks")
 
 
 def narrow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -312,7 +312,7 @@ def split(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         return NotImplemented
     whole = length(scope, held[1])
     if whole < 0:
-        raise refused(scope, f"{name} counts rows that a mask has chosen")
+        raise refused(scope, f"{name}, which counts rows chosen by a mask")
     how = next((kwargs[k] for k in ("split_size_or_sections", "split_size", "chunks") if k in kwargs), None)
     how = kwargs.get("indices_or_sections", args[1] if how is None and len(args) > 1 else how)
     ends = _ends(name, whole, how)
@@ -358,7 +358,7 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     scope.numbered = True
     ids, whole = scope.ids_of(mark), length(scope, mark)
     if mark.each > 1 or mark.subset is not None:
-        raise refused(scope, "rows of some vertices are written by number")
+        raise refused(scope, "rows of some vertices written by number")
     if isinstance(item, (list, range)):
         item = torch.as_tensor(list(item), device=base.device)
     with torch._C.DisableTorchFunction():
@@ -397,7 +397,7 @@ def _written(
         with torch._C.DisableTorchFunction():
             same = held.subset is not None and torch.equal(held.subset.places(), items[mark.axis])
         if not same:
-            raise refused(scope, "rows are written by number from rows of other vertices")
+            raise refused(scope, "rows written by number from rows of other vertices")
         with torch._C.DisableTorchFunction():
             shared = now(value).untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
         return now(value).clone() if shared else now(value)  # x[:n] += 1 writes the rows it has read
@@ -426,7 +426,7 @@ def written_by_place(scope: PositionScope, name: str, func: Func, args: Args, kw
     if not isinstance(item, Tensor) or _known(scope, item):
         return NotImplemented
     if adds:
-        raise refused(scope, f"{name} adds to rows by numbers that are not those of the graph's edges")
+        raise refused(scope, f"{name} to rows by numbers that are not those of the graph's edges")
     if not name.endswith("_"):
         base = scope.marks.put(now(base).clone(), mark)
     done = setitem(scope, "__setitem__", Tensor.__setitem__, (base, index, value), {})

@@ -37,12 +37,12 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     if not scope.parted or mark is None or mark.kind not in ALIGNED or from_library():
         return NotImplemented
     if name == "unique_consecutive" or kwargs.get("dim") is not None or values.is_floating_point():
-        raise refused(scope, f"{name} of {values.dtype} tells a part's own values apart")
+        raise refused(scope, f"{name} of {values.dtype}, which tells a part's own values apart")
     with torch._C.DisableTorchFunction():
         whole = values.long()
     low, high = _ends(scope, whole)
     if high - low >= WIDEST:
-        raise refused(scope, f"unique of values from {low:,} to {high:,} is more than ranks compare")
+        raise refused(scope, f"unique of values from {low:,} to {high:,}, which are more than ranks compare")
     with torch._C.DisableTorchFunction():
         there = torch.zeros(max(high - low + 1, 0), dtype=torch.float64, device=values.device)
         there[whole.reshape(-1) - low] = 1.0

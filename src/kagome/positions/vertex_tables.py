@@ -121,7 +121,7 @@ def original(
     if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.whole:
-        raise refused(scope, "edges read rows of some vertices only, by ids of all of them")
+        raise refused(scope, "edges that read rows of some vertices only, by ids of all of them")
     if held is not None or table.size(axis) == scope.own:
         return None
     if from_library() and not library and table.size(axis) != scope.vertices:
@@ -129,7 +129,7 @@ def original(
     if table.size(axis) < scope.vertices:
         raise refused(
             scope,
-            f"a tensor of shape {list(table.shape)} is indexed by ids of {scope.vertices:,} vertices",
+            f"a tensor of shape {list(table.shape)} indexed by ids of {scope.vertices:,} vertices",
             hint="index tensors with a row for each vertex of the graph, or rows that forward was given",
         )
     scope.numbered = True
@@ -147,7 +147,7 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
     if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.whole:
-        raise refused(scope, "edges write to rows of some vertices only, by ids of all of them")
+        raise refused(scope, "edges that write to rows of some vertices only, by ids of all of them")
     if not has_all(scope, base, axis) or base.size(axis) == scope.own:
         return base
     if (
@@ -165,7 +165,7 @@ def all_rows_written(scope: PositionScope, name: str) -> ModelError:
     """Return the error for a call that writes a part's rows into a tensor with a row for each vertex."""
     return refused(
         scope,
-        f"{name} writes into a tensor of all {scope.vertices:,} rows",
+        f"{name}, which writes into a tensor of all {scope.vertices:,} rows",
         hint="make it with a row for each row of the input: x.new_zeros(x.size(0), ...)",
     )
 
@@ -181,7 +181,7 @@ def refuse_unknown_write(scope: PositionScope, name: str, base: Any, dim: Any) -
     if rows and held is not None and dim % base.dim() == held.axis and not from_library():
         raise refused(
             scope,
-            f"{name} writes to rows of vertices by ids that are not those of the graph's edges",
+            f"{name}, which writes to rows of vertices by ids that are not those of the graph's edges",
             hint="edges that forward makes itself go into the Data before training (data.edge_index)",
         )
 
@@ -198,7 +198,7 @@ def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, er
         raise lost(scope, gone) from error
     if any(mark is not None and mark.kind in VERTICES for mark in marks) and not from_library():
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise refused(scope, f"{name} does not take the {scope.own:,} rows of a part: {words}") from error
+        raise refused(scope, f"{name} of the {scope.own:,} rows of a part, which fails: {words}") from error
 
 
 def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
@@ -239,7 +239,7 @@ def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
         if mark is not None and mark.kind is PlacementKind.LOST:
             raise lost(scope, mark)
         if mark is not None and mark.kind in VERTICES and not mark.whole:
-            raise refused(scope, f"{what} gives rows of some vertices only, of shape {list(value.shape)}")
+            raise refused(scope, f"{what} with rows of some vertices only, of shape {list(value.shape)}")
 
 
 def refuse_unknown_edges(scope: PositionScope, edges: Any) -> None:
@@ -256,7 +256,7 @@ def refuse_unknown_edges(scope: PositionScope, edges: Any) -> None:
     if held is None and type(edges) is Tensor and not edges.is_sparse:
         raise refused(
             scope,
-            f"a layer is given an edge list of shape {list(edges.shape)} that is not made of edge_index",
+            f"an edge list of shape {list(edges.shape)}, given to a layer, that is not made of edge_index",
             hint="all edges in data.edge_index, and an attribute an edge that tells their kind",
         )
 

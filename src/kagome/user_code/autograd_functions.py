@@ -75,8 +75,8 @@ def refuse_old_hooks(scope: Any, module: nn.Module) -> None:
     """
     if module._backward_hooks and module._is_full_backward_hook is False and scope.parted:
         raise ModelError(
-            "a module's backward hook is given the gradients of its inputs and outputs",
-            f"{type(module).__name__} has one by register_backward_hook",
+            "a module's backward hook to be given the gradients of its inputs and outputs",
+            f"one of {type(module).__name__} by register_backward_hook",
             where=scope.where(),
             hint="register_full_backward_hook, or train on one rank",
         )
@@ -113,8 +113,8 @@ def _note(scope: Any, cls: Any, args: Sequence[Any], outs: Sequence[Any]) -> Non
     what = f"backward of {cls.__name__}"
     if node is None:
         raise ModelError(
-            "what a model computes in backward is looked at",
-            f"{what} is hidden: its forward writes in place into a part of a tensor",
+            "what a model computes in backward to be visible",
+            f"a hidden {what}: its forward writes in place into a part of a tensor",
             where=scope.where(),
             hint="clone() the tensor before it, or train on one rank",
         )

@@ -61,8 +61,8 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
     inputs = _listed(given["inputs"])
     if any(isinstance(each, LazyTensor) for each in inputs):
         raise EscapeError(
-            "fast paths see each torch call of a model",
-            "a derivative is taken by what is computed where it is used",
+            "fast paths to see each torch call of a model",
+            "a derivative by a value that they compute only where it is used",
             hint="--model.no-fast",
         )
     if scope.size == 1:
@@ -115,8 +115,8 @@ def _backward(
 
 def _refused(what: str, scope: DerivativeScope, why: str) -> ModelError:
     return ModelError(
-        "a derivative inside forward is one of the whole graph's",
-        f"{what} is called there, and {why}",
+        "a derivative inside forward to be one of the whole graph's",
+        f"a call of {what} there: {why}",
         where=scope.where(),
         hint="torch.autograd.grad(..., create_graph=True) where rows cross exactly, or train on one rank",
     )

@@ -40,7 +40,7 @@ def taken(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         rows = "vertices" if mark.kind in VERTICES else "edges"
         raise refused(
             scope,
-            f"{name} takes a part's own {rows} out of torch for those of the graph",
+            f"{name}, which takes a part's own {rows} out of torch for those of the graph",
             hint="compute it with tensors, or before training (an attribute of the Data); "
             "or train on one rank",
         )

@@ -106,7 +106,7 @@ _NAMES: Final = {
     "concat": "cat",
     "concatenate": "cat",
 }
-_ASKED: Final = "what a model computes in backward is done to each row of a gradient by itself"
+_EXPECTED: Final = "what a model computes in backward to be done to each row of a gradient by itself"
 _HINT: Final = (
     "calls that change each entry or row by itself (clamp, a number times it, g.norm(dim=-1)), a hook of "
     "the weights (parameter.register_hook) for what all rows decide, or train on one rank"
@@ -341,7 +341,7 @@ class InBackward(TorchFunctionMode):
             right = mark is None or _alike(have, mark)
         if not right:
             raise self._error(
-                f"{self._behind.what} returns what is not known to be made of the same rows of it", line=False
+                f"{self._behind.what}, whose result is not known to be made of the same rows", line=False
             )
 
     def refused(self) -> ModelError:
@@ -350,19 +350,19 @@ class InBackward(TorchFunctionMode):
 
     def _looks(self, name: str, *, share: bool = False) -> ModelError:
         why = (
-            "of a gradient of which each rank has a share, what all rows make together"
+            " on what all rows make together, of which each rank has a share"
             if share
-            else "which needs more than each row by itself"
+            else ", which needs more than each row by itself"
         )
-        return self._error(f"{self._behind.what} calls {name!r}{' ' if share else ', '}{why}")
+        return self._error(f"a call of {name!r} in {self._behind.what}{why}")
 
-    def _error(self, why: str, *, line: bool = True) -> ModelError:
+    def _error(self, got: str, *, line: bool = True) -> ModelError:
         code = getattr(self._function, "__code__", None)
         at = user_line() if line or code is None else f"{code.co_filename.rpartition('/')[2]}, line "
         at += "" if line or code is None else str(code.co_firstlineno)
         return ModelError(
-            _ASKED,
-            why,
+            _EXPECTED,
+            got,
             where="; ".join(filter(None, (self._behind.where, at))),
             hint=_HINT,
         )
@@ -419,8 +419,8 @@ class _Node:
     def __getattr__(self, name: str) -> Any:
         if name in ("register_hook", "register_prehook"):
             raise ModelError(
-                _ASKED,
-                f"grad_fn.{name} puts a hook on a step of backward, whose gradients may be of anything",
+                _EXPECTED,
+                f"grad_fn.{name}, a hook on a step of backward, whose gradients may be of anything",
                 where="; ".join(filter(None, (self._where, user_line()))),
                 hint="a hook of the tensor (h.register_hook), or train on one rank",
             )

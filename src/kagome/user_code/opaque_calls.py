@@ -50,13 +50,13 @@ def watch(running: Callable[[], Any]) -> Callable[[], None]:
             source = getattr(self, "_torchdynamo_inline", None)
             if getattr(self, "__name__", "") == _SCRIPTED and source is not None:
                 return source(*args, **kwargs)
-            raise _refused(scope, f"torch.jit has compiled {self.name}")
+            raise _refused(scope, f"{self.name}, compiled by torch.jit")
         return plain[0](self, *args, **kwargs)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = running()
         if scope is not None and _has_rows(scope, args, kwargs):
-            raise _refused(scope, f"torch.jit has compiled {self.name} of {self.owner._type().name()}")
+            raise _refused(scope, f"{self.name} of {self.owner._type().name()}, compiled by torch.jit")
         return plain[1](self, *args, **kwargs)
 
     for kind, put in ((function, call), (method, run)):
@@ -84,9 +84,7 @@ def refuse_operator(scope: Any, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if space not in _OURS and _has_rows(scope, args, kwargs):
         switch = _BY_PYG.get(space)
         way = switch and f"set torch_geometric.typing.{switch} = False before the model is made"
-        raise _refused(
-            scope, f"{space}::{func.__name__} is an operator that torch does not have", way or _WAY
-        )
+        raise _refused(scope, f"{space}::{func.__name__}, an operator that torch does not have", way or _WAY)
 
 
 def _has_rows(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -95,7 +93,7 @@ def _has_rows(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 def _refused(scope: LocatedScope, got: str, way: str = _WAY) -> ModelError:
     return ModelError(
-        "on several ranks each call inside forward is looked at",
+        "each call inside forward to be visible on several ranks",
         f"{got}, which hides its calls",
         where=scope.where(),
         hint=f"{way}, or train on one rank",

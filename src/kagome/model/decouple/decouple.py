@@ -201,8 +201,8 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
     layers = {path: m for path, m in twin.named_modules() if isinstance(m, pyg.MessagePassing)}
     if not layers:
         raise ModelError(
-            "decouple moves propagation behind a model's maps",
-            f"{type(model).__name__} has no message-passing layer",
+            "a message-passing layer, whose propagation decouple moves behind a model's maps",
+            f"a {type(model).__name__} without one",
             hint="leave --parallel.decouple out",
         )
     for path, layer in layers.items():
@@ -233,7 +233,7 @@ def _rule_of(path: str, layer: nn.Module) -> tuple[Rule, Operator]:
                 return rule, rule.operator(layer)
             except _CannotError as error:
                 raise _refused(where, layer, str(error)) from None
-    reason = REASONS.get(type(layer).__name__, "nobody has said what its map and its hop are")
+    reason = REASONS.get(type(layer).__name__, "it has no rule that says what its map and its hop are")
     raise _refused(where, layer, reason)
 
 
@@ -243,8 +243,8 @@ class _CannotError(Exception):
 
 def _refused(where: str, layer: nn.Module, reason: str) -> ModelError:
     return ModelError(
-        f"decouple splits {', '.join(kind.__name__ for kind in RULES)} in a map and a hop",
-        f"{type(layer).__name__} cannot be: {reason}",
+        f"one of {', '.join(kind.__name__ for kind in RULES)}, which decouple splits into a map and a hop",
+        f"{type(layer).__name__}: {reason}",
         where=where,
         hint="leave --parallel.decouple out: the exact slices take any layer",
     )

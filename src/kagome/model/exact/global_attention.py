@@ -100,8 +100,8 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
         )
     elif given.get("attn_mask") is not None or given.get("is_causal", False):
         raise ModelError(
-            "attention among all vertices is the same wherever their rows lie",
-            "it is given a mask of all pairs of vertices, or told that it is causal",
+            "attention among all vertices that is the same wherever their rows lie",
+            "attention with a mask of all pairs of vertices, or with is_causal",
             where=scope.where(),
             hint="leave the mask out, or let edges say who attends to whom (TransformerConv)",
         )

@@ -45,8 +45,8 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
         for kind, reason in REFUSED:
             if isinstance(module, kind) and scope.size > 1:
                 raise ModelError(
-                    f"{kind.__name__} was to be split over {scope.size} parts",
-                    reason,
+                    f"a layer that can be split over {scope.size} parts",
+                    f"{kind.__name__}: {reason}",
                     where=path,
                     hint="train it on one rank, or take another layer",
                 )
@@ -110,8 +110,8 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
             return inner(query, *args, **kwargs)
         if query.size(0) != 1 or query.size(1) != scope.own:
             raise ModelError(
-                "GPSConv attends to all vertices of one graph",
-                "it was given a batch vector",
+                "GPSConv to attend to all vertices of one graph",
+                "a batch vector",
                 where=scope.where(),
                 hint="leave batch out: there is one graph",
             )
@@ -170,8 +170,8 @@ def _needs_all(module: Any, scope: LayerScope) -> Settings:
     def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if scope.size > 1 and not scope.names_targets(index):
             raise ModelError(
-                f"{type(module).__name__} takes the rows that edges bring to a vertex",
-                "it pools vertices, which lie on several ranks, and needs them in one place",
+                f"{type(module).__name__} to take the rows that edges bring to a vertex",
+                "vertices to pool, which lie on several ranks and are needed in one place",
                 where=scope.where(),
                 hint="pool all vertices by a sum, mean, maximum, minimum or softmax",
             )

@@ -69,9 +69,9 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
         and argument(args, kwargs, 1, "running_mean") is not None
     ):
         raise ModelError(
-            "a batch norm moves its running statistics once in each epoch",
-            "a function that is checkpointed, or a reversible block, runs again in backward: plain PyG moves "
-            "them twice",
+            "a batch norm to move its running statistics once in each epoch",
+            "one in a function that is checkpointed, or in a reversible block, which runs again in backward: "
+            "plain PyG moves them twice",
             where=scope.where(),
             hint="take the norm out of it, or give it track_running_stats=False",
         )

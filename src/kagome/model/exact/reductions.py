@@ -65,8 +65,8 @@ def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
             # Local: PyG's aggregations sort edges by target, its typed layers sort vertices by type.
             return NotImplemented
         raise ModelError(
-            "a layer reads other vertices through edges, or takes sums, means and extremes over all of them",
-            f"it calls {name!r} over all {'vertices' if scope.of_vertices(x) else 'edges'}",
+            "a layer to read other vertices through edges, or to take sums, means or extremes of all",
+            f"a call of {name!r} over all {'vertices' if scope.of_vertices(x) else 'edges'}",
             where="; ".join(filter(None, (scope.where(), user_line()))),
             hint="take it out of forward, or train on one rank",
         )

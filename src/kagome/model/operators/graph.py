@@ -225,8 +225,8 @@ class Branches:
         if output is not None and output.kind == "odd":
             step = self._by_name[self.graph.output]
             raise ModelError(
-                "a pipeline's model returns one tensor with a row a sample, made of that sample alone",
-                f"{step.called!r} gives {output.told}, as in a product of a batch with itself",
+                "a pipeline's model to return one tensor with a row a sample, made of that sample alone",
+                f"{step.called!r}, which gives {output.told}, as in a product of a batch with itself",
                 where=step.line or step.path,
                 hint="train what compares all samples of a batch (a @ b.T) without a pipeline: no "
                 "micro-batch has all of them",
@@ -234,7 +234,7 @@ class Branches:
         if output is None or output.kind != "samples" or output.axis:
             raise ModelError(
                 OF_SAMPLES.output,
-                f"it returns {'its input ' + repr(self.graph.output) if output is None else output.told}",
+                f"its input {self.graph.output!r}" if output is None else output.told,
                 hint=_WRONG_OUTPUTS["input" if output is None else output.kind],
             )
         readers: dict[str, list[str]] = {}
@@ -245,8 +245,8 @@ class Branches:
             for name in step.changes:
                 if readers[name] != [step.name]:
                     raise ModelError(
-                        "what a step changes in place is read by nobody else",
-                        f"{step.called!r} changes {name!r}, which {readers[name]} read",
+                        "what a step changes in place to be read by that step alone",
+                        f"{step.called!r}, which changes {name!r}, read by {readers[name]}",
                         where=step.line or step.path,
                         hint="inplace=False" if step.path or "inplace" in step.kwargs else _ANEW,
                     )
@@ -256,8 +256,8 @@ class Branches:
         if fact.kind != "samples":
             step = self._by_name[value]
             raise ModelError(
-                "what crosses between stages is a tensor with samples along one axis",
-                f"{step.called!r} gives {fact.told}",
+                "what crosses between stages to be a tensor with samples along one axis",
+                f"{step.called!r}, which gives {fact.told}",
                 where=step.line or step.path,
                 hint=f"have {self.owner[value]!r} and what reads it in one stage (it is read in {number})",
             )

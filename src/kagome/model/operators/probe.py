@@ -122,7 +122,7 @@ def probe(
     """
     count = min(count_of(inputs), MOST)
     if count < 2:
-        raise DataError("a sample batch has 2 samples or more, to tell them apart", f"it has {count}")
+        raise DataError("a sample batch of 2 samples or more, to tell them apart", f"{count}")
     _check_layers(model, batch_norm)
     sizes = (count, count - 1)
     noted = [Masks(0), Masks(0)]
@@ -139,8 +139,8 @@ def probe(
                 places[call] = place_of(shape, sizes[0], noted[1].shapes[call], sizes[1], several=True)
             except (ValueError, KeyError):
                 raise ModelError(
-                    "a mask of dropout is drawn for each sample",
-                    f"samples have no axis of their own in a tensor of shape {list(shape)}",
+                    "a dropout mask for each sample",
+                    f"a tensor of shape {list(shape)}, in which samples have no axis of their own",
                     where=call[0],
                     hint="drop from tensors with samples along axis 0",
                 ) from None
@@ -222,8 +222,8 @@ def compare_halves(
         facts = {step.name: _fact(seen[0][step.name], seen[1][step.name], sizes) for step in graph.steps}
         _compare(graph, facts, seen, sizes)
     raise ModelError(
-        "a pipeline takes samples that do not read each other",
-        f"the outputs of {count} samples are not those of their halves",
+        "samples that do not read each other",
+        f"outputs of {count} samples that are not those of their halves",
         hint=_APART,
     )
 
@@ -270,8 +270,8 @@ def _values(
             raise
         except Exception as error:
             raise ModelError(
-                "a pipeline runs each step of the model on a few samples",
-                f"{begun[0].called!r} raised {type(error).__name__}: {error}",
+                "each step of the model to run on a few samples",
+                f"{begun[0].called!r}, which raised {type(error).__name__}: {error}",
                 where=begun[0].line or begun[0].path,
                 hint="try the model on the sample batch by itself, and on one sample of it",
             ) from error
@@ -315,8 +315,8 @@ def _compare(
         together = whole.narrow(fact.axis, count - size, size) if fact.kind == "samples" else whole
         if together.shape != apart.shape:
             raise ModelError(
-                "a pipeline takes any number of samples at a time",
-                f"{step.called!r} gives {count} of them the shape {list(whole.shape)}, and {size} of "
+                "a model that takes any number of samples at a time",
+                f"{step.called!r}, which gives {count} of them the shape {list(whole.shape)}, and {size} of "
                 f"them {list(apart.shape)}",
                 where=step.line or step.within or step.path,
                 hint=_SQUEEZED if apart.dim() < together.dim() else _PICKED,
@@ -324,9 +324,9 @@ def _compare(
         difference = _gap(together, apart)
         if difference > rounding:
             raise ModelError(
-                "a pipeline takes samples that do not read each other",
-                f"{step.called!r} gives a sample values that differ by {difference:.1e} of the largest "
-                "when another sample is there or not",
+                "samples that do not read each other",
+                f"{step.called!r}, which gives a sample values that differ by {difference:.1e} of the "
+                "largest when another sample is there or not",
                 where=step.line or step.within or step.path,
                 hint=_APART,
             )
@@ -403,8 +403,8 @@ def compare_gradients(
             raise
         except Exception as error:
             raise ModelError(
-                "a pipeline runs the model's backward on a few samples",
-                f"it raised {type(error).__name__}: {error}",
+                "the model's backward to run on a few samples",
+                f"{type(error).__name__}: {error}",
                 hint="try one forward and backward of the model on the sample batch by itself",
             ) from error
     largest = _largest((*whole, *one, *other))
@@ -417,8 +417,8 @@ def compare_gradients(
         allowed = max(min(_SUMMED * rounding, 0.1) * _largest((total, *parts)), rounding * largest)
         if float((total - added).abs().max()) > allowed:
             raise ModelError(
-                "a pipeline sums the gradients of samples that do not read each other",
-                f"the gradient of {name!r} over {count} samples is not the sum of theirs",
+                "samples that do not read each other, whose gradients a pipeline sums",
+                f"a gradient of {name!r} over {count} samples that is not the sum of theirs",
                 where=name.rpartition(".")[0],
                 hint="scale_grad_by_freq=False; or a backward that treats each sample by itself",
             )
@@ -427,20 +427,20 @@ def compare_gradients(
 def _check_layers(model: nn.Module, batch_norm: str) -> None:
     """Refuse torch layers known to mix samples, or to draw one dropout mask for several samples."""
     if batch_norm not in ("refuse", "micro-batch"):
-        raise ModelError("batch_norm is 'refuse' or 'micro-batch'", f"found {batch_norm!r}")
+        raise ModelError("batch_norm to be 'refuse' or 'micro-batch'", f"{batch_norm!r}")
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, _BatchNorm) and batch_norm == "refuse":
             raise ModelError(
-                "a pipeline takes samples that do not read each other",
-                f"{name!r} is a {kind}: it takes the statistics of whoever is there",
+                "samples that do not read each other",
+                f"{name!r}, a {kind}, which takes the statistics of all samples that are there",
                 where=name,
                 hint='LayerNorm or GroupNorm; or batch_norm="micro-batch": each has its own statistics',
             )
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise ModelError(
-                "a mask of dropout is drawn for each sample",
-                f"{name!r} is a {kind} that drops within its kernel, with all samples of a micro-batch",
+                "a dropout mask for each sample",
+                f"{name!r}, a {kind} that drops within its kernel, with all samples of a micro-batch",
                 where=name,
                 hint=f"a {kind} a layer, each with num_layers=1, and nn.Dropout between them",
             )
@@ -466,8 +466,8 @@ def _untouched(model: nn.Module, batch_norm: str) -> Iterator[Callable[[], None]
             path = changed[0].rpartition(".")[0]
             counted = hasattr(model.get_submodule(path), "track_running_stats")
             raise ModelError(
-                "the same samples give the same values in any micro-batches",
-                f"forward changes the buffers {changed}",
+                "the same samples to give the same values in any micro-batches",
+                f"a forward that changes the buffers {changed}",
                 where=path,
                 hint="track_running_stats=False" if counted else "a forward that leaves its buffers alone",
             )

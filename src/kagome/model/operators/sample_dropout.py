@@ -98,8 +98,8 @@ class Masks(TorchFunctionMode):
             return func(*args, **kwargs)
         if "alpha" in name:
             raise ModelError(
-                "a mask of dropout is drawn for each sample",
-                f"{name} has none",
+                "a dropout with a mask for each sample",
+                f"{name}, which has none",
                 where=self._step,
                 hint="torch.nn.Dropout",
             )

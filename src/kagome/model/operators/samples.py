@@ -51,8 +51,8 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         places = [p.name for p in fixed if p.kind in _BY_PLACE]
         if len(values) > len(places):
             raise DataError(
-                f"{call} takes {len(places)} inputs by place",
-                f"the batch has {len(values)}",
+                f"a batch of {len(places)} inputs by place for {call}",
+                f"{len(values)}",
                 hint=_NAME_ALL if open_ended else f"give {len(places)}, or name them: a dict of tensors",
             )
         given = dict(zip(places, values, strict=False))
@@ -60,26 +60,24 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     missing = [p.name for p in fixed if p.default is p.empty and p.name not in given]
     if unknown or missing or not given:
         raise DataError(
-            f"a batch has what {call} takes",
-            f"{missing} are missing" if missing or not given else f"it has {unknown} as well",
+            f"a batch with what {call} takes",
+            f"a batch without {missing}" if missing or not given else f"a batch with {unknown} as well",
             hint=_NAME_ALL if unknown and open_ended else _BY_NAME,
         )
     for name, value in given.items():
         if not isinstance(value, Tensor) or value.dim() == 0:
-            found = (
-                f"a tensor without axes as {name!r}" if isinstance(value, Tensor) else type(value).__name__
-            )
+            axes = f" without axes as {name!r}" if isinstance(value, Tensor) else ""
             raise DataError(
-                "a batch is made of tensors with samples along axis 0",
-                f"it has {found}",
+                "a batch of tensors with samples along axis 0",
+                f"a {type(value).__name__}{axes}",
                 where=f"input {name!r}",
                 hint="keep settings in the module; repeat what is the same for all samples",
             )
     counts = {name: value.size(0) for name, value in given.items()}
     if len(set(counts.values())) > 1:
         raise DataError(
-            "all inputs of a batch have the same samples along axis 0",
-            f"they have {', '.join(f'{name} {count}' for name, count in counts.items())}",
+            "all inputs of a batch to have the same samples along axis 0",
+            ", ".join(f"{count} of {name}" for name, count in counts.items()),
         )
     return given
 

@@ -60,8 +60,8 @@ class Liveness:
             given = [name for name in step.changes if name in graph.inputs]
             if given:
                 raise ModelError(
-                    "a pipeline gives each stage the graph's own inputs",
-                    f"forward changes {given[0]!r} in place ({step.name})",
+                    "a pipeline to give each stage the graph's own inputs",
+                    f"a forward that changes {given[0]!r} in place ({step.name})",
                     where=step.line,
                     hint="leave out inplace=True there",
                 )

@@ -88,8 +88,8 @@ def cut(
     output = survey.values.get(graph.output, Value("none"))
     if output.kind != "rows":
         raise ModelError(
-            "a pipeline's last stage gives one tensor with a row a vertex",
-            f"{graph.output} is of kind {output.kind!r} and shape {output.shape}",
+            "one tensor with a row a vertex from a pipeline's last stage",
+            f"{graph.output} of kind {output.kind!r} and shape {output.shape}",
             where=next((step.line for step in graph.steps if step.name == graph.output), ""),
             hint="return the scores alone; a table of all vertices is read by number, with n_id in the data",
         )
@@ -176,13 +176,13 @@ def _refuse(flow: Liveness, stages: int, most: int, ranks: int) -> None:
         maker = next(step for step in flow.body if step.name == name)
         why += f", and there is no cut between {name} and {reader.name}, as {name} {reason}"
         where = maker.line
-    asked, advice = f"pipe={ranks}", f"--parallel.pipe {most}" if most > 1 else "no --parallel.pipe"
+    expected, advice = f"pipe={ranks}", f"--parallel.pipe {most}" if most > 1 else "no --parallel.pipe"
     if stages > ranks:
-        asked += f" with stages_per_rank={stages // ranks}"
+        expected += f" with stages_per_rank={stages // ranks}"
         advice = f"--parallel.stages-per-rank {most // ranks}" if most >= ranks else advice
     raise ModelError(
-        f"{asked} cuts the model into {stages} stages",
-        f"it can be cut into {most} at most: {why}",
+        f"a model that {expected} can cut into {stages} stages",
+        f"one that can be cut into {most} at most: {why}",
         where=where,
         hint=advice + (", or return tensors with a row a vertex between layers" if where else ""),
     )

@@ -39,13 +39,13 @@ class Words:
 
 
 OF_GRAPHS: Final = Words(
-    "a pipeline's last stage gives what forward returns, one tensor with a row a vertex",
+    "forward to return one tensor with a row a vertex, which a pipeline's last stage gives",
     "return the scores alone",
     HINT,
     f"take it out of forward, as train.amp computes in bfloat16 by itself; or {HINT}",
 )
 OF_SAMPLES: Final = Words(
-    "a pipeline's model returns one tensor with samples along axis 0",
+    "a pipeline's model to return one tensor with samples along axis 0",
     "return what the loss reads as one tensor: torch.cat([one, two], dim=1), say, and split it in the loss",
     CURE,
     "take it out of forward and put it around kagome.pipeline, step and predict; or put these lines into a "
@@ -110,9 +110,7 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
         if node.op == "output":
             returned = node.args[0]
             if not isinstance(returned, fx.Node):
-                raise ModelError(
-                    words.output, f"it returns {_kind_of(returned)}", hint=_cure(returned, words)
-                )
+                raise ModelError(words.output, _kind_of(returned), hint=_cure(returned, words))
             return graph_of(model, steps, plain(returned).name, inputs)
         # A model that is itself a layer of torch or PyG is a single step.
         own = WHOLE if node.op == "call_module" and not node.target else node.name
@@ -281,8 +279,8 @@ def _refuse(train: Step | None, eval_: Step | None, words: Words) -> NoReturn:
         return f"{step.name} (at {step.line})" if step is not None else "nothing more"
 
     raise ModelError(
-        "a pipeline's forward does the same in training and in evaluation, but for a training=self.training",
-        f"in training it calls {told(train)}, in evaluation {told(eval_)}",
+        "a forward that does the same in training and in evaluation, but for a training=self.training",
+        f"{told(train)} in training, {told(eval_)} in evaluation",
         where=next((step.line for step in (train, eval_) if step is not None), ""),
         hint="put what differs into a module of its own, as torch.nn.Dropout does; or " + words.hint,
     )

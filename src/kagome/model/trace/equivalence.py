@@ -72,8 +72,8 @@ def refuse_unlike(
             raise
         except Exception as error:
             raise ModelError(
-                "a pipeline compares a model's forward with its steps, on a small sample",
-                f"forward raised {type(error).__name__}: {error}",
+                "forward to run on a small sample, where a pipeline compares it with the model's steps",
+                f"{type(error).__name__}: {error}",
                 where=where(),
                 hint="let sizes come from the input (x.size(0)), not from all the data",
             ) from error
@@ -197,14 +197,14 @@ def _refusal(
         else:
             before = path
     after = f", after {before}" if before else ""
-    found = f"in {'training' if training else 'evaluation'} the outputs "
-    found += gap.told() if gap else "are alike, but not what they are made of"
-    found += f"; the first module whose output differs is {differs}{after}" if differs else ""
-    found += f"; no step calls {', '.join(left_out)}, which forward does" if left_out else ""
-    found += "" if differs or left_out else f"; no module's output does: look behind the last one{after}"
+    got = f"outputs in {'training' if training else 'evaluation'} that "
+    got += gap.told() if gap else "are alike, but not what they are made of"
+    got += f"; the first module whose output differs is {differs}{after}" if differs else ""
+    got += f"; no step calls {', '.join(left_out)}, which forward does" if left_out else ""
+    got += "" if differs or left_out else f"; no module's output does: look behind the last one{after}"
     return ModelError(
-        "a pipeline runs a model's steps, which are to give what its forward gives",
-        found,
+        "a model's steps to give what its forward gives",
+        got,
         where=next((step.line for step in graph.steps if differs and step.path == differs), ""),
         hint=hint,
     )

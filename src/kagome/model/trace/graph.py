@@ -189,8 +189,8 @@ class LayerGraph:
 def failed(step: Step, error: Exception) -> ModelError:
     """Build the error for a step that fails on a sample of the graph."""
     return ModelError(
-        "a pipeline runs each step of the model on a small sample of the graph, to look at it and to time it",
-        f"{step.name} raised {type(error).__name__}: {error}",
+        "each step of the model to run on a small sample of the graph, to look at it and to time it",
+        f"{step.name}, which raised {type(error).__name__}: {error}",
         where=step.line,
         hint="let sizes come from the input (x.size(0)), not from the whole graph",
     )

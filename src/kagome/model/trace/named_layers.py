@@ -35,10 +35,10 @@ def chain(model: nn.Module, layers: Sequence[str], names: Sequence[str]) -> Laye
     if unknown or not layers or "x" not in names:
         near = difflib.get_close_matches(unknown[0], known, n=1) if unknown else []
         raise ModelError(
-            "the layers of a pipeline are named by their paths, and the first one is given x",
-            f"the model has no module {unknown[0]!r}; it has {', '.join(known)}"
+            "the layers of a pipeline to be named by their paths, and the first one to be given x",
+            f"{unknown[0]!r} for a model with the modules {', '.join(known)}"
             if unknown
-            else f"the layers are {list(layers)} and the data has {', '.join(names)}",
+            else f"the layers {list(layers)} and data with {', '.join(names)}",
             hint=f"--parallel.layers ... {near[0]}" if near else "",
         )
     weights = weight_names(model)
@@ -83,8 +83,8 @@ def _given(
             kwargs[parameter.name] = Ref(parameter.name)
         elif needed:
             raise ModelError(
-                f"the layer {path} asks for {parameter.name!r}",
-                f"the data has {', '.join(names)}",
+                f"data with {parameter.name!r} for the layer {path}",
+                f"data with {', '.join(names)}",
                 hint=f"give the Data an attribute {parameter.name!r} with a row a vertex or an edge",
             )
     return tuple(args), kwargs

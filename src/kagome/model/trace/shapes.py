@@ -141,8 +141,8 @@ def trace(
 def _remembers(label: str, words: Words) -> ModelError:
     """Build the error for a forward that reads, or adds to, values left in a container by an earlier one."""
     return ModelError(
-        "a pipeline follows forward from layer to layer",
-        f"it keeps values in {label or 'an object that outlives it'} from one forward to the next",
+        "a forward that a pipeline can follow from layer to layer",
+        f"one that keeps values in {label or 'an object that outlives it'} from one forward to the next",
         where=label,
         hint=words.hint,
     )

@@ -78,10 +78,11 @@ class FaultError(Exception):
         name, number = _frame_of(self.cause.__traceback__) or ("", 0)
         text = str(self.cause).strip().split("\n")[0] or type(self.cause).__name__
         code = linecache.getline(name, number).strip()
-        found = f"{code!r} stops it: {text}" if code else f"this stops it: {text}"
+        got = f"{code!r}, which stops it: {text}" if code else f"one that this stops: {text}"
         where = f"{name}:{number}" if name else ""
         hint = autocast if isinstance(self.cause, AutocastError) else hint
-        return ModelError("a pipeline follows forward from layer to layer", found, where=where, hint=hint)
+        expected = "a forward that a pipeline can follow from layer to layer"
+        return ModelError(expected, got, where=where, hint=hint)
 
 
 def is_whole(module: nn.Module) -> bool:

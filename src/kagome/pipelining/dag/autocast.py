@@ -34,9 +34,9 @@ def begin(device: torch.device, built: torch.dtype | None) -> None:
     now = autocast_now(device)
     if now != built:
         raise ConfigError(
-            "step and predict run under the autocast that kagome.pipeline was called under: "
+            "step and predict to run under the autocast that kagome.pipeline was called under: "
             f"{'none' if built is None else built}",
-            f"they run under {'none' if now is None else now}",
+            "none" if now is None else f"{now}",
             hint="put kagome.pipeline, step and predict under the same torch.autocast, or all under none",
         )
     torch.clear_autocast_cache()

@@ -34,21 +34,21 @@ def model_to_cut(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
-            "a pipeline cuts a torch.nn.Module",
-            f"it was given a {type(model).__name__}",
+            "a torch.nn.Module, which a pipeline cuts",
+            f"a {type(model).__name__}",
             hint="write it as the forward of a module",
         )
     model = unwrapped(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
-            "a pipeline follows a module's forward from layer to layer",
-            f"the model is a {type(model).__name__}, whose forward is compiled",
+            "a module whose forward a pipeline can follow from layer to layer",
+            f"a {type(model).__name__}, whose forward is compiled",
             hint="give the module that was scripted; scripted layers inside it are served",
         )
     if getattr(model.forward, "__func__", None) is vars(nn.Module)["forward"]:
         raise ModelError(
-            "a pipeline follows a module's forward from layer to layer",
-            f"a {type(model).__name__} has none",
+            "a module whose forward a pipeline can follow from layer to layer",
+            f"a {type(model).__name__} without a forward",
             hint="nn.Sequential, or a module of your own with a forward",
         )
     return model
@@ -71,13 +71,13 @@ def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
     """
     for name in {**forms, **inputs}:
         if name not in forms:
-            raise DataError(f"the sample batch has {', '.join(forms)}", f"this one has {name!r} too")
+            raise DataError(f"{', '.join(forms)}, as in the sample batch", f"{name!r} too")
         shape, dtype = forms[name]
         value = inputs.get(name)
         if value is None or value.shape[1:] != shape or value.dtype != dtype:
             raise DataError(
-                f"samples of {name!r} are {list(shape)} {dtype}, as in the sample batch",
-                "there are none" if value is None else f"they are {list(value.shape[1:])} {value.dtype}",
+                f"samples of {name!r} to be {list(shape)} {dtype}, as in the sample batch",
+                "none" if value is None else f"{list(value.shape[1:])} {value.dtype}",
                 where=f"input {name!r}",
                 hint="pad samples to one shape",
             )
@@ -99,8 +99,8 @@ def check_norms(model: nn.Module, branches: Branches, plan: StagePlan) -> None:
 def too_few(norm: str, micro_batch: int, devices: int, where: str = "") -> PlanError:
     """Return the error for a batch norm that would see one sample."""
     return PlanError(
-        'with batch_norm="micro-batch" each replica takes 2 samples or more at a time',
-        f"{norm!r} would have 1: micro-batches of {micro_batch} on {devices} devices",
+        'each replica to take 2 samples or more at a time with batch_norm="micro-batch"',
+        f"1 for {norm!r}: micro-batches of {micro_batch} on {devices} devices",
         where=where,
         hint="a larger micro_batch in the plan, or a larger batch",
     )
@@ -116,7 +116,7 @@ def take_state(model: nn.Module, state: Any) -> None:
         A copy of the weights.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError("a state dict holds weights by name", f"it is a {type(state).__name__}")
+        raise CheckpointError("a state dict, which holds weights by name", f"a {type(state).__name__}")
     before = deepcopy(model.state_dict())
     try:
         model.load_state_dict(state)
@@ -124,7 +124,7 @@ def take_state(model: nn.Module, state: Any) -> None:
         model.load_state_dict(before)
         words = " ".join(str(error).split())
         raise in_words(error) or CheckpointError(
-            "a state dict of this model was expected", f"{type(error).__name__} was raised: {words}"
+            "a state dict of this model", f"{type(error).__name__}: {words}"
         ) from error
 
 
@@ -135,12 +135,12 @@ def check_target(target: object, samples: int) -> None:
         DataError: If it is not a tensor with a row for each sample, or the batch is empty.
     """
     if not isinstance(target, Tensor) or target.dim() == 0:
-        said = f"it is a {type(target).__name__}" if not isinstance(target, Tensor) else "it has no axis"
-        raise DataError("a target is a tensor with samples along axis 0", said)
+        got = f"a {type(target).__name__}" if not isinstance(target, Tensor) else "a tensor without axes"
+        raise DataError("a target to be a tensor with samples along axis 0", got)
     if target.size(0) != samples or not samples:
         raise DataError(
-            "a batch has one sample or more, and a target for each",
-            f"there are {samples} samples, and {target.size(0)} targets",
+            "a batch of one sample or more, and a target for each",
+            f"{samples} samples and {target.size(0)} targets",
         )
 
 
@@ -158,22 +158,22 @@ def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
         raise in_words(error) or ConfigError(
-            "loss(out, target) is computed of the model's output and the target",
-            f"it raised {type(error).__name__}: {words[:300]}",
+            "loss(out, target) to be computed of the model's output and the target",
+            f"{type(error).__name__}: {words[:300]}",
             where=where,
             hint="a target of the output's shape, or of class ids, as the loss takes it",
         ) from error
     if not isinstance(values, Tensor):
         raise ConfigError(
-            "loss(out, target) gives a tensor with a value a sample",
-            f"it gave a {type(values).__name__}",
+            "loss(out, target) to give a tensor with a value a sample",
+            f"a {type(values).__name__}",
             where=where,
         )
     more = values.dim() > 1 and values.numel() > max(out.numel(), target.numel())
     if values.dim() == 0 or values.size(0) != out.size(0) or more:
         raise ConfigError(
-            f"loss(out, target) gives a value a sample: {out.size(0)}",
-            f"it gave the shape {list(values.shape)}",
+            f"loss(out, target) to give a value a sample: {out.size(0)}",
+            f"the shape {list(values.shape)}",
             where=where,
             hint='reduction="none"; Kagome takes the mean over the batch',
         )
@@ -190,8 +190,8 @@ def agreed(plan: StagePlan, channel: Channel) -> StagePlan:
     other = next((rank for rank, text in enumerate(plans) if text != plans[0]), None)
     if other is not None:
         raise PlanError(
-            "all ranks run one plan",
-            f"ranks 0 and {other} were given different ones",
+            "one plan on all ranks",
+            f"different ones on ranks 0 and {other}",
             where=f"rank {channel.rank}",
             hint="read it from one file on all ranks",
         )

@@ -138,8 +138,8 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         if not callable(self.loss):
             raise ConfigError(
-                "loss=... takes loss(out, target)",
-                f"it was given a {type(self.loss).__name__}",
+                "loss=... to be a callable, loss(out, target)",
+                f"a {type(self.loss).__name__}",
                 hint='loss=torch.nn.MSELoss(reduction="none")',
             )
         check_kind("plan", self.plan, StagePlan | Path | str | None)
@@ -149,8 +149,8 @@ class PipelineOptions:
         check_kind("seed", self.seed, int)
         if isinstance(self.optimizer, Optimizer) or not callable(self.optimizer):
             raise ConfigError(
-                "optimizer=... takes a callable(params) -> Optimizer",
-                f"it was given a {type(self.optimizer).__name__}",
+                "optimizer=... to be a callable(params) -> Optimizer",
+                f"a {type(self.optimizer).__name__}",
                 hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01)",
             )
 
@@ -162,8 +162,8 @@ class PipelineOptions:
         """
         if self.devices is not None and self.devices != ranks:
             raise PlanError(
-                f"devices={self.devices} were asked for",
-                f"there are {ranks} ranks",
+                f"as many ranks as devices={self.devices}",
+                f"{ranks} ranks",
                 hint=f"start {self.devices} ranks: torchrun --nproc-per-node {self.devices} ...",
             )
 
@@ -252,8 +252,8 @@ class Pipeline:
         inputs = self._checked(batch)
         if count_of(inputs) != self.plan.batch:
             raise DataError(
-                f"a batch of this plan has {self.plan.batch} samples",
-                f"there are {count_of(inputs)}",
+                f"a batch of {self.plan.batch} samples, as in the plan",
+                f"{count_of(inputs)}",
                 hint="drop the last, shorter batch; evaluate and predict take any number",
             )
         check_target(target, self.plan.batch)

@@ -49,8 +49,8 @@ class ChainPlanner(ABC):
         if cuts is None:
             devices = self.cost.devices
             raise PlanError(
-                f"the model fits {devices.count} devices of {devices.memory / 2**30:.3g} GiB",
-                "no chain of stages does",
+                f"a chain of stages that fits {devices.count} devices of {devices.memory / 2**30:.3g} GiB",
+                "none",
                 hint="take more devices, or smaller micro-batches",
             )
         operators, stages = self.cost.graph.operators, []
@@ -77,5 +77,5 @@ def in_time(numbers: Iterable[int], deadline: float | None) -> Iterator[int]:
     """
     for done, number in enumerate(numbers):
         if deadline is not None and time.monotonic() > deadline:
-            raise PlanError("the search ends in its time", f"it does not, {done} down-sets on")
+            raise PlanError("the search to end in its time", f"{done} down-sets and no end")
         yield number

@@ -70,7 +70,7 @@ def downsets(cost: StageCost, micro_batch: int, *, most: int, deadline: float | 
         late = deadline is not None and time.monotonic() > deadline
         if len(found) > most or late:
             raise PlanError(
-                f"a sequential planner looks at every place to cut, {most} at most here",
+                f"{most} places to cut at most, as a sequential planner looks at each",
                 f"{len(found)} sets of {len(operators)} operators" + (", and no more time" if late else ""),
                 hint="take the planner graphpipe",
             )

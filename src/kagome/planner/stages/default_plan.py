@@ -44,17 +44,17 @@ def plan_of(
         plan = StagePlan.load(plan)
     plan = _spelled_out(plan, graph)
     if batch is not None and batch != plan.batch:
-        raise PlanError(f"batch={batch} samples were asked for", f"the plan is for {plan.batch}")
+        raise PlanError(f"a plan for batch={batch} samples", f"one for {plan.batch}")
     if plan.devices != devices:
         raise PlanError(
-            f"the plan has {plan.devices} devices in {len(plan.stages)} stages",
-            f"there are {devices} ranks",
+            f"a rank for each of the plan's {plan.devices} devices in {len(plan.stages)} stages",
+            f"{devices} ranks",
             hint=f"start {plan.devices} ranks",
         )
     for number, stage in enumerate(plan.stages):
         if not stage.operators or not 1 <= stage.devices <= stage.micro_batch:
             raise PlanError(
-                "a stage has operators, and a micro-batch with a sample for each of its devices",
+                "a stage with operators, and a micro-batch with a sample for each of its devices",
                 f"{len(stage.operators)} operators, {stage.micro_batch} samples, {stage.devices} devices",
                 where=f"stage {number}",
             )
@@ -96,7 +96,7 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     """
     if batch < devices:
         raise PlanError(
-            f"{devices} ranks share a batch", f"it has {batch} samples", hint="a larger batch, or fewer ranks"
+            f"{devices} samples or more for as many ranks", f"{batch}", hint="a larger batch, or fewer ranks"
         )
     count = min(devices, len(graph.operators))
     seconds = [operator.seconds(1) for operator in graph.operators]
@@ -118,8 +118,8 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     need = max(width * share for width, share in zip(widths, shares, strict=True))
     if batch < need:
         raise PlanError(
-            f"a stage takes {need} samples at a time, {max(shares)} on each of its devices",
-            f"the batch has {batch} samples",
+            f"a batch of {need} samples or more for a stage, {max(shares)} on each of its devices",
+            f"{batch} samples",
             hint="a larger batch, or fewer ranks",
         )
     most = max(need, batch // (4 * devices))

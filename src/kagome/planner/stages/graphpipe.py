@@ -313,8 +313,8 @@ class GraphPipe:
             more = self._wider(plan) or self._longer(plan)
             if more is None:
                 raise PlanError(
-                    f"{self.cost.devices.count} devices share the work",
-                    f"the plan has work for {plan.devices}",
+                    f"a plan with work for {self.cost.devices.count} devices",
+                    f"work for {plan.devices}",
                     hint="a larger batch, or fewer devices",
                 )
             plan = more
@@ -379,8 +379,8 @@ class GraphPipe:
             need = self.cost.memory(self.tree.names, 1, min(sizes))
             devices = self.cost.devices
             raise PlanError(
-                f"the model fits {devices.count} devices of {devices.memory / 2**30:.3g} GiB",
-                f"no cut does; on one device it would need {need / 2**30:.3g} GiB",
+                f"a cut that fits {devices.count} devices of {devices.memory / 2**30:.3g} GiB",
+                f"none; on one device the model would need {need / 2**30:.3g} GiB",
                 hint="take more devices, or smaller micro-batches",
             )
         return plans[-1]

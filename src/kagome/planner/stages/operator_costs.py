@@ -80,14 +80,14 @@ class OperatorGraph:
             missing = [name for name in operator.reads if name not in seen]
             if operator.name in seen or missing:
                 raise PlanError(
-                    "operators have names of their own and stand behind those they read",
-                    f"{operator.name!r} stands twice" if operator.name in seen else f"{missing} come later",
+                    "operators with names of their own, each behind those it reads",
+                    f"{operator.name!r} twice" if operator.name in seen else f"{missing} behind it",
                     where=f"operator {operator.name!r}",
                     hint="sort them so that each comes after its reads",
                 )
             if not operator.forward or len(operator.forward) != len(operator.backward):
                 raise PlanError(
-                    "an operator has seconds forward and backward at the same sizes",
+                    "an operator with seconds forward and backward at the same sizes",
                     f"{len(operator.forward)} and {len(operator.backward)}",
                     where=f"operator {operator.name!r}",
                 )

@@ -86,7 +86,7 @@ class StagePlan:
             return StagePlan(int(record["batch"]), stages)
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
-                "a plan is JSON with batch and stages of operators, devices, micro_batch and k",
+                "a plan in JSON with batch and stages of operators, devices, micro_batch and k",
                 f"{type(error).__name__}: {error}",
                 hint="take a file that kagome.pipeline or a planner wrote, and change its numbers",
             ) from None
@@ -103,8 +103,8 @@ class StagePlan:
             return StagePlan.from_json(file.read_text())
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                "plan takes auto, or the file of a plan",
-                f"{file} cannot be read: {getattr(error, 'strerror', None) or error}",
+                "plan to be auto, or the file of a plan",
+                f"{file}, which cannot be read: {getattr(error, 'strerror', None) or error}",
             ) from None
 
 
@@ -118,22 +118,20 @@ def links_of(graph: OperatorGraph, stages: Sequence[Sequence[str]]) -> tuple[tup
     for number, names in enumerate(stages):
         for name in names:
             if name in place or name not in graph.by_name:
-                found = f"stages {place[name]} and {number}" if name in place else "the model has none of it"
-                raise PlanError(
-                    "each operator is in one stage", f"{name!r}: {found}", where=f"stage {number}"
-                )
+                known = f"in stages {place[name]} and {number}" if name in place else "that the model lacks"
+                raise PlanError("each operator in one stage", f"{name!r} {known}", where=f"stage {number}")
             place[name] = number
     missing = [operator.name for operator in graph.operators if operator.name not in place]
     if missing:
-        raise PlanError("each operator is in one stage", f"{missing} are in none")
+        raise PlanError("each operator in one stage", f"{missing} in none")
     links: set[tuple[int, int]] = set()
     for operator in graph.operators:
         for read in operator.reads:
             one, other = place[read], place[operator.name]
             if one > other:
                 raise PlanError(
-                    "a stage reads earlier ones",
-                    f"{operator.name!r} in stage {other} reads {read!r} in stage {one}",
+                    "a stage to read earlier ones",
+                    f"{operator.name!r} in stage {other}, which reads {read!r} in stage {one}",
                     where=f"stage {other}",
                     hint="order the stages so that sources come first",
                 )
