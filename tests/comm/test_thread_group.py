@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from devices import CurrentDevice
 from kagome.comm.channel import Channel
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 
@@ -56,3 +57,9 @@ def test_the_collector_is_afterwards_as_it_was(enabled):
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_each_rank_runs_on_the_device_of_the_caller(monkeypatch):
+    current = CurrentDevice(monkeypatch)
+    with current.set(2):
+        assert ThreadGroup(2).run(lambda channel: current.get()) == [2, 2]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from devices import CurrentDevice
 from kagome.errors import ModelError
 from kagome.historical.lockstep import Lockstep
 
@@ -206,3 +207,12 @@ def test_backward_meets_inside_autograd_too():
         run(lockstep, [1, 0])
     assert seen == ["1 comes", "0 comes", "all", "1 goes", "0 goes"]
     assert all(torch.equal(leaf.grad, torch.full((3,), 6.0)) for leaf in leaves)
+
+
+def test_each_chunk_runs_on_the_device_of_the_rank(monkeypatch):
+    """Triton launches on the thread's current device, and a new thread has device 0."""
+    current, seen = CurrentDevice(monkeypatch), list[int]()
+    lockstep = Lockstep([lambda: seen.append(current.get()) for _ in range(2)])
+    with current.set(3):
+        run(lockstep, range(2))
+    assert seen == [3, 3]

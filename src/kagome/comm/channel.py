@@ -55,6 +55,7 @@ class Channel(PeerGroup):
             lane=1,
             traffic=self.traffic,
             shelf=self.shelf,
+            staged=self.wire != self.device,
         )
 
     @property
@@ -81,6 +82,7 @@ class Channel(PeerGroup):
             watch=self.watch,
             traffic=self.traffic,
             shelf=self.shelf,
+            staged=self.wire != self.device,
         )
         return self._patient
 

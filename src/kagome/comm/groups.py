@@ -28,11 +28,21 @@ class MeshGroups:
         parts: Number of ranks along the graph axis.
         device: Device of this rank's tensors.
         timeout: Seconds after which a wait fails.
+        staged: Whether a GPU's tensors travel through the host's memory.
     """
 
-    def __init__(self, rank: int, stages: int, parts: int, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        stages: int,
+        parts: int,
+        device: torch.device,
+        timeout: float,
+        *,
+        staged: bool = False,
+    ) -> None:
         self.rank, self.stages, self.parts = rank, stages, parts
-        self._device, self._timeout = device, timeout
+        self._device, self._timeout, self._staged = device, timeout, staged
         self._made: list[dist.ProcessGroup] = []
 
     def open(
@@ -59,7 +69,8 @@ class MeshGroups:
         split = self.stages > 1 and self.parts > 1
         in_stage = self._own(rows) if split else None
         in_part = self._own(columns) if split else None
-        back = self._own(columns) if self.stages > 1 and self._device.type == "cuda" else None
+        native = self._device.type != "cpu" and not self._staged
+        back = self._own(columns) if self.stages > 1 and native else None
         world: Channel | None = None
 
         def channel(group: dist.ProcessGroup | None, back: dist.ProcessGroup | None = None) -> Channel:
@@ -71,6 +82,7 @@ class MeshGroups:
                 traffic=None if world is None else world.traffic,
                 back=back,
                 name=self.rank,
+                staged=self._staged,
             )
             channels.append(made)
             shelf = open_shelf(made, wanted=shared_memory, beside=None if world is None else world.shelf)
@@ -89,7 +101,9 @@ class MeshGroups:
         """Destroy the groups that were created here. By then no channel may hold a reference to one."""
         while self._made:
             group = self._made.pop()
-            with suppress(ValueError, AssertionError):  # already ended with the default group: a peer left it
+            # Already ended with the default group, since a peer left it; or torch lost the group's name on an
+            # error. Either way nothing is left to end, and the error that led here is the one to be seen.
+            with suppress(ValueError, AssertionError, RuntimeError, KeyError):
                 dist.destroy_process_group(group)
 
     def _own(self, members: list[list[int]]) -> dist.ProcessGroup:

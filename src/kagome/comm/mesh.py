@@ -28,10 +28,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from kagome.comm.channel import Channel
 from kagome.comm.groups import MeshGroups
+from kagome.comm.transport.device import HOST, Agreement, agree, backend_of, own_device
 from kagome.comm.transport.rendezvous import JoinedGroup, current, given_store, join
 from kagome.comm.watchdog import Watchdog
 from kagome.config import Parallel
-from kagome.errors import KagomeError
+from kagome.errors import KagomeError, LaunchError
 from kagome.launch.allocator import keep_freed_memory
 from kagome.launch.environment import Ranks, environment
 from kagome.launch.finalizer import close_waiting
@@ -61,6 +62,7 @@ class Mesh:
         pipe: The channel of the ranks that hold this rank's part, in the order of their stages.
         threads: Number of compute threads of each rank.
         watch: The watchdog, which knows what each rank is doing; None with one rank.
+        notes: What the user should know about the ranks' devices.
     """
 
     size: int
@@ -74,6 +76,7 @@ class Mesh:
     pipe: Channel
     threads: tuple[int, ...]
     watch: Watchdog | None
+    notes: tuple[str, ...] = ()
 
     @property
     def stage(self) -> int:
@@ -118,22 +121,26 @@ def open_mesh(
     Raises:
         ConfigError: If the axes need another number of ranks.
         CommError: If the ranks do not meet.
-        LaunchError: If the environment is invalid.
+        LaunchError: If the environment is invalid, or some ranks have a GPU and some have none.
     """
     close_waiting()
     given = dist.is_initialized() and current() is None
     ranks = _given_ranks() if given else environment()
     fitted = (parallel or Parallel()).fit(ranks.size)
-    device = _own_device(ranks)
-    if given and dist.get_backend() == "gloo":
-        device = torch.device("cpu")
+    device = own_device(ranks, _bound() if given else None)
+    if given and backend_of(dist.group.WORLD, device) == "gloo":
+        device = HOST  # the script chose gloo for all its tensors
     joined: JoinedGroup | None = None
     if not given and (ranks.size > 1 or always_group):
         joined = join(ranks, device, timeout)
     store = given_store() if given else joined
+    devices = _given_agreement(store, ranks, device) if given else Agreement()
+    devices = devices if joined is None else joined.agreement
     watch: Watchdog | None = None
     channels: list[Channel] = []
-    groups = MeshGroups(ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout)
+    groups = MeshGroups(
+        ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout, staged=devices.staged
+    )
     patience = AFTER_ERROR
     stack = ExitStack()
     try:
@@ -147,7 +154,8 @@ def open_mesh(
         counts = stack.enter_context(_fitting_threads(world))
         axes = {"pipe": fitted.pipe, "graph": groups.parts // fitted.tensor, "tensor": fitted.tensor}
         lanes = (world, graph, weights, pipe)
-        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, counts, watch)
+        notes = devices.notes
+        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, counts, watch, notes)
         patience = TAKEN_WITHIN
     except KagomeError as error:
         if watch is not None:
@@ -195,12 +203,34 @@ def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
         torch.set_num_threads(before)
 
 
-def _own_device(ranks: Ranks) -> torch.device:
-    if torch.cuda.is_available() and ranks.local_size <= torch.cuda.device_count():
-        device = torch.device("cuda", ranks.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+def _bound() -> int | None:
+    """Return the GPU of a script that created its process group itself; None if LOCAL_RANK decides."""
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None:
+        return int(bound.index)
+    if "LOCAL_RANK" in os.environ or not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_device_index()
+
+
+def _given_agreement(store: Store | None, ranks: Ranks, device: torch.device) -> Agreement:
+    """Compare the devices of ranks whose script created the process group.
+
+    Raises:
+        LaunchError: If some ranks have a GPU and some have none, or if ranks share a GPU and the group has no
+            backend for the host's memory.
+    """
+    if store is None or ranks.size == 1:
+        return Agreement(backend_of(dist.group.WORLD, device))
+    number = store.add(f"kagome-given/{ranks.rank}", 1)
+    found = agree(store, f"kagome-given-devices/{number}", ranks, device)
+    if found.staged and backend_of(dist.group.WORLD, HOST) != "gloo":
+        raise LaunchError(
+            f"the script's process group has {dist.get_backend_config()} alone, which needs a GPU a rank",
+            "; ".join(found.notes),
+            hint="init_process_group() without a backend, which makes gloo too, or one rank a GPU",
+        )
+    return found
 
 
 def _given_ranks() -> Ranks:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from kagome.comm.stats import Kind, Traffic
 from kagome.comm.transport import failures
+from kagome.comm.transport.device import HOST, backend_of
 from kagome.comm.transport.process_group import TorchWork, Transport
 from kagome.comm.transport.shared_memory import SharedMemory
 from kagome.comm.watchdog import Watchdog
@@ -37,6 +38,8 @@ class PeerGroup:
         back: With nccl, a second group of the same ranks: see
             :class:`kagome.comm.transport.process_group.Transport`.
         name: This rank in the world, used if ``group`` is None.
+        staged: Whether a GPU's tensors travel through the host's memory although the group has a backend for
+            them.
     """
 
     def __init__(
@@ -51,15 +54,17 @@ class PeerGroup:
         shelf: SharedMemory | None = None,
         back: dist.ProcessGroup | None = None,
         name: int = 0,
+        staged: bool = False,
     ) -> None:
         self.device, self.timeout, self.watch = torch.device(device), timeout, watch
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.names = [name] if group is None else dist.get_process_group_ranks(group)
         self.lane, self._group = lane, group
-        self._wire = None if group is None else Transport(group, lane, shelf, back)
-        self._gloo = self._wire is not None and self._wire.gloo
         # gloo's point-to-point operations support host memory only.
-        self.wire = torch.device("cpu") if self._gloo else self.device
+        staged = staged or (group is not None and backend_of(group, self.device) == "gloo")
+        self.wire = HOST if staged else self.device
+        self._wire = None if group is None else Transport(group, lane, shelf, back, self.wire)
+        self._gloo = self._wire is not None and self._wire.gloo
         self.timer: Callable[[str], AbstractContextManager[object]] | None = None
         """Called with ``exchange`` around each exchange that is not counted as weights or other, to record
         its time."""

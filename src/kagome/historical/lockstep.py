@@ -117,10 +117,11 @@ class Lockstep:
                 thread.join()
 
     def _body(self, chunk: int, state: tuple[Any, ...]) -> None:
-        grad, threads, device, cast, dtype = state
+        grad, threads, device, cast, dtype, place = state
         self._local.chunk = chunk
         try:
             with (
+                torch.accelerator.device_index(place),  # Triton launches there, wherever the tensors lie
                 torch.set_grad_enabled(grad),
                 torch.autograd.set_multithreading_enabled(threads),
                 torch.autocast(device, dtype, enabled=cast),
@@ -154,7 +155,9 @@ class _ClosedError(BaseException):
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return torch's thread-local modes: gradients, multithreaded backward and autocast."""
+    """Return torch's thread-local modes: gradients, multithreaded backward, autocast, current device."""
     device = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
     cast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return torch.is_grad_enabled(), torch._C._is_multithreading_enabled(), *cast
+    # A new thread starts on device 0, whatever the device of the thread that started it.
+    place = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    return torch.is_grad_enabled(), torch._C._is_multithreading_enabled(), *cast, place

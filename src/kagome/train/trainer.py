@@ -181,7 +181,7 @@ class Trainer:
             self.notes: list[str] = []
             with self.spans.phase("load"):
                 self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)
-            self._say_all(self.meta.notes)
+            self._say_all((*self.mesh.notes, *self.meta.notes))
             torch.manual_seed(self.train.seed)
             given = unwrapped(build(self.part, self.meta, self.channel))
             with self.spans.phase("load"):

@@ -55,9 +55,13 @@ class ThreadGroup:
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
+        # A new thread starts on device 0, whatever the device of the thread that started it.
+        place = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
         def body(rank: int) -> None:
             try:
-                results[rank] = work(ThreadChannel(self, rank))
+                with torch.accelerator.device_index(place):
+                    results[rank] = work(ThreadChannel(self, rank))
             except BaseException as error:
                 errors.insert(0, error)
                 self.barrier.abort()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kagome.comm.transport import failures
+from kagome.comm.transport.device import HOST, backend_of
 from kagome.comm.transport.mailbox import BACKWARD, FORWARD, Mailbox
 from kagome.comm.transport.shared_memory import NOWHERE, SharedMemory
 
@@ -57,6 +58,7 @@ class Transport:
         shelf: Memory that peers on this host read; None if there is none.
         back: With nccl, a group of the same ranks for point-to-point messages of the backward pass. On a
             single stream a late message would block those in the other direction, and both ranks would wait.
+        device: Device of what is sent: the host for gloo.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class Transport:
         lane: Literal[0, 1],
         shelf: SharedMemory | None,
         back: dist.ProcessGroup | None = None,
+        device: torch.device = HOST,
     ) -> None:
         self.group, self.lane, self.shelf, self.back = group, lane, shelf, back
         self.rank, self.size = group.rank(), group.size()
-        self.gloo = dist.get_backend(group) == "gloo"
+        self.gloo = backend_of(group, device) == "gloo"
         self._count = 0
         self._points: dict[tuple[int, int, bool], int] = {}
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from kagome.comm.transport.device import Agreement, agree
 from kagome.comm.transport.timeout import within
 from kagome.errors import CommError
 from kagome.launch.environment import Ranks
@@ -29,11 +30,12 @@ class JoinedGroup(PrefixStore):
     Args:
         number: Number of the group, the same on all ranks.
         store: A store that all ranks share.
+        agreement: What the ranks agreed on about their devices.
     """
 
-    def __init__(self, number: int, store: Store) -> None:
+    def __init__(self, number: int, store: Store, agreement: Agreement) -> None:
         super().__init__(f"kagome-{number}", store)
-        self.number, self.users = number, 1
+        self.number, self.users, self.agreement = number, 1, agreement
 
     def leave(self) -> None:
         """Leave the group; the last mesh that uses it ends it.
@@ -71,6 +73,7 @@ def join(ranks: Ranks, device: torch.device, timeout: float) -> JoinedGroup:
 
     Raises:
         CommError: If the ranks do not meet.
+        LaunchError: If some ranks have a GPU and some have none.
     """
     if current() is not None:
         gc.collect()  # closes a mesh without references here, on all ranks at the same point
@@ -125,9 +128,14 @@ def _in_group(ranks: Ranks, device: torch.device, limit: timedelta, store: Store
             mine.users += 1
             return mine
         dist.destroy_process_group()  # another rank has left it, so it is unusable
-    joined = JoinedGroup(number, store)
-    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    joined = JoinedGroup(number, store, agree(store, f"kagome-devices/{number}", ranks, device))
+    backend = joined.agreement.backend
     dist.init_process_group(
-        backend, store=joined, rank=ranks.rank, world_size=ranks.size, timeout=limit, device_id=own
+        backend,
+        store=joined,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=limit,
+        device_id=None if backend == "gloo" else device,
     )
     return joined
