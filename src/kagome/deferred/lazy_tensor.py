@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
+from kagome.halo.forward_pass import RunningForward
 
 
 class EscapeError(ModelError):
@@ -111,15 +112,9 @@ def refuse_in_function(args: tuple[Any, ...]) -> None:
 class _Seer(Protocol):
     """What :func:`refuse_transform` asks of the running interceptor."""
 
-    fast: bool
+    forward: RunningForward
     parted: bool
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the graph."""
-
-    def where(self) -> str:
-        """Return the path of the running module."""
+    size: int
 
 
 def refuse_transform(scope: _Seer) -> None:
@@ -130,13 +125,13 @@ def refuse_transform(scope: _Seer) -> None:
         ModelError: If rows are split over parts.
     """
     apart = scope.parted or scope.size > 1
-    if not scope.fast and not apart:
+    if not scope.forward.fast and not apart:
         return
     kind = ModelError if apart else EscapeError
     raise kind(
         "on several ranks each call inside forward is looked at",
         "a transform of torch.func (grad, vjp, jacrev, vmap) hides its calls",
-        where=scope.where(),
+        where=scope.forward.where(),
         hint="torch.autograd.grad(..., create_graph=True) for derivatives, calls over all rows for vmap; "
         "or train on one rank",
     )

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from kagome.errors import ModelError
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, PlacementKind
-from kagome.positions.refusals import Args, Func, Kwargs, PositionScope
+from kagome.positions.position_scope import Args, Func, Kwargs, PositionScope
 from kagome.user_frame import user_line
 
 

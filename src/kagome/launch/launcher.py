@@ -105,9 +105,7 @@ def start_local(
             except _FailedError as failed:
                 if count == restarts or failed.mistake:
                     raise failed.error from None
-                text = (
-                    f"kagome: {failed.error.got}. All ranks are started again ({count + 1} of {restarts})."
-                )
+                text = f"kagome: {failed.error.got}. All ranks are started again ({count + 1} of {restarts})."
                 print(text, file=sys.stderr, flush=True)
     raise AssertionError("the last start returns or raises")
 
