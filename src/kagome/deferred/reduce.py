@@ -1,6 +1,6 @@
 """Reduce: reductions of messages, deferred or computed, over each row's in-edges.
 
-Where it sits: ``intercept.deferral`` calls it for an aggregation or a softmax by the graph's targets. The
+Where it sits: ``deferred.deferral`` calls it for an aggregation or a softmax by the graph's targets. The
 form of the message decides which of ``sparse_ops.edge_sum`` and ``sparse_ops.edge_softmax`` computes it.
 Constant sums are computed once.
 """

@@ -166,8 +166,8 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     adds = not name.startswith("scatter_reduce") or reduce == "sum"
     if not adds and (mark.kind is PlacementKind.SOURCE or reduce not in ("amax", "amin")):
         raise ModelError(
-            "what is written by source ids must be a sum, and what is pooled a sum, maximum or minimum",
-            f"{name} asks for {reduce!r}",
+            "what is written by source ids to be a sum, and what is pooled a sum, maximum or minimum",
+            f"{name} with {reduce!r}",
             where=scope.where(),
             hint="sum or mean, or let messages flow from source to target",
         )
@@ -425,8 +425,8 @@ def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     if scope.size == 1 or all(mark is None or mark.kind in known for mark in found):
         return NotImplemented
     raise ModelError(
-        "a layer reads neighbours by edge_index",
-        f"it makes a sparse matrix of the edges ({name}) inside forward",
+        "a layer to read neighbours by edge_index",
+        f"a sparse matrix of the edges made inside forward ({name})",
         where=scope.where(),
         hint="give the layer edge_index itself, or gather x[edge_index[0]] and scatter by edge_index[1]",
     )
@@ -493,9 +493,9 @@ def _rebuilt(scope: PositionScope, what: str) -> ModelError:
     """Return the error for ids whose meaning is no longer known."""
     return refused(
         scope,
-        f"{what} uses ids that were computed from them (an edge list rebuilt inside forward)",
+        f"{what} by ids that were computed from them (an edge list rebuilt inside forward)",
         hint="rebuild the edges before training (data.edge_index), not inside forward",
-        expected="every read of neighbours' rows goes by ids from edge_index",
+        expected="every read of neighbours' rows to go by ids from edge_index",
     )
 
 

@@ -122,9 +122,7 @@ def _product(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwar
     if not scope.parted:
         return scope.marks.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
     if how not in ("sum", "mean"):
-        raise _refused(
-            scope, f"{name} asks for {how!r}", hint="give the layer edge_index, or take sums or means"
-        )
+        raise _refused(scope, f"{name} with {how!r}", hint="give the layer edge_index, or take sums or means")
     call = scope.__torch_function__
     read = call(Tensor.index_select, (), (x, 0, matrix.source))
     values = matrix.values.to(x.dtype)
@@ -186,7 +184,7 @@ def refuse_unknown(scope: MatrixScope, name: str, func: Func, args: Args, kwargs
     if name in _KNOWN or (name == "__get__" and attribute(func) not in ("T", "mT", "H", "mH")):
         return
     if any(value is matrix.given or value is matrix.pointer for value in flat(args, kwargs)):
-        raise _refused(scope, f"{name} is asked of it")
+        raise _refused(scope, f"{name} of it")
 
 
 _KNOWN: Final = frozenset(
@@ -231,10 +229,10 @@ def swap(scope: MatrixScope, module: nn.Module, args: Args, kwargs: Kwargs) -> t
     return tuple(map(swapped, args)), {**{key: swapped(value) for key, value in kwargs.items()}, **weighted}
 
 
-def _refused(scope: MatrixScope, what: str, *, hint: str = "") -> ModelError:
+def _refused(scope: MatrixScope, got: str, *, hint: str = "") -> ModelError:
     return ModelError(
-        "a part reads its own rows of the adjacency: products with rows of vertices, its edges, its values",
-        what,
+        "a part to read its own rows of the adjacency: products with rows of vertices, its edges, its values",
+        got,
         where="; ".join(filter(None, (scope.where(), user_line()))),
         hint=hint or "give the layer data.edge_index and data.edge_weight, or train on one rank",
     )

@@ -1,1 +1,1 @@
-"""Scope: what handlers and layer rules may ask about a part: axes, ids, constants, sums over ranks."""
+"""Scope: what handlers and layer rules may ask about a part: its rows, constants and exchanges."""

@@ -1,6 +1,6 @@
 """Handler scope: the interface of the running interceptor that the handlers of this package may use.
 
-Where it sits: ``intercept.interceptor.Interceptor`` implements it; this package does not import that class.
+Where it sits: ``intercept.interceptor.Interceptor`` is one; this package does not import that class.
 """
 
 from __future__ import annotations
