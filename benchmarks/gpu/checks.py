@@ -309,7 +309,9 @@ def _share(model: nn.Module, channel: Any, data: Data, owner: Tensor, on: torch.
             model.zero_grad(set_to_none=True)
             x.grad = None
             out = net.forward(epoch, training=True, checked=True)
-            loss = (out * weights(out, data.num_nodes, 0)[part.own].to(on)).sum() + net.scope.turn.token
+            loss = (
+                out * weights(out, data.num_nodes, 0)[part.own].to(on)
+            ).sum() + net.scope.forward.turn.token
             if loss.requires_grad:
                 loss.backward()
     back = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}

@@ -142,7 +142,7 @@ def test_what_fast_paths_cannot_follow_runs_again_without_them() -> None:
             out = net.forward(1, training=True)
         expected = plain(data.x, data.edge_index)
     assert "autograd function" in net.escape
-    assert not net.scope.fast
+    assert not net.scope.forward.fast
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, rtol=0, atol=1e-12)
     assert model.norm.num_batches_tracked == 1
@@ -173,7 +173,7 @@ def test_options_of_a_runs_settings() -> None:
     assert found == PartOptions(CPU, 3, False, 2, memory=2**29, recompute=True, amp=True)
     assert PartOptions.of(Train(), fast=True) == PartOptions(seed=Train().seed)
     assert PartOptions.of(Train(), CPU, Parallel(graph=2, halo_sample=0.5), fast=True).sums_only
-    bound = interceptor_of(extract(sample_graph(1), random_owner(30, 1), 0, 1), alone(), found).bound
+    bound = interceptor_of(extract(sample_graph(1), random_owner(30, 1), 0, 1), alone(), found).sliced.bound
     assert bound is not None
     assert bound.bytes == 2**29
 

@@ -99,12 +99,12 @@ def trained(channel: Channel, name: str, parallel: dict[str, Any], fast: bool = 
 def test_a_maximum_over_drawn_rows_is_refused_in_pipelines_too(ranks, world, cut):
     found = ranks(world, trained, "most", {**cut, "halo_sample": 0.3}, spoils=True)
     assert all(isinstance(rank, str) for rank in found)
-    assert any("the reduction max over neighbours wants all of them" in rank for rank in found)
+    assert any("the reduction max over neighbours, which wants all of them" in rank for rank in found)
 
 
 def test_attention_over_drawn_rows_of_all_vertices_is_refused(ranks):
     for rank in ranks(2, trained, "attentive", {"graph": 2, "halo_sample": 0.3}, spoils=True):
-        assert "attention over all vertices wants all of them" in rank
+        assert "attention over all vertices, which wants all of them" in rank
 
 
 @pytest.mark.some(2)

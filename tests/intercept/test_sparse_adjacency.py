@@ -22,13 +22,13 @@ KEPT = "an adjacency to come with the data"
 REFUSED = {
     "gcn that normalises": "sparse matrix of the edges",
     "gat with loops": "sparse matrix of the edges",
-    "gat": "__getitem__ is asked of it",
-    "gatv2": "__getitem__ is asked of it",
-    "the largest": "asks for 'max'",
-    "spmm of largest": "asks for 'max'",
-    "the other way": "t is asked of it",
-    "dense": "to_dense is asked of it",
-    "degrees": "sum is asked of it",
+    "gat": "got __getitem__ of it",
+    "gatv2": "got __getitem__ of it",
+    "the largest": "with 'max'",
+    "spmm of largest": "with 'max'",
+    "the other way": "got t of it",
+    "dense": "got to_dense of it",
+    "degrees": "got sum of it",
     **dict.fromkeys(("a buffer", "a plain attribute", "a buffer in a layer"), KEPT),
 }
 """What several ranks may refuse, and what they say."""

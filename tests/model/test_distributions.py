@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Rows, str]] = {
 def test_other_draws_of_rows_are_refused_as_draws(name):
     rows, call = REFUSED[name]
     with pytest.raises(
-        ModelError, match=rf"{call} draws random numbers that are not made exact.*test_distributions"
+        ModelError, match=rf"{call}, whose random numbers are not made exact.*test_distributions"
     ):
         check(Drawing(rows), sample_graph(1))
 

@@ -269,7 +269,7 @@ def test_what_is_no_row_s_is_the_same_wherever_it_is_drawn(name: str) -> None:
             scope = Interceptor(piece, Channel(None, "cpu"), seed=seed, handlers=HANDLERS)
             torch.manual_seed(rank)
             with scope.running(epoch, training=True):
-                scope.draws = before
+                scope.forward.draws = before
                 each.append(call())
         assert torch.get_rng_state().equal(torch.random.manual_seed(rank).get_state())
         assert all(torch.equal(other, each[0]) for other in each)

@@ -155,8 +155,8 @@ def exchanges(channel: Channel, build: Callable[[], nn.Module], epochs: int) -> 
         with parallelize(seeded(build, 0), part_of(sample_graph(1), channel), channel, PartOptions()) as net:
             for epoch in range(epochs):
                 out = net.forward(epoch, training=True, checked=True)
-                (out.sum() + net.scope.turn.token).backward()
-                counts.append(net.scope.turn.collectives)
+                (out.sum() + net.scope.forward.turn.token).backward()
+                counts.append(net.scope.forward.turn.collectives)
         return counts
 
 

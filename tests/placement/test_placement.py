@@ -247,7 +247,7 @@ def test_a_row_an_edge_and_a_row_a_vertex_are_told_apart() -> None:
 def test_reading_by_ids_reads_the_vertices_of_the_whole_graph() -> None:
     def work(scope: Interceptor) -> bool:
         ends, view = scope.inputs["edge_index"], scope.views[0]
-        named = scope.marks.put(scope.row_ids().double().clone(), Placement(PlacementKind.ROWS))
+        named = scope.marks.put(scope.ids.own().double().clone(), Placement(PlacementKind.ROWS))
         read = (named[ends[0]], named.index_select(0, ends[0]), named[ends[1]])
         with torch._C.DisableTorchFunction():
             true = (view.ids[view.edge_index[0]],) * 2 + (view.ids[view.edge_index[1]],)

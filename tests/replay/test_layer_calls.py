@@ -49,7 +49,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[Learned]:
 def run(
     scope: Interceptor, epoch: int, layer: nn.Module, *, training: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
-    x = scope.mark(rows(epoch), Placement(PlacementKind.ROWS))
+    x = scope.marks.put(rows(epoch), Placement(PlacementKind.ROWS))
     with scope.running(epoch, training=training):
         out = layer(x, scope.inputs["edge_index"])
     return out.detach(), gradients(layer, out, x)
@@ -103,7 +103,7 @@ def test_what_is_made_again_is_what_the_layer_would_give(name: str, replays: lis
                 for parameter in (*layer.parameters(), *twin.parameters()):
                     parameter.mul_(1.05)
             assert_same(run(scope, epoch, layer), run(plain, epoch, twin))
-            assert scope.draws == plain.draws
+            assert scope.forward.draws == plain.forward.draws
         for one, other in zip(layer.buffers(), twin.buffers(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         layer.eval(), twin.eval()
@@ -112,7 +112,7 @@ def test_what_is_made_again_is_what_the_layer_would_give(name: str, replays: lis
                 args = (rows(epoch),)
                 found = []
                 for which, module in ((scope, layer), (plain, twin)):
-                    x = which.mark(args[0].detach(), Placement(PlacementKind.ROWS))
+                    x = which.marks.put(args[0].detach(), Placement(PlacementKind.ROWS))
                     with which.running(epoch, training=False):
                         found.append(module(x, which.inputs["edge_index"]))
                 torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
@@ -288,12 +288,12 @@ def test_without_the_module_s_call_it_gives_the_same(replays: list[Learned]) -> 
         for epoch in range(1, 5):
             run(scope, epoch, layer)
         before = len(replays)
-        x = scope.mark(rows(5), Placement(PlacementKind.ROWS))
+        x = scope.marks.put(rows(5), Placement(PlacementKind.ROWS))
         found = []
         for call in (lambda: layer.forward.known((x, scope.inputs["edge_index"]), {}), None):  # type: ignore[attr-defined]
             with scope.running(5, training=True):
                 out = call() if call is not None else layer(x, scope.inputs["edge_index"])
-                assert scope.layers == 0
+                assert scope.forward.layers == 0
             found.append((out.detach(), gradients(layer, out, x)))
             x.grad = None
         assert len(replays) == before + 2
@@ -336,7 +336,7 @@ def test_rows_that_lie_otherwise_are_another_call(replays: list[Learned]) -> Non
         before, found = len(replays), []
         for which, module in ((scope, layer), (plain, twin)):
             x = rows(5).detach().t().contiguous().t().requires_grad_()
-            which.mark(x, Placement(PlacementKind.ROWS))
+            which.marks.put(x, Placement(PlacementKind.ROWS))
             with which.running(5, training=True):
                 out = module(x, which.inputs["edge_index"])
             found.append((out.detach(), gradients(module, out, x)))

@@ -51,7 +51,7 @@ def rows(seed: int, *, grad: bool = True) -> Tensor:
 
 def ours(scope: Interceptor, epoch: int, layer: nn.Module, *given: Any) -> tuple[Tensor, list[Tensor]]:
     x = given[0].detach().requires_grad_(given[0].requires_grad)
-    scope.mark(x, Placement(PlacementKind.ROWS))
+    scope.marks.put(x, Placement(PlacementKind.ROWS))
     with scope.running(epoch, training=True):
         out = layer(x, scope.inputs["edge_index"], *(scope.inputs[name] for name in given[1:]))
     return out.detach(), gradients(layer, out, x)
@@ -150,7 +150,7 @@ def test_without_fast_paths_nothing_is_put_off() -> None:
         for epoch in (1, 2, 3):
             ours(scope, epoch, layer, rows(epoch))
         before = len(ran)
-        scope.fast = False
+        scope.forward.fast = False
         for epoch in (4, 5):
             assert_same(ours(scope, epoch, layer, rows(epoch)), theirs(twin, rows(epoch)))
         assert len(ran) == before + 2

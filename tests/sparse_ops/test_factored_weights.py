@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from kagome.intercept.deferral import Deferral
+from kagome.graph.partition.partition import extract
+from kagome.intercept.interceptor import Interceptor
 from kagome.kernels.base.csr import Structure
+from kagome.placement.placement import Placement, PlacementKind
 from kagome.sparse_ops import edge_sum
 from kagome.sparse_ops.factored_weights import roots_of
-from parity import assert_equal, one_rank, random_owner, split, whole
+from parity import alone, assert_equal, one_rank, random_owner, split, whole
 
 
 def roots(edge_index: Tensor, weight: Tensor, nodes: int) -> Tensor:
@@ -140,9 +142,10 @@ def test_ranks_need_not_agree_whether_their_edges_have_roots(
 
 
 def test_only_weights_that_last_are_looked_at() -> None:
-    class Changing(Deferral):
-        def lasting(self, tensor: Tensor | None) -> bool:
-            return False
-
-    Changing.__abstractmethods__ = frozenset()  # type: ignore[misc]
-    assert Changing(True).roots(torch.ones(3), None) is None  # type: ignore[arg-type]
+    whole = extract(data("roots"), torch.zeros(40, dtype=torch.long), 0, 1)
+    scope = Interceptor(whole, alone())
+    edges = scope.deferral.edge_set(Placement(PlacementKind.SOURCE, edges=scope.inputs["edge_index"]))
+    assert edges is not None
+    given = scope.inputs["edge_weight"]
+    assert edges.roots(given) is not None
+    assert edges.roots(given.clone()) is None

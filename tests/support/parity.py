@@ -130,12 +130,13 @@ def parity(
                 model.zero_grad(set_to_none=True)
                 x.grad = None
                 out = net.forward(epoch, training=True, checked=True)
-                loss = (out * weights(out, data.num_nodes, seed)[part.own]).sum() + net.scope.turn.token
+                loss = (out * weights(out, data.num_nodes, seed)[part.own]).sum()
+                loss = loss + net.scope.forward.turn.token
                 if loss.requires_grad:
                     loss.backward()
                 halo.append(take_bytes().get("halo", 0))
-        if net.scope.bound is not None and bound is not None and not net.escape:
-            assert 0 < net.scope.bound.gauge.peak <= bound
+        if net.scope.sliced.bound is not None and bound is not None and not net.escape:
+            assert 0 < net.scope.sliced.bound.gauge.peak <= bound
         return Share(part.own, out.detach(), _grads(model), x.grad, _buffers(model), halo)
 
 

@@ -146,7 +146,7 @@ def interceptor_of(
         sums_only=options.sums_only,
     )
     if options.memory is not None:
-        scope.bound = TileBound(options.memory, options.device)
+        scope.sliced.bound = TileBound(options.memory, options.device)
     return scope
 
 
@@ -245,14 +245,14 @@ class ParallelModel:
             checked: Whether ranks compare headers at every collective.
             explain: Returns the error to raise in place of one that is not Kagome's.
         """
-        buffers = Buffers(self.model) if training and not self._trained and self.scope.fast else None
+        buffers = Buffers(self.model) if training and not self._trained and self.scope.forward.fast else None
         before = None if buffers is None else (buffers.now(), buffers.copies())
         try:
             with self.running(epoch, training=training, checked=checked):
                 out = self._call(explain)
         except EscapeError as error:
             # All ranks run the same code, so all of them get here at the same call.
-            self.scope.fast, self.escape = False, error.got
+            self.scope.forward.fast, self.escape = False, error.got
             if buffers is not None and before is not None:
                 buffers.restore(*before)  # the pass that was abandoned has changed some
             error.__traceback__ = None  # it would keep all tensors of that pass alive

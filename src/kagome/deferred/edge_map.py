@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.deferred.endpoint_ops import message_of
 from kagome.deferred.lazy_tensor import LazyTensor, now
-from kagome.deferred.message import Message
+from kagome.deferred.message import Message, message_of
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind, Placements
 from kagome.sparse_ops import edge_features, edge_softmax, edge_sum, linear as dense
@@ -190,7 +189,7 @@ def _added(marks: Placements, one: Any, two: Any) -> EdgeTerm | None:
     if not isinstance(edge, EdgeMap) or message is None or isinstance(two, LazyTensor) is False:
         return None
     fits = message.one_ended and message.source is not None and tuple(message.shape) == tuple(edge.shape)
-    if not fits or message.edges.scope.slices or message.parts[0].dtype != edge.x.dtype:
+    if not fits or message.edges.scope.sliced.on or message.parts[0].dtype != edge.x.dtype:
         return None
     return EdgeTerm(message, edge)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
+from kagome.halo.forward_pass import RunningForward
 
 
 class EscapeError(ModelError):
@@ -23,8 +24,8 @@ class EscapeError(ModelError):
 def changed_in_place() -> EscapeError:
     """Return the error for rows that were written to before a deferred call had read them."""
     return EscapeError(
-        "rows stay as they are until their neighbours have read them",
-        "they were changed in place in between",
+        "rows to stay as they are until their neighbours have read them",
+        "rows that were changed in place in between",
         hint="--model.no-fast",
     )
 
@@ -67,8 +68,8 @@ class LazyTensor(Tensor):
     ) -> Any:
         """Refuse every call that arrives here, because it would bypass the gradient."""
         raise EscapeError(
-            "fast paths see each torch call of a model",
-            f"{func} was reached through code that torch does not show",
+            "fast paths to see each torch call of a model",
+            f"{func}, which was reached through code that torch does not show",
             hint="--model.no-fast",
         )
 
@@ -102,8 +103,8 @@ def refuse_in_function(args: tuple[Any, ...]) -> None:
             return  # a checkpointed layer that runs again: the frames below are backward
         if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
             raise EscapeError(
-                "fast paths see each torch call of a model",
-                "a message was given to an autograd function of its own",
+                "fast paths to see each torch call of a model",
+                "a message given to an autograd function of its own",
                 hint="--model.no-fast",
             )
 
@@ -111,15 +112,9 @@ def refuse_in_function(args: tuple[Any, ...]) -> None:
 class _Seer(Protocol):
     """What :func:`refuse_transform` asks of the running interceptor."""
 
-    fast: bool
+    forward: RunningForward
     parted: bool
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the graph."""
-
-    def where(self) -> str:
-        """Return the path of the running module."""
+    size: int
 
 
 def refuse_transform(scope: _Seer) -> None:
@@ -130,13 +125,13 @@ def refuse_transform(scope: _Seer) -> None:
         ModelError: If rows are split over parts.
     """
     apart = scope.parted or scope.size > 1
-    if not scope.fast and not apart:
+    if not scope.forward.fast and not apart:
         return
     kind = ModelError if apart else EscapeError
     raise kind(
-        "on several ranks each call inside forward is looked at",
-        "a transform of torch.func (grad, vjp, jacrev, vmap) hides its calls",
-        where=scope.where(),
+        "each call inside forward to be visible to Kagome, on several ranks",
+        "a transform of torch.func (grad, vjp, jacrev, vmap), which hides its calls",
+        where=scope.forward.where(),
         hint="torch.autograd.grad(..., create_graph=True) for derivatives, calls over all rows for vmap; "
         "or train on one rank",
     )

@@ -1,6 +1,6 @@
 """Message: what a layer sends along edges, kept as an expression until its values are needed.
 
-Where it sits: ``intercept.interceptor`` gives a model a ``LazyTensor`` where it gathers rows by the ends of
+Where it sits: ``deferral`` gives a model a ``LazyTensor`` where it gathers rows by the ends of
 the graph's edges. ``rewrite_rules`` says which torch calls keep it lazy. ``reduce`` then works on rows, and
 the tensor with one row per edge is never allocated.
 
@@ -13,92 +13,26 @@ the tensor with one row per edge is never allocated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import changed_in_place, now
-from kagome.feature_parallel.all_to_all import SliceCut
-from kagome.feature_parallel.edge_layout import EdgeLayout
-from kagome.feature_parallel.tiled_reduce import TileBound
+from kagome.deferred.lazy_tensor import LazyTensor, changed_in_place, now
 from kagome.halo.exchange import HaloExchange
-from kagome.halo.forward_pass import ForwardPass
+from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.sparse_ops import edge_softmax, edge_sum, linear
-from kagome.sparse_ops.sparse_features import SparseFeatures
+from kagome.sparse_ops.factored_weights import roots_of
+
+if TYPE_CHECKING:
+    from kagome.deferred.deferral import Deferral
 
 Reduce = Literal["sum", "mean", "max", "min"]
 Form = Literal["sum", "product", "leaky"]
-
-
-class Thins(Protocol):
-    """An object that knows which rows are constant."""
-
-    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
-        """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
-
-    def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
-        """Record the placement of a tensor."""
-
-
-class MessageScope(Thins, Protocol):
-    """What messages ask of the running interceptor."""
-
-    turn: ForwardPass
-    slices: bool
-    """Whether ranks take some columns of all rows where they can (feature slices)."""
-    bound: TileBound | None
-    """The limit of working memory for sums; None for no limit."""
-
-    def where(self) -> str:
-        """Return the path of the module that is running."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the graph."""
-
-    def of_each_vertex(self, tensor: Tensor) -> bool:
-        """Return True if a tensor has one row per vertex."""
-
-    def roots(self, weight: Tensor | None, edges: EdgeSet) -> Tensor | None:
-        """Return one factor per row that edges read, whose products are the weights; else None."""
-
-    def roots_of_all(self, weight: Tensor | None, edges: EdgeSet, slicing: EdgeLayout) -> Tensor | None:
-        """Return the factors of :meth:`roots` for the rows of all ranks."""
-
-    def slicing(self, edges: EdgeSet) -> EdgeLayout:
-        """Return the layout of the edges of all ranks."""
-
-    def apart(
-        self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
-    ) -> Tensor:
-        """Return all ranks' rows in this rank's columns; rows that were read before need no exchange."""
-
-    def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
-        """Return rows extended by those of other parts, in the same columns."""
-
-    def read(self, rows: Tensor, axis: int, mark: Placement, site: str = "") -> Tensor:
-        """Return own and halo rows."""
-
-    def held(self, rows: Tensor, mark: Placement) -> Tensor | None:
-        """Return own and halo rows if they were read before in this forward; else None."""
-
-    def lasting(self, tensor: Tensor | None) -> bool:
-        """Return True if a tensor is constant across forward passes."""
-
-    def keep(self, key: Any, value: Any) -> Any:
-        """Cache, for all forward passes, a value computed from constant tensors."""
-
-    def kept(self, key: Any) -> Any:
-        """Return a cached value, or None if there is none or it was written to since."""
-
-    def once(self) -> AbstractContextManager[None]:
-        """Surround the computation of a cached value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,21 +43,40 @@ class EdgeSet:
         structure: The edges grouped by their ends.
         plan: The provider of halo rows.
         mark: The placement of their source ids.
-        scope: The interceptor.
+        scope: The deferral that made it.
     """
 
     structure: Structure
     plan: HaloExchange
     mark: Placement
-    scope: MessageScope
+    scope: Deferral
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per edge."""
-        return self.scope.mark(tensor, Placement(PlacementKind.PAIRS, self.mark.view, 0, self.mark.edges))
+        return self.scope.marks.put(
+            tensor, Placement(PlacementKind.PAIRS, self.mark.view, 0, self.mark.edges)
+        )
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per vertex."""
-        return self.scope.mark(tensor, Placement(PlacementKind.ROWS))
+        return self.scope.marks.put(tensor, Placement(PlacementKind.ROWS))
+
+    def roots(self, weight: Tensor | None) -> Tensor | None:
+        """Return one factor per row that edges read, whose products are the weights; None if there are none.
+
+        Shapes:
+            weight ``[E]`` -> ``[whole]``.
+        """
+        constants = self.scope.constants
+        if weight is None or weight.dim() != 1 or not constants.lasting(weight):
+            return None
+        key = ("roots", address(weight), weight.numel(), id(self))
+        found: Tensor | None = constants.kept(key)
+        if found is None:
+            with constants.once():
+                found = roots_of(weight, self.structure)
+            constants.keep(key, found)
+        return found if found.numel() == self.structure.whole else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +101,12 @@ class Linear:
     Args:
         x: The rows.
         weight: The weight matrix.
-        scope: The interceptor.
+        scope: The deferral that it is part of.
     """
 
     x: Tensor
     weight: Tensor
-    scope: Thins
+    scope: Deferral
 
     @property
     def shape(self) -> Sequence[int]:
@@ -167,7 +120,7 @@ class Linear:
 
     def compute(self) -> Tensor:
         """Compute the product of rows and weight."""
-        return self.scope.mark(
+        return self.scope.marks.put(
             linear.linear(self.scope.thinned(self.x), self.weight), Placement(PlacementKind.ROWS)
         )
 
@@ -233,7 +186,9 @@ class Message:
         self.check()
         rows = now(self.source.rows)
         return (
-            rows if self.source.whole else self.edges.scope.read(rows, 0, self.edges.mark, self.source.site)
+            rows
+            if self.source.whole
+            else self.edges.scope.reads.read(rows, 0, self.edges.mark, self.source.site)
         )
 
     def compute(self) -> Tensor:
@@ -322,6 +277,73 @@ class Shared:
     def compute(self) -> Tensor:
         """Compute the product of message and softmax."""
         return self.message.edges.pairs(self.message.compute() * self.share.compute())
+
+
+def message_of(value: Any) -> Message | None:
+    """Return the message that a tensor stands for; None for any other tensor."""
+    return value.expr if isinstance(value, LazyTensor) and isinstance(value.expr, Message) else None
+
+
+def put_off(message: Message) -> Tensor:
+    """Return a lazy tensor that stands for a message."""
+    return message.edges.pairs(LazyTensor(message))
+
+
+def widened(message: Message) -> Message:
+    """Return the message with halo rows fetched, for row-wise operations that would not send less.
+
+    In feature slices the operation applies to own rows, since rows are sent later.
+    """
+    source = message.source
+    if source is None or source.whole or message.edges.scope.sliced.on:
+        return message
+    whole = message.whole()
+    return replace(message, source=Source(whole, True, source.site))
+
+
+def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = False) -> Message:
+    """Apply an operation to the rows at each end instead of to one row per edge."""
+    message.check()
+    if message.source is not None and not (
+        narrows and not message.edges.scope.constants.lasting(message.source.rows)
+    ):
+        message = widened(message)
+    target = None if message.target is None else do(message.target)
+    source = None if message.source is None else do(now(message.source.rows))
+    return with_rows(message, target, source)
+
+
+def with_rows(message: Message, target: Tensor | None, source: Tensor | None) -> Message:
+    """Return the message with other rows at its ends."""
+    place = message.source
+    if target is not None:
+        message.edges.rows(target)
+    if place is not None and source is not None and not place.whole:
+        message.edges.rows(source)
+    ends = None if place is None or source is None else replace(place, rows=source)
+    return replace(message, target=target, source=ends, roots=())
+
+
+def source_rows(m: Message) -> Tensor | None:
+    """Return the rows read at the source: own rows, or own and halo rows."""
+    return None if m.source is None else now(m.source.rows)
+
+
+def joined(one: Message, two: Message, sign: int = 1) -> Message:
+    """Return ``one + sign * two``, where both are plain sums of their ends."""
+
+    def added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        if b is None:
+            return a
+        b = b if sign == 1 else -b
+        return b if a is None else a + b
+
+    one.check()
+    two.check()
+    if one.source is not None and two.source is not None and one.source.whole is not two.source.whole:
+        one, two = widened(one), widened(two)
+    place = replace(one, source=one.source or two.source)
+    return with_rows(place, added(one.target, two.target), added(source_rows(one), source_rows(two)))
 
 
 def flat(rows: Tensor) -> Tensor:

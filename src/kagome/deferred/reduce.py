@@ -1,6 +1,6 @@
 """Reduce: reductions of messages, deferred or computed, over each row's in-edges.
 
-Where it sits: ``intercept.deferral`` calls it for an aggregation or a softmax by the graph's targets. The
+Where it sits: ``deferred.deferral`` calls it for an aggregation or a softmax by the graph's targets. The
 form of the message decides which of ``sparse_ops.edge_sum`` and ``sparse_ops.edge_softmax`` computes it.
 Constant sums are computed once.
 """
@@ -55,7 +55,7 @@ class Total:
         assert source is not None
         self.message.check()
         if isinstance(source.rows, LazyTensor) or not (
-            scope.lasting(source.rows) and scope.lasting(self.message.weight)
+            scope.constants.lasting(source.rows) and scope.constants.lasting(self.message.weight)
         ):
             return None
         return _kept_sum(self.message, source.rows, self.how, multiplied=True)
@@ -155,12 +155,12 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
     if isinstance(rows, LazyTensor) and rows.value is None and isinstance(rows.expr, Linear):
         linear: Linear = rows.expr
         narrow = linear.weight.size(1) < linear.weight.size(0)
-        if narrow or (scope.lasting(linear.x) and scope.lasting(message.weight)):
+        if narrow or (scope.constants.lasting(linear.x) and scope.constants.lasting(message.weight)):
             first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)
             kept = first.kept()
             return dense.linear(now(_linear_sum(first.message, how)) if kept is None else kept, linear.weight)
     rows = rows if sliced_reduce.in_slices(rows) is not None else now(rows)
-    if not (scope.lasting(rows) and scope.lasting(message.weight)):
+    if not (scope.constants.lasting(rows) and scope.constants.lasting(message.weight)):
         return _sum(message, rows, how)
     found = _kept_sum(message, rows, how, multiplied=False)
     assert isinstance(found, Tensor)
@@ -175,16 +175,16 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
     """
     scope = message.edges.scope
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
-    found: Tensor | SparseFeatures | None = scope.kept(key)
+    found: Tensor | SparseFeatures | None = scope.constants.kept(key)
     if found is None:
-        with scope.once():
-            found = scope.keep(key, _first_sum(message, rows, how, multiplied=multiplied))
+        with scope.constants.once():
+            found = scope.constants.keep(key, _first_sum(message, rows, how, multiplied=multiplied))
     if isinstance(found, Tensor):
         return scope.thinned(found) if multiplied else found
     if multiplied:
         return found
-    whole: Tensor | None = scope.kept(("whole", key))
-    return scope.keep(("whole", key), found.whole()) if whole is None else whole
+    whole: Tensor | None = scope.constants.kept(("whole", key))
+    return scope.constants.keep(("whole", key), found.whole()) if whole is None else whole
 
 
 def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
@@ -193,10 +193,10 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     assert source is not None
     if not multiplied or sliced_reduce.slicing_for(message) is not None or not is_thin(rows):
         return now(_sum(message, rows, how))
-    if not source.whole and edges.scope.size > 1:
-        whole = edges.scope.held(rows, edges.mark)
+    if not source.whole and edges.scope.ranks.size > 1:
+        whole = edges.scope.reads.held(rows, edges.mark)
         if whole is None:
-            halo = edges.plan.road(rows, edges.scope.turn, source.site).fetch(rows).wait()
+            halo = edges.plan.road(rows, edges.scope.forward.turn, source.site).fetch(rows).wait()
             whole = torch.cat([rows, halo])
         rows = whole
     scale = edges.structure.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
@@ -228,19 +228,25 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
     shaped = shaped if headed else flat(rows)
     scale = s.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
-    factor = edges.scope.roots(weight, edges)
+    factor = edges.roots(weight)
     if factor is not None:
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
     road = None
-    if not message.source.whole and edges.scope.size > 1:
-        whole = edges.scope.held(rows, edges.mark)
+    if not message.source.whole and edges.scope.ranks.size > 1:
+        whole = edges.scope.reads.held(rows, edges.mark)
         if whole is None:
-            road = edges.plan.road(rows, edges.scope.turn, message.source.site)
+            road = edges.plan.road(rows, edges.scope.forward.turn, message.source.site)
         else:
             shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
     out = edge_sum.neighbor_sum(
-        shaped.contiguous(), s, weight=weight, scale=scale, factor=factor, road=road, turn=edges.scope.turn
+        shaped.contiguous(),
+        s,
+        weight=weight,
+        scale=scale,
+        factor=factor,
+        road=road,
+        turn=edges.scope.forward.turn,
     )
     return out.reshape(s.own, *trailing)
 

@@ -101,9 +101,9 @@ class JointShare:
             source, target, scope = self.logits.source, self.logits.target, self.logits.edges.scope
             assert source is not None
             assert target is not None
-            a = scope.apart(target, cut, self.slicing, source.site)
-            b = scope.apart(source.rows, cut, self.slicing, source.site)
-            b = scope.beyond(b, self.slicing, source.site)
+            a = scope.sliced.apart(target, cut, self.slicing, source.site)
+            b = scope.sliced.apart(source.rows, cut, self.slicing, source.site)
+            b = scope.sliced.beyond(b, self.slicing, source.site)
             out = edge_softmax.joint_softmax(a, b, self.slope, self.slicing.structure)
             if self.drop is not None:
                 first = cut.begins[self.slicing.rows.channel.rank]

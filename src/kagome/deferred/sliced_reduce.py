@@ -16,20 +16,140 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from math import nan
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from kagome.deferred.lazy_tensor import LazyTensor, changed_in_place, supports
 from kagome.deferred.message import EdgeSet, Message, flat, width
 from kagome.deferred.sliced_attention import share_of
 from kagome.feature_parallel.all_to_all import SliceCut
-from kagome.feature_parallel.edge_layout import EdgeLayout
+from kagome.feature_parallel.edge_layout import EdgeLayout, RowPlaces, places_of, slicing_of
 from kagome.feature_parallel.tiled_columns import ColumnSoftmax, Extreme, Reduction, by_chunk
-from kagome.feature_parallel.tiled_reduce import Hop
-from kagome.halo.forward_pass import ForwardPass
-from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.feature_parallel.tiled_reduce import Hop, TileBound
+from kagome.halo.comm_recorder import RecordedRows
+from kagome.halo.forward_pass import ForwardPass, RunningForward
+from kagome.kernels.base.address import address
+from kagome.placement.placement import Placement, PlacementKind
+from kagome.placement.weak_map import WeakTensorMap
+from kagome.scope.constants import Constants
+from kagome.scope.exchanges import NeighborReads
+from kagome.scope.rows import Axes
 from kagome.sparse_ops import edge_softmax, edge_sum
+
+
+class SlicedReads:
+    """All ranks' rows in some columns, and all ranks' edges, as one part reads them.
+
+    Args:
+        tensor: How many ranks split the columns, each reducing some columns of all their rows instead of all
+            columns of its own rows. This applies where columns do not interact; 1 turns it off.
+        channel: The channel to the other parts.
+        forward: The running forward, which numbers the exchanges.
+        constants: The constant tensors, whose rows are exchanged once.
+        reads: The reads of the layer that is running.
+    """
+
+    def __init__(
+        self,
+        tensor: int,
+        channel: RecordedRows,
+        forward: RunningForward,
+        constants: Constants,
+        reads: NeighborReads,
+    ) -> None:
+        self.on, self._tensor, self._channel, self._forward = tensor > 1, tensor, channel, forward
+        self._constants, self._reads = constants, reads
+        self.bound: TileBound | None = None
+        """The limit of working memory for sums; None for no limit."""
+        self._layouts: WeakTensorMap[Any] = WeakTensorMap()
+        self._places: dict[int, RowPlaces] = {}
+
+    def layout(self, edges: EdgeSet) -> EdgeLayout:
+        """Return the edges of all ranks, fetched at the first call. All ranks make that call together."""
+        if edges not in self._layouts:
+            plan, view = edges.plan, edges.mark.view
+            with torch._C.DisableTorchFunction(), self._channel.aside():
+                if view not in self._places:
+                    self._places[view] = places_of(plan, self._tensor)
+                self._layouts[edges] = slicing_of(edges.structure, self._places[view], plan.channel)
+        found: EdgeLayout = self._layouts[edges]
+        return found
+
+    def layouts(self) -> Sequence[EdgeLayout]:
+        """Return the edge layouts that were fetched so far."""
+        return list(self._layouts.values())
+
+    def roots(self, weight: Tensor | None, edges: EdgeSet, slicing: EdgeLayout) -> Tensor | None:
+        """Return the factors of ``edges.roots`` for all ranks' rows; None if some rank's weights have none.
+
+        Shapes:
+            weight ``[E]`` -> ``[V]``.
+        """
+        constants = self._constants
+        if weight is None or weight.dim() != 1 or not constants.lasting(weight):
+            return None
+        key = ("roots of all", address(weight), weight.numel(), id(edges))
+        found: Tensor | None = constants.kept(key)
+        if found is None:
+            own, count = edges.roots(weight), edges.plan.own
+            told = weight.new_full((count, 1), nan) if own is None else own[:count].unsqueeze(1)
+            with constants.once():
+                cut, site = slicing.everything(1), "roots of weights"
+                found = slicing.rows.apart(told, cut, self._forward.turn, site)
+                found = self.beyond(found, slicing, site).view(-1)
+                doubt = found.isnan().any()
+                if slicing.halo is not None:  # all parts refuse what one part cannot do
+                    doubt = self._channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
+            found = constants.keep(key, weight.new_empty(0) if bool(doubt) else found)
+        return found if found.numel() == slicing.structure.whole else None
+
+    def apart(
+        self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
+    ) -> Tensor:
+        """Return all ranks' rows in this rank's columns; rows that were read before need no exchange.
+
+        Shapes:
+            ``[n, ...]`` -> ``[V, d]``; with ``of_edges``, the rows are those of edges.
+        """
+        way, constants = slicing.edges if of_edges else slicing.rows, self._constants
+        turn = self._forward.turn
+        if constants.lasting(rows):
+            key = ("apart", address(rows), tuple(rows.shape), cut, id(way))
+            found: Tensor | None = constants.kept(key)
+            if found is None:
+                with constants.once():
+                    found = constants.keep(key, way.apart(flat(rows), cut, turn, site))
+            return found
+        # Keyed by the base tensor, since different views of it arrive here: attention is one for all hops.
+        base = rows if rows._base is None else rows._base
+        known = self._reads.parts.setdefault(base, {})
+        grad = torch.is_grad_enabled() and rows.requires_grad
+        shape = (rows.size(0), rows.numel()) if rows.is_contiguous() else (rows.shape, rows.stride())
+        place = address(rows), shape, rows._version, grad
+        if (place, cut, way) not in known:
+            known[place, cut, way] = way.apart(flat(rows), cut, turn, site)
+        return cast(Tensor, known[place, cut, way])
+
+    def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
+        """Return all rows that the group's edges read, in this rank's columns: own rows, then other parts'.
+
+        Shapes:
+            ``[V, d]`` -> ``[whole, d]``.
+        """
+        if slicing.halo is None:
+            return part
+        constants, turn = self._constants, self._forward.turn
+        if not constants.lasting(part):
+            return slicing.halo.extend(part, turn, site)
+        key = ("beyond", address(part), tuple(part.shape), id(slicing))
+        found: Tensor | None = constants.kept(key)
+        if found is None:
+            with constants.once():
+                found = constants.keep(key, slicing.halo.extend(part, turn, site))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +206,7 @@ class InSlices:
     def part(self) -> Tensor:
         """All rows in this rank's columns."""
         if isinstance(self._part, SlicedWork):
-            self._part = self._part.run(self.edges.scope.turn, self.site, last=False)
+            self._part = self._part.run(self.edges.scope.forward.turn, self.site, last=False)
         return self._part
 
     def of(self, part: Tensor) -> InSlices:
@@ -108,7 +228,7 @@ class InSlices:
 
     def compute(self) -> Tensor:
         """Compute own rows, whole, by an exchange of slices."""
-        turn = self.edges.scope.turn
+        turn = self.edges.scope.forward.turn
         if isinstance(self._part, SlicedWork):
             own = self._part.run(turn, self.site, last=True)
         else:
@@ -167,11 +287,14 @@ def slicing_for(message: Message) -> EdgeLayout | None:
     Rows that this layer has already read with their halo are not sliced.
     """
     source, scope = message.source, message.edges.scope
-    if source is None or source.whole or not scope.slices:
+    if source is None or source.whole or not scope.sliced.on:
         return None
-    if not isinstance(source.rows, LazyTensor) and scope.held(source.rows, message.edges.mark) is not None:
+    if (
+        not isinstance(source.rows, LazyTensor)
+        and scope.reads.held(source.rows, message.edges.mark) is not None
+    ):
         return None
-    return scope.slicing(message.edges)
+    return scope.sliced.layout(message.edges)
 
 
 def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Tensor:
@@ -189,14 +312,14 @@ def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Ten
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, LazyTensor) else rows, None
     scope, site = edges.scope, source.site
-    root = scope.roots_of_all(weight, edges, slicing)
+    root = scope.sliced.roots(weight, edges, slicing)
     weight = weight if root is None else None
     if weight is not None:
         share = share_of(weight)
         if share is not None:
             weight = share.heads(of_weight)
         else:
-            taken = scope.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
+            taken = scope.sliced.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
             weight = taken.view(-1) if weight.dim() == 1 else taken
     scale = None
     if how == "mean":
@@ -204,16 +327,24 @@ def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Ten
     if root is not None:
         own_root = root[: slicing.rows.total]
         scale = own_root if scale is None else own_root * scale
-    if scope.bound is not None:
-        first = inside is None and not scope.lasting(rows)
+    if scope.sliced.bound is not None:
+        first = inside is None and not scope.constants.lasting(rows)
         own = flat(rows) if first else None
-        part = own if own is not None else inside.part if inside else scope.apart(rows, cut, slicing, site)
-        hop = scope.bound.hop(slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first)
+        part = (
+            own
+            if own is not None
+            else inside.part
+            if inside
+            else scope.sliced.apart(rows, cut, slicing, site)
+        )
+        hop = scope.sliced.bound.hop(
+            slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first
+        )
         return InSlices(
             SlicedWork(hop, part, weight, part._version), cut, trailing, edges, slicing, site
         ).lazy()
-    part = inside.part if inside is not None else scope.apart(rows, cut, slicing, site)
-    part = scope.beyond(part, slicing, site)
+    part = inside.part if inside is not None else scope.sliced.apart(rows, cut, slicing, site)
+    part = scope.sliced.beyond(part, slicing, site)
     if weight is not None and weight.dim() == 2:
         part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
     out = edge_sum.neighbor_sum(part.contiguous(), slicing.structure, weight=weight, scale=scale, factor=root)
@@ -256,11 +387,11 @@ def _by_column(
             part = inside.part
         else:
             rows = rows.now() if isinstance(rows, LazyTensor) else rows
-            part = scope.apart(rows, cut, slicing, site)
-        parts.append(scope.beyond(part, slicing, site))
+            part = scope.sliced.apart(rows, cut, slicing, site)
+        parts.append(scope.sliced.beyond(part, slicing, site))
     assert cut is not None
     assert last.source is not None
-    found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.bound
+    found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.sliced.bound
     out = do(*found) if bound is None else by_chunk(bound, slicing, cut, how, found)
     return InSlices(out, cut, last.trailing, last.edges, slicing, last.source.site).lazy()
 
@@ -293,9 +424,9 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             return NotImplemented
         multiple.check()
         other, factor = multiple.rows, multiple.factor
-    if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.of_each_vertex(other):
+    if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.axes.of_each_vertex(other):
         return NotImplemented
-    part = scope.apart(other, inside.cut, inside.slicing, inside.site)
+    part = scope.sliced.apart(other, inside.cut, inside.slicing, inside.site)
     part = part if factor == 1.0 else part * factor
     found = func(inside.part, part) if one is not None else func(part, inside.part)
     return inside.of(found).lazy()
@@ -304,29 +435,23 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 class Layer(Protocol):
     """What :func:`scaled` asks of the running interceptor."""
 
-    slices: bool
-    layers: int
-    marks: Placements
-
-    def axis(self, tensor: Any) -> int | None:
-        """Return the axis along which a tensor has one row per vertex or edge."""
-
-    def of_each_vertex(self, tensor: Any) -> bool:
-        """Return True if a tensor has one row for each own vertex."""
+    sliced: SlicedReads
+    forward: RunningForward
+    axes: Axes
 
 
 def scaled(
     scope: Layer, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Defer the product of own rows and a number inside a layer."""
-    if not scope.slices or scope.layers == 0 or kwargs or len(args) != 2:
+    if not scope.sliced.on or scope.forward.layers == 0 or kwargs or len(args) != 2:
         return NotImplemented
     rows, factor = args if isinstance(args[0], Tensor) else reversed(args)
     if type(rows) is not Tensor or not isinstance(factor, (int, float)) or not supports(rows):
         return NotImplemented
-    if not scope.of_each_vertex(rows) or scope.axis(rows) != 0:
+    if not scope.axes.of_each_vertex(rows) or scope.axes.of(rows) != 0:
         return NotImplemented
-    return scope.marks.put(
+    return scope.axes.marks.put(
         LazyTensor(Scaled(rows, float(factor), rows._version)), Placement(PlacementKind.ROWS)
     )
 

@@ -1,6 +1,6 @@
 """Edge layout: the edges of a tensor group, and how rows and weights reach the rank that reduces over them.
 
-Where it sits: ``intercept.deferral`` makes one for each edge list that messages are reduced over in feature
+Where it sits: ``deferred.deferral`` makes one for each edge list that messages are reduced over in feature
 slices; ``deferred.sliced_reduce`` reduces over it. Rows of a part are numbered by rank, and each rank's own
 rows keep their order. Rows received from the peers can therefore be read where they are written.
 

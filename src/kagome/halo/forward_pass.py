@@ -189,6 +189,53 @@ class ForwardPass:
         return torch.is_grad_enabled()
 
 
+class RunningForward:
+    """The forward pass of one part, and the modules and layers that are running in it.
+
+    Args:
+        device: Where the model runs.
+        fast: Whether messages are deferred and reduced by kernels. False runs everything as PyG runs it.
+    """
+
+    def __init__(self, device: torch.device, *, fast: bool) -> None:
+        self.fast = fast
+        self.turn = ForwardPass(0, checked=False, device=device, grad=False)
+        self.path: list[str] = []
+        """The modules that are running, outermost first."""
+        self.arguments: list[dict[str, Any]] = []
+        """The arguments of each ``propagate`` that is running."""
+        self.draws = self.layers = 0
+        """How often the forward has drawn, and how many message-passing layers are running."""
+        self.fault = ""
+        """The innermost module that an error has left."""
+
+    def begin(self, turn: ForwardPass) -> None:
+        """Begin a forward pass: sites and draws are numbered from the start."""
+        self.turn, self.path, self.arguments, self.draws, self.layers = turn, [], [], 0, 0
+
+    def where(self) -> str:
+        """Return the path of the running module, for names and messages."""
+        return self.path[-1] if self.path else "the model's forward"
+
+    def site(self, rows: Tensor) -> str:
+        """Return the site name of a read: module path and, inside propagate, the argument's name."""
+        for arguments in reversed(self.arguments):
+            for name, value in arguments.items():
+                if value is rows or (isinstance(value, (tuple, list)) and any(v is rows for v in value)):
+                    return f"{self.where()}.{name}"
+        return self.where()
+
+    def call(self) -> tuple[str, int]:
+        """Return the running module's path and the number of this draw within the forward."""
+        self.turn.refuse_again(self.where())
+        self.draws += 1
+        return self.where(), self.draws
+
+    def own_seed(self) -> bool:
+        """Return True if forward has seeded torch's generator since it began. Its draws are then its own."""
+        return torch.initial_seed() != self.turn.seed
+
+
 def transformed() -> bool:
     """Return whether a transform of ``torch.func`` is running; its tensors carry no placements."""
     return torch._C._functorch.peek_interpreter_stack() is not None

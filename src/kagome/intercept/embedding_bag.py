@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from kagome.errors import ModelError
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, PlacementKind
-from kagome.positions.refusals import Args, Func, Kwargs, PositionScope
+from kagome.positions.position_scope import Args, Func, Kwargs, PositionScope
 from kagome.user_frame import user_line
 
 
@@ -42,19 +42,19 @@ def bag(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     if (table := held.get("weight")) is not None and table.kind in (*VERTICES, PlacementKind.LOST):
         raise _refused(
             scope,
-            "it reads rows of vertices by numbers",
+            "one that reads rows of vertices by numbers",
             "x[edge_index[0]], and a sum of them by edge_index[1] (index_add, scatter)",
         )
     if given.get("offsets") is not None or bags is None or not isinstance(ids, Tensor) or ids.dim() != 2:
         raise _refused(
             scope,
-            "each bag ends where that of the next vertex or edge begins, which lies on another part",
+            "bags of which each ends where that of the next vertex or edge begins, on another part",
             "a row of k numbers for each vertex, F.embedding_bag(ids [N, k], table)",
         )
     if bags.kind not in ALIGNED or bags.kind in IDS or bags.axis or given.get("max_norm") is not None:
         raise _refused(
             scope,
-            "it goes by numbers of vertices, or changes its table",
+            "one that goes by numbers of vertices, or changes its table",
             "F.embedding, and a sum over axis 1",
         )
     with torch._C.DisableTorchFunction():
@@ -63,10 +63,10 @@ def bag(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     return scope.marks.put(out, replace(bags, kind=kind))
 
 
-def _refused(scope: PositionScope, found: str, hint: str) -> ModelError:
+def _refused(scope: PositionScope, got: str, hint: str) -> ModelError:
     return ModelError(
-        "F.embedding_bag sums rows of a table for each vertex or edge",
-        found,
+        "F.embedding_bag to sum rows of a table for each vertex or edge",
+        got,
         where="; ".join(filter(None, (scope.where(), user_line()))),
         hint=f"{hint}; or train on one rank",
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kagome.deferred import sliced_reduce
+from kagome.deferred.deferral import Deferral
 from kagome.deferred.edge_map import EdgeMap
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Linear
@@ -33,7 +34,9 @@ from kagome.positions import (
     unique,
     vertex_tables,
 )
-from kagome.positions.refusals import PositionScope, lost, refused
+from kagome.positions.position_scope import PositionScope
+from kagome.scope.exchanges import NeighborReads
+from kagome.scope.rows import lost, refused
 from kagome.sparse_ops import linear
 from kagome.sparse_ops.edge_view import EdgeView
 from kagome.sparse_ops.sparse_features import SparseFeatures
@@ -45,65 +48,11 @@ from kagome.user_frame import by_kagome, from_library
 class Reader(PositionScope, Protocol):
     """What a handler asks of the running interceptor."""
 
-    fast: bool
+    size: int
     views: list[EdgeView]
     inputs: dict[str, Tensor]
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the graph."""
-
-    def read(self, rows: Tensor, axis: int, mark: Placement) -> Tensor:
-        """Return own and halo rows along an axis."""
-
-    def knows_number(self, mark: Placement) -> bool:
-        """Return True if the total number of rows of a placement is known without asking the other ranks."""
-
-    def goes_beyond(self, what: str) -> None:
-        """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
-
-    def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
-        """Return sums on own rows from sums on own and halo rows."""
-
-    def greatest(self, part: Tensor) -> Tensor:
-        """Return the maximum over ranks, without gradient."""
-
-    def out_edges(self) -> EdgeView:
-        """Return the out-edges of own vertices."""
-
-    @property
-    def last_vertex(self) -> int:
-        """Number of the last vertex of the whole graph that has an edge."""
-
-    def last_row(self) -> int:
-        """Count own vertices up to the last one with an edge."""
-
-    def number_of(self, mark: Placement, count: int) -> int:
-        """Return how many rows all ranks have together."""
-
-    def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
-        """Return a gather by one end of the graph's edges as a deferred message; else None."""
-
-    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
-        """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
-
-    def axis(self, tensor: Any) -> int | None:
-        """Return the axis along which a tensor has one row per vertex or edge."""
-
-    def like(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Give ``out`` the placement of ``tensor``."""
-
-    def mark(self, tensor: Tensor, mark: Placement) -> Tensor:
-        """Record the placement of a tensor."""
-
-    def sums_late(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True if a linear map of rows is deferred."""
-
-    def maps_late(self, x: Tensor, weight: Tensor) -> bool:
-        """Return True if a linear map of edge features is deferred."""
-
-    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
-        """Return a reduction over each row's in-edges, or None where kernels do not apply."""
+    reads: NeighborReads
+    deferral: Deferral
 
 
 Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -138,7 +87,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         and axis == 0
         and not rest
     ):
-        late = scope.put_off(base, index, mark)
+        late = scope.deferral.put_off(base, index, mark)
         if late is not None:
             return late
     base = now(base)
@@ -167,7 +116,7 @@ def _gathered(
     kwargs: dict[str, Any],
 ) -> Any:
     if mark.kind in (PlacementKind.SOURCE, PlacementKind.EDGES):
-        base = scope.read(base, axis, mark)
+        base = scope.reads.read(base, axis, mark)
     if name == "__getitem__":
         return func(base, (index, *rest) if rest else index, **kwargs)
     return func(base, axis, index)
@@ -210,7 +159,7 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     if mark.kind is PlacementKind.TARGET:
         return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, mark.view, axis))
     if mark.kind is PlacementKind.SOURCE and scope.size == 1:
-        scope.goes_beyond("sums for neighbours' rows")
+        scope.reads.goes_beyond("sums for neighbours' rows")
         return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, 0, axis))
     if scope.size == 1 or mark.kind is PlacementKind.LOCAL:
         return NotImplemented
@@ -218,8 +167,8 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     adds = not name.startswith("scatter_reduce") or reduce == "sum"
     if not adds and (mark.kind is PlacementKind.SOURCE or reduce not in ("amax", "amin")):
         raise ModelError(
-            "what is written by source ids must be a sum, and what is pooled a sum, maximum or minimum",
-            f"{name} asks for {reduce!r}",
+            "what is written by source ids to be a sum, and what is pooled a sum, maximum or minimum",
+            f"{name} with {reduce!r}",
             where=scope.where(),
             hint="sum or mean, or let messages flow from source to target",
         )
@@ -231,10 +180,12 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         shape[axis] = plan.own + plan.halo
         sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
         return scope.marks.put(
-            _add(base, scope.write(sums, axis, mark), name), Placement(PlacementKind.ROWS, 0, axis)
+            _add(base, scope.reads.write(sums, axis, mark), name), Placement(PlacementKind.ROWS, 0, axis)
         )
     if adds:
-        return _add(base, scope.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name)
+        return _add(
+            base, scope.ranks.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name
+        )
     best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
     return base.copy_(best) if name.endswith("_") else best
 
@@ -243,7 +194,7 @@ def _by_place(
     scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace ``arange(x.size(0))`` in a write's arguments by the positions of own rows on this part."""
-    own = scope.marks.put(scope.local_of(index), Placement(PlacementKind.TARGET))
+    own = scope.marks.put(scope.ids.local_of(index), Placement(PlacementKind.TARGET))
     args = tuple(own if value is index else value for value in args)
     return args, {key: own if value is index else value for key, value in kwargs.items()}
 
@@ -275,7 +226,7 @@ def _reduced(
         return None
     if base.shape[1:] != value.shape[1:] or base.dtype != value.dtype:
         return None
-    sums = scope.edge_reduce(value, index, 0, how)
+    sums = scope.deferral.edge_reduce(value, index, 0, how)
     if sums is None or sums.size(0) != base.size(0):
         return None
     with torch._C.DisableTorchFunction():
@@ -300,14 +251,16 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         call = scope.__torch_function__  # a product with rows, like any other
         out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
         return out if bias is None else call(Tensor.add, (), (out, bias))
-    if bias is None and scope.sums_late(args[0], weight):
-        return scope.marks.put(LazyTensor(Linear(args[0], weight, scope)), Placement(PlacementKind.ROWS))
-    if scope.maps_late(args[0], weight):
-        return scope.like(LazyTensor(EdgeMap(args[0], weight, bias, (weight.size(0),))), args[0])
+    if bias is None and scope.deferral.sums_late(args[0], weight):
+        return scope.marks.put(
+            LazyTensor(Linear(args[0], weight, scope.deferral)), Placement(PlacementKind.ROWS)
+        )
+    if scope.deferral.maps_late(args[0], weight):
+        return scope.axes.like(LazyTensor(EdgeMap(args[0], weight, bias, (weight.size(0),))), args[0])
     rows = _factor(scope, args[0], weight)
     if rows is None or not (isinstance(rows, SparseFeatures) or linear.suits(rows, weight)):
         return NotImplemented
-    return scope.like(linear.linear(rows, weight, bias), args[0])
+    return scope.axes.like(linear.linear(rows, weight, bias), args[0])
 
 
 def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,21 +271,21 @@ def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     rows = _factor(scope, args[0], weight)
     if not isinstance(rows, SparseFeatures):
         return NotImplemented
-    return scope.like(linear.linear(rows, weight.t()), args[0])
+    return scope.axes.like(linear.linear(rows, weight.t()), args[0])
 
 
 def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | SparseFeatures | None:
     """Return rows of vertices or edges in the form a product takes; None if :mod:`linear` does not apply."""
     if (
-        not scope.fast
+        not scope.forward.fast
         or torch.is_autocast_enabled("cpu")
         or isinstance(x, LazyTensor)
         or isinstance(weight, LazyTensor)
     ):
         return None
-    if scope.axis(x) != 0 or scope.marks.get(weight) is not None:
+    if scope.axes.of(x) != 0 or scope.marks.get(weight) is not None:
         return None
-    rows = scope.thinned(x)
+    rows = scope.deferral.thinned(x)
     return x if isinstance(rows, SparseFeatures) and rows.dtype != weight.dtype else rows
 
 
@@ -343,14 +296,14 @@ def _pooled_extreme(
     low = -math.inf if value.is_floating_point() else torch.iinfo(value.dtype).min
     best = torch.full_like(base, low, requires_grad=False)
     best = best.scatter_reduce(axis, index, value.detach() * sign, "amax", include_self=True)
-    best = scope.greatest(best)
+    best = scope.ranks.greatest(best)
     none, best = best == low, best * sign
     if value.requires_grad:
         same = value.detach() == best.gather(axis, index)
         ties = torch.zeros_like(best).scatter_add(axis, index, same.to(value.dtype))
         kept_tensors = torch.where(same & value.detach().isfinite(), value, torch.zeros_like(value))
         slope = torch.zeros_like(best).scatter_add(axis, index, kept_tensors - kept_tensors.detach())
-        best = best + scope.total(slope) / scope.total(ties).clamp(min=1)
+        best = best + scope.ranks.total(slope) / scope.ranks.total(ties).clamp(min=1)
     return torch.where(none, base, best)
 
 
@@ -374,7 +327,7 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     if tuple(d % 2 for d in dims) != (0,):
         return NotImplemented
     if edges is scope.inputs.get("edge_index"):
-        return scope.out_edges().edge_index
+        return scope.reads.out_edges().edge_index
     if len(scope.views) > 1 and edges is scope.views[1].edge_index:
         return scope.views[0].edge_index
     return NotImplemented
@@ -390,8 +343,8 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     if mark is None or mark.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
         return NotImplemented
     if not from_library() and scope.parted:
-        return torch.tensor(scope.last_vertex, device=scope.device)
-    return torch.tensor(scope.last_row() - 1, device=scope.device)
+        return torch.tensor(scope.ids.last_vertex, device=scope.device)
+    return torch.tensor(scope.ids.last_row() - 1, device=scope.device)
 
 
 def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -414,8 +367,8 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
             PlacementKind.PAIRS, mark.view, 0, args[0] if mark.kind is PlacementKind.EDGES else mark.edges
         )
     kind = edge_positions.counts(scope, what)
-    count = kind(size[axis], what, lambda: scope.number_of(what, int(count)))
-    told = scope.parted and scope.knows_number(what) and not from_library() and not by_kagome()
+    count = kind(size[axis], what, lambda: scope.ranks.number_of(what, int(count)))
+    told = scope.parted and scope.ranks.knows_number(what) and not from_library() and not by_kagome()
     size[axis] = Shown.of(count) if told else count
     return torch.Size(size) if dim is None else size[axis]
 
@@ -475,8 +428,8 @@ def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     if scope.size == 1 or all(mark is None or mark.kind in known for mark in found):
         return NotImplemented
     raise ModelError(
-        "a layer reads neighbours by edge_index",
-        f"it makes a sparse matrix of the edges ({name}) inside forward",
+        "a layer to read neighbours by edge_index",
+        f"a sparse matrix of the edges made inside forward ({name})",
         where=scope.where(),
         hint="give the layer edge_index itself, or gather x[edge_index[0]] and scatter by edge_index[1]",
     )
@@ -543,9 +496,9 @@ def _rebuilt(scope: PositionScope, what: str) -> ModelError:
     """Return the error for ids whose meaning is no longer known."""
     return refused(
         scope,
-        f"{what} uses ids that were computed from them (an edge list rebuilt inside forward)",
+        f"{what} by ids that were computed from them (an edge list rebuilt inside forward)",
         hint="rebuild the edges before training (data.edge_index), not inside forward",
-        asked="every read of neighbours' rows goes by ids from edge_index",
+        expected="every read of neighbours' rows to go by ids from edge_index",
     )
 
 

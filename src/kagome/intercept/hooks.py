@@ -48,26 +48,26 @@ def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
         def enter(module: nn.Module, _args: Any, name: str = name, caches: bool = caches) -> None:
             if caches and several:
                 forget(module)
-            if scope.turn.outside:
+            if scope.forward.turn.outside:
                 return  # the loss runs this module: leave it to torch
-            scope.turn.refuse_again(name)
-            scope.path.append(name)
+            scope.forward.turn.refuse_again(name)
+            scope.forward.path.append(name)
             refuse_old_hooks(scope, module)
             if isinstance(module, MessagePassing):
-                scope.enter_layer()
+                scope.forward.layers += 1
 
         def leave(module: nn.Module, _args: Any, out: Any, name: str = name, caches: bool = caches) -> Any:
-            if scope.turn.outside:
+            if scope.forward.turn.outside:
                 return None
             # Also called after an error, innermost first: the first module called is the one to name.
-            scope.fault = (scope.fault or name) if out is None else ""
-            if scope.path:
-                scope.path.pop()
+            scope.forward.fault = (scope.forward.fault or name) if out is None else ""
+            if scope.forward.path:
+                scope.forward.path.pop()
             if caches:
                 (forget if several else _settle)(module)
             if module is model and out is not None:
                 refuse_some_rows(scope, out, "the model")
-            return scope.leave_layer(out) if isinstance(module, MessagePassing) else None
+            return scope.deferral.leave_layer(out) if isinstance(module, MessagePassing) else None
 
         if isinstance(module, torch.jit.ScriptModule):
             continue  # takes no hooks; what it does is named after the module that calls it
@@ -111,21 +111,21 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
     inner = getattr(module, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
-        if scope.turn.outside or transformed():
+        if scope.forward.turn.outside or transformed():
             if scope.size > 1:
-                scope.turn.refuse_outside(type(module).__name__)
+                scope.forward.turn.refuse_outside(type(module).__name__)
             return inner(*args, **kwargs)
         again = scope.again if name == "propagate" else None
         found = None if again is None else again.call(module, args, kwargs)
         if found is not None:
             return found
         refuse_unknown_edges(scope, args[0] if args else kwargs.get("edge_index"))
-        scope.arguments.append(kwargs)
+        scope.forward.arguments.append(kwargs)
         noted = None if scope.notes is None else scope.notes.aside()
         try:
             out = inner(*args, **kwargs)
         finally:
-            scope.arguments.pop()
+            scope.forward.arguments.pop()
             if noted is not None:
                 noted()
         if again is not None:
@@ -151,7 +151,7 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope, states = self.scope, self.states
-        if scope.turn.outside or transformed():
+        if scope.forward.turn.outside or transformed():
             return self.inner(*args, **kwargs)
         found = scope.calls.call(states, args, kwargs)
         if found is not None:
@@ -171,7 +171,7 @@ class _Watched:
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the layer would give if this call is like the last one; else None."""
-        return None if self.scope.turn.outside else self.scope.calls.whole(self.states, args, kwargs)
+        return None if self.scope.forward.turn.outside else self.scope.calls.whole(self.states, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a plain forward: a copied layer has its own weights and runs as its class says."""
@@ -209,7 +209,7 @@ def _turn_round(scope: Interceptor) -> Callable[..., Any]:
             name = names.get(id(value))
             if name not in edge_names:
                 return value
-            view = scope.out_edges()
+            view = scope.reads.out_edges()
             return view.given if name == "edge_index" else view.attributes[str(name)]
 
         return tuple(turned(a) for a in args), {k: turned(v) for k, v in kwargs.items()}

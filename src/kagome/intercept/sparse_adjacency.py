@@ -22,7 +22,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from kagome.deferred.constants import Constants
 from kagome.deferred.lazy_tensor import now
 from kagome.errors import ModelError
 from kagome.graph.structure.sparse_adjacency import Adjacency, adjacency_of
@@ -30,6 +29,8 @@ from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Placement, PlacementKind, Placements
 from kagome.placement.symbolic_size import SymbolicSize
 from kagome.positions.edge_tables import flat
+from kagome.scope.constants import Constants
+from kagome.scope.exchanges import RankSums
 from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import user_line
 
@@ -61,7 +62,7 @@ class Matrix:
     pointer: Tensor
 
 
-class Scope(Protocol):
+class MatrixScope(Protocol):
     """What these handlers ask of the running interceptor."""
 
     marks: Placements
@@ -69,13 +70,8 @@ class Scope(Protocol):
     constants: Constants
     parted: bool
     matrix: Matrix | None
-
-    @property
-    def own(self) -> int:
-        """Number of rows that this rank owns."""
-
-    def number_of(self, mark: Placement, count: int) -> int:
-        """Return how many rows the whole graph has."""
+    ranks: RankSums
+    own: int
 
     def where(self) -> str:
         """Return the path of the running module."""
@@ -84,7 +80,7 @@ class Scope(Protocol):
         """Answer one torch call of the forward."""
 
 
-def matrix_of(scope: Scope) -> Matrix | None:
+def matrix_of(scope: MatrixScope) -> Matrix | None:
     """Return the stand-in for the matrix of view 0; None if the data was given as edges."""
     view = scope.views[0]
     told = adjacency_of(view.attributes)
@@ -111,7 +107,7 @@ def matrix_of(scope: Scope) -> Matrix | None:
     return Matrix(given, told, told.values, source, target, ends, pointer)
 
 
-def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _product(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``adj_t @ x`` and its other names."""
     matrix = scope.matrix
     if matrix is None or not any(value is matrix.given for value in args):
@@ -126,9 +122,7 @@ def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if not scope.parted:
         return scope.marks.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
     if how not in ("sum", "mean"):
-        raise _refused(
-            scope, f"{name} asks for {how!r}", hint="give the layer edge_index, or take sums or means"
-        )
+        raise _refused(scope, f"{name} with {how!r}", hint="give the layer edge_index, or take sums or means")
     call = scope.__torch_function__
     read = call(Tensor.index_select, (), (x, 0, matrix.source))
     values = matrix.values.to(x.dtype)
@@ -142,7 +136,7 @@ def _product(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     return scope.marks.put(out, Placement(PlacementKind.ROWS))
 
 
-def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _size(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``size`` and ``shape``: as many rows and columns as there are vertices."""
     matrix = scope.matrix
     if matrix is None or args[0] is not matrix.given or not scope.parted:
@@ -152,13 +146,13 @@ def _size(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     count = SymbolicSize(
         scope.own,
         Placement(PlacementKind.ROWS),
-        lambda: scope.number_of(Placement(PlacementKind.ROWS), scope.own),
+        lambda: scope.ranks.number_of(Placement(PlacementKind.ROWS), scope.own),
     )
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return torch.Size([count, count]) if dim is None else count
 
 
-def _asked(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def _asked(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer reads of the matrix's components with the part's edges, in their order."""
     matrix, first = scope.matrix, args[0] if args else None
     if matrix is None or not scope.parted:
@@ -179,7 +173,7 @@ def _asked(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     return NotImplemented
 
 
-def refuse_unknown(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> None:
+def refuse_unknown(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> None:
     """Refuse a call on a part's matrix that no handler has answered.
 
     Raises:
@@ -190,7 +184,7 @@ def refuse_unknown(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwar
     if name in _KNOWN or (name == "__get__" and attribute(func) not in ("T", "mT", "H", "mH")):
         return
     if any(value is matrix.given or value is matrix.pointer for value in flat(args, kwargs)):
-        raise _refused(scope, f"{name} is asked of it")
+        raise _refused(scope, f"{name} of it")
 
 
 _KNOWN: Final = frozenset(
@@ -208,7 +202,7 @@ _KNOWN: Final = frozenset(
 )
 
 
-def swap(scope: Scope, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
+def swap(scope: MatrixScope, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
     """Replace the matrix in a PyG layer's arguments by edges where the result is the same; else return None.
 
     For a matrix of ones without self-loops, a layer computes the same from its edges. Values become edge
@@ -235,10 +229,10 @@ def swap(scope: Scope, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[A
     return tuple(map(swapped, args)), {**{key: swapped(value) for key, value in kwargs.items()}, **weighted}
 
 
-def _refused(scope: Scope, what: str, *, hint: str = "") -> ModelError:
+def _refused(scope: MatrixScope, got: str, *, hint: str = "") -> ModelError:
     return ModelError(
-        "a part reads its own rows of the adjacency: products with rows of vertices, its edges, its values",
-        what,
+        "a part to read its own rows of the adjacency: products with rows of vertices, its edges, its values",
+        got,
         where="; ".join(filter(None, (scope.where(), user_line()))),
         hint=hint or "give the layer data.edge_index and data.edge_weight, or train on one rank",
     )

@@ -1,7 +1,8 @@
 """Held tensors: every tensor that an interceptor keeps from one forward pass to the next, by kind.
 
 Where it sits: ``memory.tensor_bytes`` counts them. This module knows what ``intercept.interceptor``,
-``intercept.deferral`` and ``sparse_ops.edge_view`` keep, so that no module outside this folder has to.
+``scope``, ``deferred.deferral`` and ``sparse_ops.edge_view`` keep, so that no module outside this folder has
+to.
 """
 
 from __future__ import annotations
@@ -36,24 +37,11 @@ def holding(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
     yield "send", part.send
     for value in (part.own, part.halo):
         yield "tables", value
-    for edges in scope._edge_sets.values():
-        for value in _of_structure(edges.structure):
+    for structure in scope.deferral.structures():
+        for value in _of_structure(structure):
             yield "tables", value
-    for slicing in scope.slicings():
-        for value in _of_structure(slicing.structure):
-            yield "tables", value
-    for value in (*_kept(scope), *scope.constants.tensors()):
+    for value in (*scope.constants.held(), *scope.ids.held(), *scope.reads.held_lists()):
         yield "kept", value
-
-
-def _kept(scope: Interceptor) -> Iterator[Tensor]:
-    for value, _ in scope.remembered.values():
-        yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
-    for _, _, whole in scope._constants.values():
-        yield whole
-    yield from scope._edge_keys.values()
-    if scope._everyone is not None:
-        yield from (scope._everyone.send, scope._order)
 
 
 def _of_structure(structure: Structure) -> Iterator[Tensor]:

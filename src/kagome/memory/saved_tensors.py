@@ -223,11 +223,11 @@ def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
                 if size and forward > 0:  # messages of the forward come first
                     # Rows that change are exchanged by each layer. Constant rows are exchanged once and kept,
                     # so layers that read them share one address.
-                    place = rows.data_ptr() if scope.lasting(rows) else -len(read) - 1
+                    place = rows.data_ptr() if scope.constants.lasting(rows) else -len(read) - 1
                     read.append((step.name, place, size))
                     forward -= size
             channel.gone = []
-            scope.forget_kept()  # a stage that starts with the next step would read and compute it anew
+            scope.constants.forget()  # a stage that starts with the next step would read and compute it anew
         ledger = ledger_of(scope, model)
         held = [(name, *place) for name, some in kept for place in ledger.apart(some).items()]
     return _Ran(_shared(held), _shared(read), back)

@@ -107,7 +107,7 @@ class ChunkEngine:
         self.chunks = chunked(part, mesh.graph, parallel, options)
         self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
         self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.tell)
-        self.offload = Offload(parallel, device, lambda tensor: self.current.get().lasting(tensor))
+        self.offload = Offload(parallel, device, lambda tensor: self.current.get().constants.lasting(tensor))
         self.saving = ChunkActivations(self.offload, self.chunks, model)
         self.owners = ParameterOwnership(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
         self.foreign = self.owners.foreign()
@@ -207,7 +207,7 @@ class ChunkEngine:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the exchanges for the summary. All ranks call it."""
-        bound = self.chunks.scopes[0].bound
+        bound = self.chunks.scopes[0].sliced.bound
         used = {} if bound is None else bound.used(self.mesh.world)
         return {**self.controller.facts(), **used, **self.offload.facts(self.mesh.world)}
 
@@ -412,7 +412,7 @@ class ChunkEngine:
         rows = job.scope.inputs["train_mask"].nonzero().view(-1)
         target, shown = self.aim.objective.target(job.scope.inputs, rows), out[rows]
         if not self._checked:
-            with RefusesKept(lambda tensor: job.scope.axis(tensor) is not None, self.model):
+            with RefusesKept(lambda tensor: job.scope.axes.of(tensor) is not None, self.model):
                 self.aim.objective.check(shown, target, trains=True, apart=self._apart)
             self.aim.metric.check(out)
         if not rows.numel():

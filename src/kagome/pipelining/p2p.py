@@ -109,7 +109,7 @@ class StageTransfers:
             return value
         backward = not action.kind.forward
         where = f"{name} in {self._words(action)}"
-        stamps = self.jobs[action.stage, action.chunk].scope.row_ids()
+        stamps = self.jobs[action.stage, action.chunk].scope.ids.own()
         return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
 
     def receive(self, action: Action) -> None:

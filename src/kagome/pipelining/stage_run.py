@@ -98,9 +98,9 @@ class StageRun:
         known = self.code.survey.values[name]
         leaf = value.detach()
         if known.kind == "rows":
-            leaf = self.scope.mark(leaf, Placement(PlacementKind.ROWS))
+            leaf = self.scope.marks.put(leaf, Placement(PlacementKind.ROWS))
         elif known.kind == "edges":
-            leaf = self.scope.mark(
+            leaf = self.scope.marks.put(
                 leaf, Placement(PlacementKind.PAIRS, 0, edges=self.scope.views[0].edge_index)
             )
         self.values[name] = leaf.requires_grad_(known.grad and self.training)
@@ -120,8 +120,8 @@ class StageRun:
         draws = code.survey.draws if self.training else code.survey.eval_draws
 
         def before(step: Step) -> None:
-            scope.draws = draws[step.name]
-            scope.path[:] = [step.within or root]
+            scope.forward.draws = draws[step.name]
+            scope.forward.path[:] = [step.within or root]
 
         # The forward pass is left at once, because what it holds must not outlive the chunk.
         with (

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
-from kagome.halo.forward_pass import ForwardPass
+from kagome.halo.forward_pass import RunningForward
 from kagome.kernels.base.address import address
 from kagome.placement.placement import IDS, Placement, PlacementKind
 from kagome.positions.edge_positions import Edges, refused
 from kagome.positions.edge_tables import flat
+from kagome.scope.constants import Constants
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -33,19 +34,8 @@ _ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
 class AlignedEdges(Edges, Protocol):
     """What alignment asks of the running interceptor."""
 
-    turn: ForwardPass
-
-    def lasting(self, tensor: Tensor | None) -> bool:
-        """Return True if a tensor is constant across forward passes."""
-
-    def keep(self, key: Any, value: Any) -> Any:
-        """Cache, for all forward passes, a value computed from constant tensors."""
-
-    def kept(self, key: Any) -> Any:
-        """Return a cached value; None if there is none."""
-
-    def once(self) -> Any:
-        """Surround the computation of a cached value."""
+    forward: RunningForward
+    constants: Constants
 
 
 def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -128,23 +118,23 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     assert view.across is not None
     assert view.pick is not None
     with torch._C.DisableTorchFunction():
-        last = scope.lasting(values)
+        last = scope.constants.lasting(values)
         key = ("turned", address(values), tuple(values.shape), axis)
-        found: Tensor | None = scope.kept(key) if last else None
+        found: Tensor | None = scope.constants.kept(key) if last else None
         if found is None:
             front = values.movedim(axis, 0)
             rows = front.reshape(front.size(0), front.shape[1:].numel())
             if not rows.is_floating_point():
                 rows = rows.double()
             if last:
-                with scope.once():
-                    every = view.across.extend(rows, scope.turn, "flipped edges")
+                with scope.constants.once():
+                    every = view.across.extend(rows, scope.forward.turn, "flipped edges")
             else:
-                every = view.across.extend(rows, scope.turn, f"{scope.where()}.flipped")
+                every = view.across.extend(rows, scope.forward.turn, f"{scope.where()}.flipped")
             picked = every.index_select(0, view.pick).to(values.dtype)
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:
-                scope.keep(key, found)
+                scope.constants.keep(key, found)
     return scope.marks.put(found, Placement(PlacementKind.PAIRS, 1, axis, edges=view.edge_index))
 
 

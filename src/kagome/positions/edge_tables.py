@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from kagome.deferred.constants import Constants
 from kagome.errors import ModelError
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Placement, PlacementKind, Placements
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.placement.writes import IN_PLACE, writes, written_by
+from kagome.scope.constants import Constants
 from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import user_line
 
@@ -87,10 +87,7 @@ class Cutter(Protocol):
     constants: Constants
     keeping: KeptTensors
     parted: bool
-
-    @property
-    def edges(self) -> int:
-        """Number of edges of the whole graph."""
+    edges: int
 
     def where(self) -> str:
         """Return the path of the module whose forward is running."""

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from kagome.placement.placement import IDS, NO_IDS, Placement, PlacementKind, tensors
 from kagome.placement.symbolic_size import SymbolicSize
-from kagome.positions.refusals import FULL, Args, Func, Kwargs, PositionScope, refused
+from kagome.positions.position_scope import FULL, Args, Func, Kwargs, PositionScope
+from kagome.scope.rows import refused
 from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import from_library
 
@@ -207,7 +208,7 @@ def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
     scope.numbered = True
     edges = ids if mark.kind is PlacementKind.EDGES else mark.edges
     with torch._C.DisableTorchFunction():
-        values = scope.ids_in(mark)[ids.long()].to(ids.dtype)
+        values = scope.ids.with_halo(mark)[ids.long()].to(ids.dtype)
     count = edges.size(-1) if edges is not None else None
     return scope.marks.put(
         values, Placement(PlacementKind.PAIRS, mark.view, _axis(values, mark, count), edges)

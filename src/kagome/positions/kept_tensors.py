@@ -25,6 +25,7 @@ from kagome.placement.placement import Placement, PlacementKind, Placements, ten
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.placement.writes import written_by
 from kagome.positions.edge_tables import EdgeTables, tensors_of
+from kagome.scope.constants import Constants
 from kagome.user_frame import from_library, user_line
 
 Args = tuple[Any, ...]
@@ -51,9 +52,7 @@ class Ending(Keeper, Protocol):
     """What is asked of an interceptor when a forward has ended."""
 
     edge_tables: EdgeTables | None
-
-    def forget_kept(self) -> None:
-        """Drop everything computed or read from constant tensors."""
+    constants: Constants
 
 
 class KeptTensors:
@@ -123,7 +122,7 @@ class KeptTensors:
         """
         self._held = None
         if self.shown:
-            scope.forget_kept()
+            scope.constants.forget()
             self.shown = False
         if scope.edge_tables is not None:
             scope.edge_tables.forget()
@@ -166,7 +165,7 @@ def data(scope: Any, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         and not args[0].requires_grad
         and not from_library()
     ):
-        scope.forget_kept()
+        scope.constants.forget()
         scope.keeping.shown = True
     return NotImplemented
 

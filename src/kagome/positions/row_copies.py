@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kagome.placement.weak_map import WeakTensorMap
-from kagome.positions.refusals import Args, PositionScope, refused
+from kagome.positions.position_scope import Args, PositionScope
+from kagome.scope.rows import refused
 from kagome.user_frame import user_line
 
 

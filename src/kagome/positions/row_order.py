@@ -17,9 +17,10 @@ from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
 from kagome.placement.row_subset import RowSubset, in_a_row
 from kagome.placement.symbolic_size import SymbolicSize, as_place
-from kagome.positions.refusals import Args, Func, Kwargs, PositionScope, refused, rows_base
+from kagome.positions.position_scope import Args, Func, Kwargs, PositionScope, rows_base
 from kagome.positions.row_positions import rows_at
 from kagome.positions.vertex_tables import has_all, own_rows
+from kagome.scope.rows import refused
 from kagome.user_frame import by_kagome, from_library, user_line
 
 
@@ -103,7 +104,7 @@ def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Pl
         ModelError: If a user adds other edges, whose ids would be taken for ids of this part.
     """
     if mark is not None and mark.kind is PlacementKind.NUMBERS:
-        return scope.marks.put(scope.local_of(value), replace(lead, edges=None))
+        return scope.marks.put(scope.ids.local_of(value), replace(lead, edges=None))
     if mark is not None or not scope.parted or not value.numel():
         return value
     with torch._C.DisableTorchFunction():
@@ -132,7 +133,7 @@ def count(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     with torch._C.DisableTorchFunction():
         here, dims = len(args[0]), args[0].dim()
     along = mark.axis if mark.kind in ALIGNED else dims - 1 if mark.kind in IDS else 0
-    return scope.number_of(mark, here) if along == 0 else NotImplemented
+    return scope.ranks.number_of(mark, here) if along == 0 else NotImplemented
 
 
 def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -168,7 +169,7 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     mark = Placement(PlacementKind.NUMBERS)
     scope.numbered = scope.parted or scope.numbered
     with torch._C.DisableTorchFunction():
-        ids = scope.ids_of(mark)
+        ids = scope.ids.of(mark)
         out = ids.to(named.get("device") or ids.device, named.get("dtype") or torch.int64, copy=True)
     return scope.marks.put(out, mark)
 

@@ -29,18 +29,17 @@ from kagome.halo.exchange import NAMED
 from kagome.placement.placement import VERTICES, Placement, PlacementKind
 from kagome.placement.row_subset import RowSubset, among
 from kagome.placement.symbolic_size import as_place
-from kagome.positions.refusals import (
+from kagome.positions.position_scope import (
     FULL,
     Args,
     Func,
     Kwargs,
     PositionScope,
     dim_of,
-    length,
-    refused,
     rows_base,
     span_of,
 )
+from kagome.scope.rows import refused
 from kagome.user_frame import from_library
 
 
@@ -78,7 +77,7 @@ def _chosen(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Pl
     held = scope.marks.get(item)
     if held is not None and held.kind is PlacementKind.NUMBERS:
         scope.numbered = True
-        places = scope.local_of(item)
+        places = scope.ids.local_of(item)
         out = (
             rows_at(now(base), mark, places, whole=False)
             if mark.whole and item.dim() == 1
@@ -189,14 +188,14 @@ def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tens
 
 def _spanned(scope: PositionScope, base: Tensor, mark: Placement, span: range) -> Tensor:
     """Return own rows among a span of vertices."""
-    if len(span) * mark.each == length(scope, mark):
+    if len(span) * mark.each == scope.axes.length(mark):
         return scope.marks.put(base.view_as(base), mark)
-    ids = scope.ids_of(mark)
+    ids = scope.ids.of(mark)
     with torch._C.DisableTorchFunction():
         inside = among(ids, span)
         chosen = inside.nonzero().view(-1)
         held = mark.subset.places() if mark.subset is not None else None
-        out = rows_at(base, mark, chosen, whole=scope.ascending)
+        out = rows_at(base, mark, chosen, whole=scope.ids.ascending)
         if out._base is None:
             scope.copies.note(out)
     subset = RowSubset(chosen if held is None else held[chosen], span)
@@ -219,7 +218,7 @@ def _masked(scope: PositionScope, base: Tensor, mark: Placement, mask: Tensor) -
     """Return own rows where a mask over all vertices is true."""
     if mark.subset is not None or mark.each > 1:
         raise refused(scope, "a mask of all vertices that chooses among some of them")
-    own = scope.marks.put(mask.bool()[scope.ids_of(mark)], Placement(PlacementKind.ROWS))
+    own = scope.marks.put(mask.bool()[scope.ids.of(mark)], Placement(PlacementKind.ROWS))
     with torch._C.DisableTorchFunction():
         chosen = own.nonzero().view(-1)
         out = base.index_select(mark.axis, chosen)
@@ -227,7 +226,7 @@ def _masked(scope: PositionScope, base: Tensor, mark: Placement, mask: Tensor) -
 
 
 def _one(scope: PositionScope, base: Tensor, mark: Placement, place: int) -> Tensor:
-    whole = length(scope, mark)
+    whole = scope.axes.length(mark)
     place = int(as_place(place))
     if whole >= 0 and not -whole <= place < whole:
         raise IndexError(f"index {place} is out of bounds for dimension {mark.axis} with size {whole}")
@@ -236,10 +235,10 @@ def _one(scope: PositionScope, base: Tensor, mark: Placement, place: int) -> Ten
 
 def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor) -> Tensor:
     """Return rows of named vertices, on every rank."""
-    whole = length(scope, mark)
+    whole = scope.axes.length(mark)
     if whole < 0 or mark.each > 1:
         raise refused(scope, "rows that a mask has chosen, or that lie several a vertex, read by number")
-    ids = scope.ids_of(mark)
+    ids = scope.ids.of(mark)
     _alike(scope, places)
     with torch._C.DisableTorchFunction():
         wanted = torch.where(places < 0, places + whole, places).reshape(-1)
@@ -256,7 +255,7 @@ def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor)
         found = front.new_zeros(shape)
         found = found.index_add(0, mine.nonzero().view(-1), front[local[mine]])
     wide = found.to(torch.int64) if found.dtype == torch.bool else found
-    summed = scope.total(wide, NAMED).to(found.dtype)
+    summed = scope.ranks.total(wide, NAMED).to(found.dtype)
     with torch._C.DisableTorchFunction():
         out = summed.reshape(*places.shape, *summed.shape[1:])
         return out.movedim(tuple(range(places.dim())), tuple(mark.axis + i for i in range(places.dim())))
@@ -264,13 +263,13 @@ def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor)
 
 def _alike(scope: PositionScope, places: Tensor) -> None:
     """Refuse vertex numbers that differ between ranks, because they were made from a part's own rows."""
-    if not scope.checked:
+    if not scope.forward.turn.checked:
         return
     with torch._C.DisableTorchFunction():
         word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
         both = torch.cat([word, -word]).to(places.device)
-    with scope.turn.apart():  # later forward passes skip this check
-        most, least = scope.greatest(both).view(2, 2)
+    with scope.forward.turn.apart():  # later forward passes skip this check
+        most, least = scope.ranks.greatest(both).view(2, 2)
     if not torch.equal(most, -least):
         raise refused(scope, "rows read by numbers that are not the same on all ranks")
 
@@ -282,7 +281,7 @@ def narrow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         return NotImplemented
     start = as_place(kwargs.get("start", args[2] if len(args) > 2 else 0))
     count = as_place(kwargs.get("length", args[3] if len(args) > 3 else 0))
-    start = start + max(length(scope, held[1]), 0) if start < 0 else start
+    start = start + max(scope.axes.length(held[1]), 0) if start < 0 else start
     return take(scope, *held, slice(start, start + count))
 
 
@@ -310,7 +309,7 @@ def split(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     held = rows_base(scope, args, kwargs)
     if held is None or dim_of(args, kwargs, 2, held[0]) != held[1].axis or from_library():
         return NotImplemented
-    whole = length(scope, held[1])
+    whole = scope.axes.length(held[1])
     if whole < 0:
         raise refused(scope, f"{name}, which counts rows chosen by a mask")
     how = next((kwargs[k] for k in ("split_size_or_sections", "split_size", "chunks") if k in kwargs), None)
@@ -356,7 +355,7 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     if (type(item) is slice and item == FULL) or held_here or from_library():
         return NotImplemented
     scope.numbered = True
-    ids, whole = scope.ids_of(mark), length(scope, mark)
+    ids, whole = scope.ids.of(mark), scope.axes.length(mark)
     if mark.each > 1 or mark.subset is not None:
         raise refused(scope, "rows of some vertices written by number")
     if isinstance(item, (list, range)):

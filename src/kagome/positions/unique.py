@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kagome.placement.placement import ALIGNED, Placement, PlacementKind
 from kagome.placement.symbolic_size import as_place
-from kagome.positions.refusals import Args, Func, Kwargs, PositionScope, refused
+from kagome.positions.position_scope import Args, Func, Kwargs, PositionScope
+from kagome.scope.rows import refused
 from kagome.user_frame import from_library
 
 WIDEST: Final = 2**22
@@ -46,7 +47,7 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     with torch._C.DisableTorchFunction():
         there = torch.zeros(max(high - low + 1, 0), dtype=torch.float64, device=values.device)
         there[whole.reshape(-1) - low] = 1.0
-    there = scope.greatest(there)
+    there = scope.ranks.greatest(there)
     with torch._C.DisableTorchFunction():
         found = there.nonzero().view(-1) + low
         inverse = torch.searchsorted(found, whole)
@@ -55,7 +56,7 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     if kwargs.get("return_inverse"):
         out.append(scope.marks.put(inverse, _attribute(mark)))
     if kwargs.get("return_counts"):
-        out.append(scope.total(counts).long())
+        out.append(scope.ranks.total(counts).long())
     return out[0] if len(out) == 1 else tuple(out)
 
 
@@ -65,7 +66,7 @@ def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
         far = torch.full((2,), -float(2**53), dtype=torch.float64, device=values.device)
         if values.numel():
             far = torch.stack([-values.min(), values.max()]).double()
-    most = scope.greatest(far).tolist()
+    most = scope.ranks.greatest(far).tolist()
     return -int(most[0]), int(most[1])
 
 
@@ -92,7 +93,7 @@ def bincount(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
     _, high = _ends(scope, whole)
     with torch._C.DisableTorchFunction():
         counts = torch.bincount(whole, weights, max(int(as_place(least)), high + 1))
-    summed = scope.total(counts.double())
+    summed = scope.ranks.total(counts.double())
     if weights is None:
         return summed.long()  # torch returns integers for an empty input, even with weights
     return summed.to(torch.float32 if weights.dtype is torch.float32 else torch.float64)

@@ -19,7 +19,8 @@ from kagome.placement.axis_rules import ELEMENTWISE
 from kagome.placement.placement import IDS, VERTICES, Placement, PlacementKind
 from kagome.placement.symbolic_size import SymbolicSize, as_place
 from kagome.placement.writes import IN_PLACE, written_by
-from kagome.positions.refusals import FULL, Args, Func, Kwargs, PositionScope, lost, refused
+from kagome.positions.position_scope import FULL, Args, Func, Kwargs, PositionScope
+from kagome.scope.rows import lost, refused
 from kagome.user_frame import from_library
 
 
@@ -41,7 +42,7 @@ def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         if not mark.whole or base.size(0) < scope.vertices:
             return NotImplemented
         scope.numbered = True
-        own = func(base, scope.ids_of(mark)) if scope.parted else func(base, head)
+        own = func(base, scope.ids.of(mark)) if scope.parted else func(base, head)
         scope.marks.put(own, Placement(PlacementKind.ROWS))
         if scope.parted and not scope.keeping.copy(scope, base, own):
             scope.copies.note(own)
@@ -84,7 +85,7 @@ def own_rows(scope: PositionScope, table: Tensor, axis: int) -> Tensor:
     scope.numbered = True
     mark = Placement(PlacementKind.ROWS, axis=axis)
     with torch._C.DisableTorchFunction():
-        out = table.index_select(axis, scope.ids_of(mark).to(table.device))
+        out = table.index_select(axis, scope.ids.of(mark).to(table.device))
     return scope.marks.put(out, mark)
 
 
@@ -134,7 +135,7 @@ def original(
         )
     scope.numbered = True
     with torch._C.DisableTorchFunction():
-        return scope.ids_in(mark)[ids]
+        return scope.ids.with_halo(mark)[ids]
 
 
 def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:

@@ -112,7 +112,7 @@ def _epochs(
         before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
         channel.met.clear()
         out = net.forward(len(found) + 1, training=True)
-        loss = out.float().square().mean() + net.scope.turn.token
+        loss = out.float().square().mean() + net.scope.forward.turn.token
         loss.backward()
         sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
         times = begun, *channel.met, channel.clock()

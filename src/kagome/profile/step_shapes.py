@@ -29,6 +29,7 @@ from kagome.model.trace.shapes import Survey, settled, survey
 from kagome.model.trace.tracer import HINT
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.profile.subgraph import sample_part, take_sample
+from kagome.scope.exchanges import NeighborReads
 from kagome.user_frame import user_line
 
 SAMPLE: Final = 48
@@ -79,14 +80,20 @@ class Asked(Channel):
         return tensor.detach().clone()
 
 
-class ShapeSample(Interceptor):
-    """An interceptor of a sample of a graph, on a channel of type :class:`Asked`."""
+class _NotedReads(NeighborReads):
+    """The reads of a sample of a graph, on a channel of type :class:`Asked`."""
 
     def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
-        """Write as :meth:`Interceptor.write` does, and note the layer: it reads along reversed edges."""
-        if isinstance(self.channel.channel, Asked):
-            self.channel.channel.note(self.where())
+        """Write as the reads of a part does, and note the layer: it reads along reversed edges."""
+        if isinstance(self._channel.channel, Asked):
+            self._channel.channel.note(self._forward.where())
         return super().write(sums, axis, mark)
+
+
+class ShapeSample(Interceptor):
+    """An interceptor of a sample of a graph."""
+
+    reads_of = _NotedReads
 
 
 def on_sample(
@@ -169,7 +176,7 @@ def _survey(graph: LayerGraph, net: ParallelModel) -> Survey:
         return kind if mark.axis == 0 and value.dim() > 0 and value.size(0) == rows else "none"
 
     with one_pass(net):
-        return survey(graph, net.model, scope.inputs, look=look, draws=lambda: scope.draws)
+        return survey(graph, net.model, scope.inputs, look=look, draws=lambda: scope.forward.draws)
 
 
 def _compare(graph: LayerGraph, net: ParallelModel, *, named: bool) -> None:
@@ -187,14 +194,14 @@ def _compare(graph: LayerGraph, net: ParallelModel, *, named: bool) -> None:
             yield
 
     def before(step: Step) -> None:
-        scope.path[:] = [step.within or root]
+        scope.forward.path[:] = [step.within or root]
 
     hint = "what forward does between layers goes into modules, named in their places in --parallel.layers"
     refuse_unlike(
         *(model, graph, scope.inputs),
         on=on,
         before=before,
-        where=lambda: scope.fault,
+        where=lambda: scope.forward.fault,
         hint=hint if named else f"{TRACED}; or {HINT}",
         halved=net.options.amp,
     )

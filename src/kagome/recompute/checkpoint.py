@@ -96,7 +96,7 @@ def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if (
-            not (scope.turn.grad and scope.turn.follows()) or scope.channel.runs
+            not (scope.forward.turn.grad and scope.forward.turn.follows()) or scope.channel.runs
         ):  # evaluation; a layer inside a layer
             return inner(*args, **kwargs)
         return _kept(layer, inner, scope, args, kwargs)
@@ -110,7 +110,7 @@ def _kept(
     """Run a layer so that backward can run it again."""
     with torch._C.DisableTorchFunction():  # this is not the user's computation
         args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing deferred enters or leaves the layer
-        scope.forget_reads()
+        scope.reads.forget()
         given, standing, moment = Given(scope, args, kwargs), Standing(layer), LayerSnapshot(scope)
     tape: Tape = []
     ran = False
@@ -120,7 +120,7 @@ def _kept(
         hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
         if not ran:
             ran = True
-            with scope.channel.writing(tape), pardoned(scope.turn, hook):
+            with scope.channel.writing(tape), pardoned(scope.forward.turn, hook):
                 return mapped(inner(*args, **kwargs), now)
         again, named = given.again(tensors)
         with ExitStack() as stack:
@@ -135,4 +135,4 @@ def _kept(
     finally:
         with torch._C.DisableTorchFunction():
             standing.compare()
-        scope.forget_reads()
+        scope.reads.forget()

@@ -21,7 +21,7 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.intercept.interceptor import Interceptor
 from kagome.placement.placement import Placement
 
-_STATE = ("path", "arguments", "draws", "training", "fault", "layers", "fast")
+_STATE = ("path", "arguments", "draws", "fault", "layers", "fast")
 _NOTHING = object()
 
 
@@ -35,35 +35,37 @@ class LayerSnapshot:
     """
 
     def __init__(self, scope: Interceptor) -> None:
-        self._scope, self._turn, self._collectives = scope, scope.turn, scope.turn.collectives
+        self._scope, self._turn, self._collectives = scope, scope.forward.turn, scope.forward.turn.collectives
         self._state, self._draws = self._read()
 
     @contextmanager
     def again(self, hook: Any) -> Iterator[None]:
         """Restore that state in a forward pass of its own, where torch's ``hook`` may run layers again."""
         scope, then = self._scope, self._turn
-        found, there = self._read(), scope.turn
-        turn = scope.turn = ForwardPass(then.epoch, checked=then.checked, device=scope.device, grad=True)
+        found, there = self._read(), scope.forward.turn
+        turn = scope.forward.turn = ForwardPass(
+            then.epoch, checked=then.checked, device=scope.device, grad=True
+        )
         turn.collectives = self._collectives
-        scope.forget_reads()
+        scope.reads.forget()
         self._write((self._state, self._draws))
         try:
             with pardoned(turn, hook):
                 yield
         finally:
-            scope.forget_reads()
-            scope.turn = there
+            scope.reads.forget()
+            scope.forward.turn = there
             self._write(found)
             # Its graph refers to the pass; keeping the token attached would make a reference cycle.
             turn.token = turn.token.detach()
 
     def _read(self) -> tuple[dict[str, Any], tuple[Any, Any]]:
-        state = {name: _copied(getattr(self._scope, name)) for name in _STATE}
+        state = {name: _copied(getattr(self._scope.forward, name)) for name in _STATE}
         return state, (random.getstate(), np.random.get_state())
 
     def _write(self, found: tuple[dict[str, Any], tuple[Any, Any]]) -> None:
         for name, value in found[0].items():
-            setattr(self._scope, name, _copied(value))
+            setattr(self._scope.forward, name, _copied(value))
         random.setstate(found[1][0])
         np.random.set_state(found[1][1])
 

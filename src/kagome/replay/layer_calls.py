@@ -57,7 +57,7 @@ class Learned:
     def fits(self, scope: Any, leaves: Sequence[Any]) -> bool:
         """Return True if a call's arguments match the recorded ones."""
         return fits(self.given, leaves) and all(
-            _same(scope.marks.get(leaves[place]), mark) and not scope.lasting(leaves[place])
+            _same(scope.marks.get(leaves[place]), mark) and not scope.constants.lasting(leaves[place])
             for place, mark in zip(self.rows, self.marks, strict=True)
         )
 
@@ -141,7 +141,7 @@ class LayerReplay:
             return None
         with torch._C.DisableTorchFunction():  # this is not the user's computation
             leaves = tuple(leaves_of((args, kwargs)))
-            if learned.state != states.now(scope.epoch) or not learned.fits(scope, leaves):
+            if learned.state != states.now(scope.forward.turn.epoch) or not learned.fits(scope, leaves):
                 return None
             return learned.again(scope, leaves)
 
@@ -151,25 +151,25 @@ class LayerReplay:
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not learned.bare:
             return None
-        scope.turn.refuse_again(states.path)
+        scope.forward.turn.refuse_again(states.path)
         passes = isinstance(layer, MessagePassing)
-        scope.layers += passes
+        scope.forward.layers += passes
         try:
             out = self.call(states, args, kwargs)
         except BaseException:
-            scope.fault = scope.fault or states.path
+            scope.forward.fault = scope.forward.fault or states.path
             raise
         if out is None:
-            scope.layers -= passes
+            scope.forward.layers -= passes
             return None
-        return scope.leave_layer(out) if passes else out
+        return scope.deferral.leave_layer(out) if passes else out
 
     def _may(self) -> bool:
         scope = self.scope
         if nn.modules.module._has_any_global_hook():  # includes modules inside the layer
             return False
-        able = self.on and scope.fast and not scope.slices and scope.notes is None
-        return able and not _cast() and not scope.own_seed()
+        able = self.on and scope.forward.fast and not scope.sliced.on and scope.notes is None
+        return able and not _cast() and not scope.forward.own_seed()
 
     def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> CallRecorder | None:
         """Start to record a call that begins, if there is something to learn from it; else return None."""
@@ -179,7 +179,7 @@ class LayerReplay:
         with torch._C.DisableTorchFunction():
             self._tries[id(layer)] = self._tries.get(id(layer), 0) + 1
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, self.scope.lasting)
+            given = stand_ins(leaves, self.scope.constants.lasting)
             if given is None or not _plain(layer):
                 return None
             rows = [leaves[place] for place in _rows(given)]
@@ -193,7 +193,7 @@ class LayerReplay:
         with torch._C.DisableTorchFunction():
             place = notes.place_of(out)
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, scope.lasting)
+            given = stand_ins(leaves, scope.constants.lasting)
             if place is None or given is None:
                 return
             rows = _rows(given)

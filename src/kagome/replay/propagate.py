@@ -61,7 +61,7 @@ class Recipe:
         """Return True if a call matches the recorded one."""
         return (
             fits(self.given, leaves)
-            and not self.edges.scope.lasting(leaves[self.place])
+            and not self.edges.scope.constants.lasting(leaves[self.place])
             and state_of(self.layer) == self.state
         )
 
@@ -87,7 +87,7 @@ class PropagateCache:
     def call(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
         """Return what a call defers if it is like the last one; else None."""
         recipe, scope = self._recipes.get(_key(layer)), self.scope
-        if recipe is None or not scope.fast:
+        if recipe is None or not scope.forward.fast:
             return None
         with torch._C.DisableTorchFunction():  # this is not the user's computation
             leaves = tuple(leaves_of((args, kwargs)))
@@ -109,11 +109,11 @@ class PropagateCache:
         with torch._C.DisableTorchFunction():
             leaves, message = tuple(leaves_of((args, kwargs))), expr.message
             place = next((at for at, leaf in enumerate(leaves) if leaf is message.parts[0]), None)
-            given = stand_ins(leaves, self.scope.lasting)
+            given = stand_ins(leaves, self.scope.constants.lasting)
             if place is None or given is None or not isinstance(given[place], Rows):
                 return
             source = message.source
-            if source is None or not self.scope.lasting(message.weight):
+            if source is None or not self.scope.constants.lasting(message.weight):
                 return
             edges, weight, how = message.edges, message.weight, expr.how
             self._recipes[key] = Recipe(

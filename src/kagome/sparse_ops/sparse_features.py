@@ -1,6 +1,6 @@
 """Sparse features: constant rows that are nearly all zeros, such as the words of a text, times a weight.
 
-Where it sits: ``intercept.deferral`` makes one of constant features, ``deferred.reduce`` one of a sum of such
+Where it sits: ``deferred.deferral`` makes one of constant features, ``deferred.reduce`` one of a sum of such
 features over neighbours. ``sparse_ops.linear`` takes it in place of the rows. A sum over neighbours is never
 computed, because it would have ten to fifty times as many nonzeros.
 

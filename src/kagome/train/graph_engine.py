@@ -86,7 +86,7 @@ class GraphEngine:
             pass
         # Layers that are recomputed save next to nothing.
         moved = replace(parallel, activations="device") if recompute else parallel
-        self.offload = Offload(moved, channel.device, self.scope.lasting)
+        self.offload = Offload(moved, channel.device, self.scope.constants.lasting)
         self._notes: list[str] = []
         if fast and options.amp and channel.device.type == "cpu":
             self._notes.append(
@@ -119,7 +119,7 @@ class GraphEngine:
     @property
     def fast(self) -> bool:
         """Whether messages are deferred and reduced by kernels; a forward pass may turn it off."""
-        return self.scope.fast
+        return self.scope.forward.fast
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """Return the memory that this rank holds, with what the first forward pass saved."""
@@ -156,7 +156,7 @@ class GraphEngine:
 
     def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
         """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""
-        self.scope.fast = self.scope.fast and way == "fast"
+        self.scope.forward.fast = self.scope.forward.fast and way == "fast"
         self.scope.aside = way == "aside"
 
     def _explained(self, error: Exception) -> Exception:
@@ -176,13 +176,13 @@ class GraphEngine:
         return ModelError(
             "forward and backward to run on a part of the graph as they do on the whole",
             f"{type(error).__name__} on a part: {words[:300]}",
-            where="; ".join(filter(None, (self.scope.fault, raised_at(error)))),
+            where="; ".join(filter(None, (self.scope.forward.fault, raised_at(error)))),
             hint="train on one rank, which runs what plain PyTorch Geometric runs",
         )
 
     def _untransformed(self, error: Exception) -> ModelError:
         """Return the error for a ``torch.func`` transform that reaches a layer it cannot go through."""
-        kind = EscapeError if self.scope.fast else ModelError
+        kind = EscapeError if self.scope.forward.fast else ModelError
         return kind(
             "derivatives inside forward by torch.autograd.grad",
             f"torch.func (grad, vjp, jacrev, vmap) through a layer: {str(error).splitlines()[0][:200]}",
@@ -203,7 +203,7 @@ class GraphEngine:
         fast = self.fast
         out = self.net.forward(epoch, training=training, checked=not self._checked, explain=self._explained)
         if fast and not self.fast:
-            self._notes.append(without_fast(self.net.escape, slices=self.scope.slices))
+            self._notes.append(without_fast(self.net.escape, slices=self.scope.sliced.on))
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
         rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
         if not isinstance(rows, Tensor):
@@ -329,7 +329,7 @@ class GraphEngine:
     def _without_kept(self) -> AbstractContextManager[Any]:
         if self.channel.size == 1:
             return nullcontext()
-        return RefusesKept(lambda tensor: self.scope.axis(tensor) is not None, self.model)
+        return RefusesKept(lambda tensor: self.scope.axes.of(tensor) is not None, self.model)
 
     def take_uncoded(self) -> Mapping[str, int]:
         """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
@@ -337,7 +337,7 @@ class GraphEngine:
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary reports about exchanged rows and moved memory. All ranks call it."""
-        bound = self.scope.bound
+        bound = self.scope.sliced.bound
         used = {} if bound is None else bound.used(self.channel)
         used |= self.offload.facts(self.channel)
         return {**self.controller.facts(), **used}
@@ -373,8 +373,8 @@ class GraphEngine:
         ):
             out = self.forward(epoch, training=True)
         self.saved = self.saved if saved is None else saved.bytes
-        plain = unchanged[0] and self.scope.draws == 0
-        return Forward(epoch, out, self.scope.turn.token, plain, self.ahead.state())
+        plain = unchanged[0] and self.scope.forward.draws == 0
+        return Forward(epoch, out, self.scope.forward.turn.token, plain, self.ahead.state())
 
     def look_ahead(self, epoch: int) -> Tensor | None:
         """Run the forward pass of the coming epoch, keep it for that epoch's update, and return its scores.

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from kagome.deferred.lazy_tensor import EscapeError, LazyTensor, now
 from kagome.errors import ModelError
-from kagome.halo.forward_pass import ForwardPass
+from kagome.halo.forward_pass import RunningForward
+from kagome.scope.exchanges import RankSums
+from kagome.scope.rows import Axes
 
 _SIGNATURE = signature(torch.autograd.grad)
 
@@ -31,26 +33,13 @@ _SIGNATURE = signature(torch.autograd.grad)
 class DerivativeScope(Protocol):
     """What derivatives need of the running interceptor."""
 
-    turn: ForwardPass
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the graph."""
-
-    def axis(self, tensor: Any) -> int | None:
-        """Return the row axis of a tensor with one row per vertex or edge."""
-
-    def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
-        """Place ``out`` as having the rows of ``tensor``."""
-
-    def total(self, part: Tensor) -> Tensor:
-        """Return the sum over ranks, with gradient."""
+    forward: RunningForward
+    axes: Axes
+    ranks: RankSums
+    size: int
 
     def where(self) -> str:
         """Return the path of the running module."""
-
-    def loose(self) -> str:
-        """Return why rows are not exchanged exactly in this epoch; an empty string if they are."""
 
 
 def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +56,7 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
         )
     if scope.size == 1:
         return NotImplemented
-    loose = scope.loose()
+    loose = scope.ranks.loose()
     if loose:
         raise _refused("torch.autograd.grad", scope, f"with {loose} its exchanges cannot be differentiated")
     if given.get("is_grads_batched"):
@@ -78,7 +67,7 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
     given["grad_outputs"] = [_seed(scope, out, seed) for out, seed in zip(outputs, seeds, strict=True)]
     keeps = bool(given.get("create_graph")) and torch.is_grad_enabled()
     given["retain_graph"] = True  # the token of the whole forward passes through the same exchanges
-    with scope.turn.differentiating():
+    with scope.forward.turn.differentiating():
         found = func(**given)
         with torch.set_grad_enabled(keeps):
             return tuple(map(_whole, [scope] * len(inputs), inputs, found))
@@ -92,7 +81,7 @@ def _listed(values: Any) -> list[Any]:
 
 def _seed(scope: DerivativeScope, out: Tensor, seed: Tensor | None) -> Tensor | None:
     """Return the gradient that seeds an output: of a value that all ranks have, each seeds its share."""
-    if scope.axis(out) is not None:
+    if scope.axes.of(out) is not None:
         return seed
     return (torch.ones_like(out) if seed is None else seed) / scope.size
 
@@ -101,7 +90,7 @@ def _whole(scope: DerivativeScope, of: Tensor, found: Tensor | None) -> Tensor |
     """Return a gradient with respect to rows as it is, and one of replicated data summed over ranks."""
     if found is None:
         return None
-    return scope.total(found) if scope.axis(of) is None else scope.like(found, of)
+    return scope.ranks.total(found) if scope.axes.of(of) is None else scope.axes.like(found, of)
 
 
 def _backward(

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, PlacementKind, tensors
-from kagome.positions.refusals import Args, Func, Kwargs, PositionScope, lost, refused
+from kagome.positions.position_scope import Args, Func, Kwargs, PositionScope
+from kagome.scope.rows import lost, refused
 from kagome.user_frame import by_kagome, from_library
 
 _WHOLE: Final = ("tolist", "numpy", "__array__", "__dlpack__")
@@ -64,7 +65,7 @@ def alike(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     with torch._C.DisableTorchFunction():
         same = func(*map(_now, args), **{key: _now(value) for key, value in kwargs.items()})
         differs = torch.tensor(0.0 if same else 1.0, dtype=torch.float64, device=scope.device)
-    return not bool(scope.greatest(differs))
+    return not bool(scope.ranks.greatest(differs))
 
 
 def _now(value: Any) -> Any:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from kagome.deferred.lazy_tensor import now
 from kagome.deferred.rewrite_rules import asks
 from kagome.errors import ModelError
-from kagome.halo.forward_pass import ForwardPass, transformed
+from kagome.halo.forward_pass import RunningForward, transformed
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import ALIGNED, VERTICES, Placement, PlacementKind, Placements, tensors
 from kagome.placement.weak_map import WeakTensorMap
@@ -118,8 +118,7 @@ class BackwardScope(Protocol):
 
     marks: Placements
     parted: bool
-    turn: ForwardPass
-    path: list[str]
+    forward: RunningForward
 
     def where(self) -> str:
         """Return the path of the module that the backward belongs to."""
@@ -209,14 +208,14 @@ class InBackward(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Surround the user's function, so that its torch calls are checked."""
-        scope, turn = self._scope, self._scope.turn
+        scope, turn = self._scope, self._scope.forward.turn
         before, turn.backward = turn.backward, self
-        path, scope.path = scope.path, [self._behind.where]
+        path, scope.forward.path = scope.forward.path, [self._behind.where]
         try:
             with torch._C._EnableTorchFunction(), self:  # backward's caller may have turned them off
                 yield
         finally:
-            turn.backward, scope.path = before, path
+            turn.backward, scope.forward.path = before, path
 
     def meet(self, grad: Tensor, mark: Placement | None) -> None:
         """Record the placement of a gradient that the function is given."""

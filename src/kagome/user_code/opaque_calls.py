@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from kagome.errors import ModelError
 from kagome.placement.placement import tensors
-from kagome.positions.refusals import LocatedScope
+from kagome.scope.rows import LocatedScope
 
 _SCRIPTED: Final = "ScriptFunction"
 """The name that ``torch.jit.script`` gives to a function. A traced function keeps its own."""

@@ -100,11 +100,11 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         like = _like(name, given) if rows is None else rows
         given["shape"] = tuple(like.shape)
         out = handed_out(name, given, like, likely(name, given))
-        return out if rows is None else scope.like(out, rows)
+        return out if rows is None else scope.axes.like(out, rows)
     if name.startswith("rrelu"):
         bounds = (argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3))
         out = func(args[0] if args else kwargs["input"], *bounds, training=False)
-        return out if scope is None else scope.like(out, args[0] if args else kwargs["input"])
+        return out if scope is None else scope.axes.like(out, args[0] if args else kwargs["input"])
     if name in LAWS and scope is not None:  # drawn from a generator of the user's
         return HANDLERS[name](scope, name, func, args, kwargs)
     if scope is not None:
@@ -266,7 +266,7 @@ def split_of(
             try:
                 out = net.forward(1, training=True, checked=True)
                 trace.numbered = net.scope.numbered
-                _backward(out, part.own, net.scope.turn.token, mine, trace, seed)
+                _backward(out, part.own, net.scope.forward.turn.token, mine, trace, seed)
             except KagomeError:
                 raise
             except Exception as error:
@@ -297,6 +297,6 @@ def _part_failed(error: Exception, scope: Interceptor, rank: int) -> ModelError:
     return ModelError(
         "the model to run on a part of the graph as it runs on the whole",
         f"{_first_line(error)}, on a part of {scope.own} vertices",
-        where=f"{scope.fault or 'forward'}{'; ' + line if line else ''}",
+        where=f"{scope.forward.fault or 'forward'}{'; ' + line if line else ''}",
         hint="let sizes come from the input (x.size(0)), and reach other vertices through edges only",
     )

@@ -1,6 +1,6 @@
 """Compressed sparse rows (CSR): the edges grouped by the row they write and by the row they read.
 
-Where it sits: ``intercept.deferral`` builds a ``Structure`` for each edge list and keeps it while the edges
+Where it sits: ``deferred.deferral`` builds a ``Structure`` for each edge list and keeps it while the edges
 live. All kernels in ``ops`` walk its layouts. It knows row numbers only: no graphs, parts or layers.
 """
 

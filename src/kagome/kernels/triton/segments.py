@@ -116,5 +116,5 @@ def _cut(begin: Tensor, end: Tensor) -> Segments:
     length = last - first
     order = torch.where(length > LONG, length, 0).argsort(descending=True, stable=True)
     mean = -(-int(count.sum()) // max(count.numel(), 1))
-    taken = (each[order].contiguous() for each in (row, first, last, slot))
-    return Segments(*taken, hubs, hub_end - pieces[hubs], hub_end, slots, mean)
+    row, first, last, slot = (each[order].contiguous() for each in (row, first, last, slot))
+    return Segments(row, first, last, slot, hubs, hub_end - pieces[hubs], hub_end, slots, mean)

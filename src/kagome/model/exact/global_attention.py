@@ -25,6 +25,7 @@ from torch.nn import functional
 from kagome.errors import ModelError
 from kagome.model.exact import dropout
 from kagome.model.exact.scope import Args, Func, Handler, Kwargs, Scope
+from kagome.scope.rows import draw_refused
 from kagome.user_code.functional import opened
 
 
@@ -72,10 +73,10 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
     """Answer ``F.scaled_dot_product_attention`` among all vertices, or within each of them."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     ends = [given[each] for each in _NAMES[:3]]
-    along = [scope.axis(end) == end.dim() - 2 for end in ends]
-    if all(along) and all(map(scope.of_each_vertex, ends)):
+    along = [scope.axes.of(end) == end.dim() - 2 for end in ends]
+    if all(along) and all(map(scope.axes.of_each_vertex, ends)):
         return _among_all(scope, func, given)
-    drops = given.get("dropout_p", 0.0) > 0.0 and (scope.parted or not scope.own_seed())
+    drops = given.get("dropout_p", 0.0) > 0.0 and (scope.parted or not scope.forward.own_seed())
     if drops or (scope.parted and any(along[1:])):
         return scope.within(partial(attention, **given, drop=functional.dropout))
     return NotImplemented
@@ -91,12 +92,12 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
     query, key, value = (given[each] for each in _NAMES[:3])
     drops = given.get("dropout_p", 0.0)
     if not scope.parted:
-        scope.knows_everyone()
-        if not drops or scope.own_seed():
+        scope.reads.knows_everyone()
+        if not drops or scope.forward.own_seed():
             return NotImplemented
-    elif drops and scope.own_seed():
-        raise scope.refuse_draw(
-            "attention", "forward seeds torch's generator, which draws in the order of rows"
+    elif drops and scope.forward.own_seed():
+        raise draw_refused(
+            scope, "attention", "forward seeds torch's generator, which draws in the order of rows"
         )
     elif given.get("attn_mask") is not None or given.get("is_causal", False):
         raise ModelError(
@@ -107,19 +108,22 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
         )
     else:
         flat = [end.movedim(-2, 0).flatten(1) for end in (key, value)]
-        both = scope.everyone(torch.cat(flat, 1)).split([each.size(1) for each in flat], 1)
+        both = scope.reads.everyone(torch.cat(flat, 1)).split([each.size(1) for each in flat], 1)
         key, value = (
             each.unflatten(1, (*end.shape[:-2], end.shape[-1])).movedim(0, -2)
             for each, end in zip(both, (key, value), strict=True)
         )
     given = {**given, "query": query, "key": key, "value": value}
     if drops:
-        path, index = scope.call()
-        word, ids = dropout.call_key(scope.seed, scope.epoch, path, index), scope.words_of(query)
+        path, index = scope.forward.call()
+        word, ids = (
+            dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index),
+            scope.ids.words_of(query),
+        )
         # Each key is a column, in the order of the graph.
         drop = lambda weights, p: dropout.dropout(weights, ids, word, p, weights.dim() - 2)  # noqa: E731
-        return scope.like(attention(**given, drop=drop), query)
-    return scope.like(func(**given), query)
+        return scope.axes.like(attention(**given, drop=drop), query)
+    return scope.axes.like(func(**given), query)
 
 
 def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -128,17 +132,17 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     given.apply_defaults()
     asked = given.arguments
     ends = [asked[each] for each in _NAMES[:3]]
-    scope.refuse_lost(*ends)
-    axes = {scope.axis(end) for end in ends}
-    if axes == {0} and all(map(scope.of_each_vertex, ends)):
+    scope.axes.refuse_lost(*ends)
+    axes = {scope.axes.of(end) for end in ends}
+    if axes == {0} and all(map(scope.axes.of_each_vertex, ends)):
         if not scope.parted or not asked["need_weights"]:
-            scope.knows_everyone()
+            scope.reads.knows_everyone()
             return NotImplemented
         # The weights of all pairs are left out, because no part has them.
         out, _ = scope.within(partial(opened(func), **{**asked, "need_weights": False}))
         heads = () if asked["average_attn_weights"] else (asked["num_heads"],)
         none = out.new_zeros(()).expand(*[1] * (out.dim() - 2), *heads, scope.own, scope.vertices)
-        return out, scope.lost(none, "the attention weights of all pairs of vertices")
+        return out, scope.axes.lost(none, "the attention weights of all pairs of vertices")
     odd = ("bias_k", "bias_v", "static_k", "static_v", "key_padding_mask", "attn_mask")
     if axes != {1} or ends[0].dim() != 3 or any(asked[each] is not None for each in odd):
         return NotImplemented

@@ -24,24 +24,25 @@ from kagome.model.exact.global_attention import ATTENTION
 from kagome.model.exact.norms import NORMS
 from kagome.model.exact.reductions import REDUCTIONS
 from kagome.model.exact.scope import Args, Func, Handler, Kwargs, Scope, argument
+from kagome.scope.rows import draw_refused
 
 # Draws -------------------------------------------------------------------------------------------
 
 
 def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     """Return a word for each row of ``x``, the key of this draw, and the row axis."""
-    path, index = scope.call()
-    key = dropout.call_key(scope.seed, scope.epoch, path, index)
-    axis = scope.axis(x)
-    if axis is not None and not scope.of_vertices(x):
-        words = scope.pair_words(x, dropout.edge_ids)
+    path, index = scope.forward.call()
+    key = dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index)
+    axis = scope.axes.of(x)
+    if axis is not None and not scope.axes.of_vertices(x):
+        words = scope.ids.pair_words(x, dropout.edge_ids)
         if words is None:
-            raise scope.refuse_draw(what, f"it is not known of which edges the {x.size(axis)} rows are")
+            raise draw_refused(scope, what, f"it is not known of which edges the {x.size(axis)} rows are")
         return words, key, axis
     unmarked = axis is None and not isinstance(x, torch.nn.Parameter) and x.dim()
     if axis is not None or (unmarked and x.size(0) == scope.own):
         # Without a placement (after an operation that torch does not show), rows are likely vertices.
-        return scope.row_ids() if axis is None else scope.words_of(x), key, axis or 0
+        return scope.ids.own() if axis is None else scope.ids.words_of(x), key, axis or 0
     # Neither vertices nor edges, but a virtual node or a weight: equal on every rank, so drawn alike.
     return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
 
@@ -51,11 +52,11 @@ def _as_seeded(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, 
     if scope.parted:
         raise _refused_seed(scope, name)
     out = func(*args, **kwargs)
-    return scope.like(out, x) if isinstance(out, Tensor) else out
+    return scope.axes.like(out, x) if isinstance(out, Tensor) else out
 
 
 def _refused_seed(scope: Scope, name: str) -> Exception:
-    return scope.refuse_draw(name, "forward seeds torch's generator, which draws in the order of rows")
+    return draw_refused(scope, name, "forward seeds torch's generator, which draws in the order of rows")
 
 
 def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -65,17 +66,17 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if isinstance(func, FunctionType) and name != "dropout":
         return NotImplemented  # torch's Python function calls the native one of this name
     if not training or p == 0.0:
-        return x if scope.drops_shares(x) else NotImplemented
-    if scope.own_seed():
+        return x if scope.deferral.drops_shares(x) else NotImplemented
+    if scope.forward.own_seed():
         return _as_seeded(scope, name, func, args, kwargs, x)
-    if name == "dropout" and scope.drops_shares(x):
+    if name == "dropout" and scope.deferral.drops_shares(x):
         ids, key, _ = _ids(scope, x, name)
-        return scope.drop_shares(
+        return scope.deferral.drop_shares(
             x, lambda part, words, first: dropout.dropout(part, words, key, p, 0, first), ids
         )
     if not name.startswith(("feature", "alpha")) and not in_place:
         ids, key, axis = _ids(scope, x, name)
-        return scope.like(dropout.dropout(x, ids, key, p, axis), x)
+        return scope.axes.like(dropout.dropout(x, ids, key, p, axis), x)
     keep = _kept(scope, x, name, p)
     shift: Tensor | float = 0.0
     if "alpha" in name:
@@ -84,7 +85,7 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
         keep, shift = kept * (length / _SELU), (kept - (1 - p)) * length
     if in_place:
         return x.mul_(keep).add_(shift) if "alpha" in name else x.mul_(keep)
-    return scope.like(x * keep + shift if "alpha" in name else x * keep, x)
+    return scope.axes.like(x * keep + shift if "alpha" in name else x * keep, x)
 
 
 _SELU: Final = 1.7580993408473766
@@ -97,7 +98,7 @@ def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
         ids, key, axis = _ids(scope, x, name)
         return dropout.dropout(torch.ones_like(x), ids, key, p, axis)
     ones = dropout.channels(x)
-    if (scope.axis(x) or 0) > 1:  # one channel of all rows
+    if (scope.axes.of(x) or 0) > 1:  # one channel of all rows
         ids, key, axis = _ids(scope, torch.nn.Parameter(ones), name)
     else:
         ids, key, axis = _ids(scope, x, name)
@@ -109,12 +110,12 @@ def _rrelu(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     x: Tensor = args[0] if args else kwargs["input"]
     if not argument(args, kwargs, 3, "training", False) or not dropout.of_torch(func, kwargs):
         return NotImplemented
-    if scope.own_seed():
+    if scope.forward.own_seed():
         return _as_seeded(scope, name, func, args, kwargs, x)
     low, high = argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3)
     slope = low + (high - low) * _numbers(*_ids(scope, x, name))(tuple(x.shape), 0).to(x.dtype)
     factor = torch.where(x.detach() <= 0, slope, torch.ones_like(slope))
-    return x.mul_(factor) if name.endswith("_") else scope.like(x * factor, x)
+    return x.mul_(factor) if name.endswith("_") else scope.axes.like(x * factor, x)
 
 
 def _numbers(ids: Tensor, key: int, axis: int) -> Number:
@@ -136,11 +137,11 @@ def _drawn(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     found = drawn_for(scope, name, given)
     if found is None:
         return _shared(scope, name, func, args, kwargs)
-    if kwargs.get("generator") is not None or scope.own_seed():
+    if kwargs.get("generator") is not None or scope.forward.own_seed():
         return _by_generator(scope, name, func, args, kwargs, found)
     given["shape"] = tuple(found.shape)
     out = LAWS[name](_numbers(*_ids(scope, found, name)), given)
-    return scope.like(handed_out(name, given, found, out), found)
+    return scope.axes.like(handed_out(name, given, found, out), found)
 
 
 def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
@@ -153,17 +154,21 @@ def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
         kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
         return scope.made("empty", (given["size"],), {"dtype": kind, "device": given.get("device")})
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
-    base = next((each for each in tensors if scope.axis(each) is not None), None)
+    base = next((each for each in tensors if scope.axes.of(each) is not None), None)
     if base is None:
         return None
-    if scope.parted and name in ("multinomial", "_sample_dirichlet") and scope.axis(base) == base.dim() - 1:
-        raise scope.refuse_draw(name, "it draws among all vertices or edges")
+    if (
+        scope.parted
+        and name in ("multinomial", "_sample_dirichlet")
+        and scope.axes.of(base) == base.dim() - 1
+    ):
+        raise draw_refused(scope, name, "it draws among all vertices or edges")
     shape = torch.broadcast_shapes(*(each.shape for each in tensors))
     if base.shape == shape:
         return base
-    axis = scope.axis(base)
+    axis = scope.axes.of(base)
     assert axis is not None
-    return scope.like(base.expand(shape), base, axis + len(shape) - base.dim())
+    return scope.axes.like(base.expand(shape), base, axis + len(shape) - base.dim())
 
 
 def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, rows: Tensor) -> Any:
@@ -172,9 +177,9 @@ def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwarg
         return _as_seeded(scope, name, func, args, kwargs, rows)
     given = given_of(name, args, kwargs)
     sized = given.get("size") is not None
-    if not scope.of_each_vertex(rows) or not (sized or name.endswith(("_", "_like"))):
-        raise scope.refuse_draw(name, "a generator of your own draws in the order of the rows")
-    axis = scope.axis(rows)
+    if not scope.axes.of_each_vertex(rows) or not (sized or name.endswith(("_", "_like"))):
+        raise draw_refused(scope, name, "a generator of your own draws in the order of the rows")
+    axis = scope.axes.of(rows)
     assert axis is not None
     shape = [scope.vertices if at == axis else size for at, size in enumerate(rows.shape)]
     if sized:
@@ -182,8 +187,8 @@ def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwarg
         whole = func(*values, size=shape, dtype=rows.dtype, generator=given["generator"])
     else:
         whole = func(rows.new_empty(shape), *args[1:], **kwargs)
-    own = whole.index_select(axis, scope.row_ids())
-    return scope.like(handed_out(name, given, rows, own), rows)
+    own = whole.index_select(axis, scope.ids.own())
+    return scope.axes.like(handed_out(name, given, rows, own), rows)
 
 
 def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -194,12 +199,14 @@ def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if isinstance(func, FunctionType):
         return NotImplemented
     args = counted(scope, name, args, kwargs)
-    if kwargs.get("generator") is not None or (scope.own_seed() and not scope.parted):
+    if kwargs.get("generator") is not None or (scope.forward.own_seed() and not scope.parted):
         return func(*args, **kwargs)
-    if scope.own_seed():
+    if scope.forward.own_seed():
         raise _refused_seed(scope, name)
-    path, index = scope.call()
-    return dropout.seeded(func, args, kwargs, dropout.call_key(scope.seed, scope.epoch, path, index))
+    path, index = scope.forward.call()
+    return dropout.seeded(
+        func, args, kwargs, dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index)
+    )
 
 
 def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
@@ -208,12 +215,12 @@ def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
     Raises:
         ModelError: If another draw depends on the number of a rank's rows.
     """
-    numbers = [scope.vertices_counted(value) for value in args]
+    numbers = [scope.axes.vertices_counted(value) for value in args]
     args = tuple(value if n is None else n for value, n in zip(args, numbers, strict=True))
     given = [*args, *kwargs.values()]
     inner = [each for value in given if isinstance(value, (tuple, list)) for each in value]
-    if scope.parted and any(scope.counts(value) for value in (*given, *inner)):
-        raise scope.refuse_draw(name, "it goes by the number of a rank's rows")
+    if scope.parted and any(scope.axes.counts(value) for value in (*given, *inner)):
+        raise draw_refused(scope, name, "it goes by the number of a rank's rows")
     return args
 
 
@@ -227,7 +234,7 @@ def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
         return NotImplemented
     width = math.prod(s for s in x.shape if s) // math.prod(s for s in shape if s > 0)
     out: Tensor = func(x, [width if s == -1 else s for s in shape])
-    return scope.like(out, x)
+    return scope.axes.like(out, x)
 
 
 HANDLERS: Mapping[str, Handler] = {

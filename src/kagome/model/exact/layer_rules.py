@@ -83,7 +83,7 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
         if lambda_max is None:
             weight = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
             low = weight.new_full((), torch.finfo(weight.dtype).min)
-            lambda_max = 2.0 * scope.greatest(weight.detach().amax() if weight.numel() else low)
+            lambda_max = 2.0 * scope.ranks.greatest(weight.detach().amax() if weight.numel() else low)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
 
     return [(module, "__norm__", remembered(norm, scope, "ChebConv"))]
@@ -106,7 +106,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
     def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scope.size == 1:
-            scope.knows_everyone()
+            scope.reads.knows_everyone()
             return inner(query, *args, **kwargs)
         if query.size(0) != 1 or query.size(1) != scope.own:
             raise ModelError(
@@ -117,7 +117,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
             )
         if not performer:
             return inner(query, query, query, need_weights=False)
-        whole = scope.everyone(query.squeeze(0), ordered=False).unsqueeze(0)
+        whole = scope.reads.everyone(query.squeeze(0), ordered=False).unsqueeze(0)
         if query.size(1) == 0:
             # A rank without vertices computes nothing, but its backward must run the same collectives.
             return whole[:, :0] + sum(p.sum() * 0 for p in module.attn.parameters())
@@ -155,7 +155,7 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
         if index is None or axis != 0:
             return inner(x, index, ptr, dim_size, dim, **more)  # type: ignore[no-any-return]
         ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
-        group = scope.as_targets(torch.cat([index.new_zeros(2), index + 1]))
+        group = scope.axes.targets(torch.cat([index.new_zeros(2), index + 1]))
         size = scope.own if dim_size is None else dim_size
         out: Tensor = inner(ahead, group, None, size + 1, dim, **more)
         return out[1:]
@@ -168,7 +168,7 @@ def _needs_all(module: Any, scope: LayerScope) -> Settings:
     inner = module.forward
 
     def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if scope.size > 1 and not scope.names_targets(index):
+        if scope.size > 1 and not scope.axes.names_targets(index):
             raise ModelError(
                 f"{type(module).__name__} to take the rows that edges bring to a vertex",
                 "vertices to pool, which lie on several ranks and are needed in one place",

@@ -18,51 +18,17 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from kagome.kernels.base.address import address
 from kagome.model.exact.scope import Scope
+from kagome.scope.constants import Constants
 
 
 class LayerScope(Scope, Protocol):
     """The interceptor as layer rules see it: they may ask for more than handlers may."""
 
+    constants: Constants
     runs_once: bool
 
     def run_once(self) -> AbstractContextManager[None]:
         """Return a context for a function that plain PyG would run again in backward; here it runs once."""
-
-    def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
-        """Return the rows of all ranks, with gradient: in the order of the graph, or own rows first."""
-
-    def knows_everyone(self) -> object:
-        """Record, where all rows are here, that rows of all vertices are read."""
-
-    def lasting(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the same in every forward pass."""
-
-    def keep(self, key: Any, value: Any) -> Any:
-        """Cache a value for all forward passes that was computed from constant tensors alone."""
-
-    def kept(self, key: Any) -> Any:
-        """Return a cached value; None if there is none or if it was written to since."""
-
-    def once(self) -> AbstractContextManager[None]:
-        """Return a context for computing a value that is to be cached."""
-
-    def spread(self, value: Tensor) -> Tensor:
-        """Return a message without terms that are equal for all in-edges of a row: the variance stays."""
-
-    def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
-        """Return the softmax over each row's in-edges if ``index`` names the graph's targets; else None."""
-
-    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
-        """Return a reduction over each row's in-edges if ``index`` names the graph's targets; else None."""
-
-    def as_targets(self, index: Tensor) -> Tensor:
-        """Record that a tensor holds ids of own rows, and return it."""
-
-    def names_targets(self, index: Any) -> bool:
-        """Whether a tensor holds ids of own rows: each edge's target."""
-
-    def last_row(self) -> int:
-        """Return the number of own vertices up to the last one of the whole graph that has an edge."""
 
 
 Settings = list[tuple[nn.Module, str, Any]]
@@ -78,15 +44,15 @@ def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Ca
     def call(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
         with torch._C.DisableTorchFunction():  # this is not the user's computation
-            lasts = all(scope.lasting(value) for value in given if isinstance(value, Tensor))
+            lasts = all(scope.constants.lasting(value) for value in given if isinstance(value, Tensor))
             # Constant tensors are kept alive, so an address identifies them; all layers share one result.
             key = (name, tuple(_place(value) for value in given), tuple(kwargs)) if lasts else None
-            found = scope.kept(key)
+            found = scope.constants.kept(key)
         if key is None:
             return function(*args, **kwargs)
         if found is None:
-            with scope.once():
-                found = scope.keep(key, function(*args, **kwargs))
+            with scope.constants.once():
+                found = scope.constants.keep(key, function(*args, **kwargs))
         return found
 
     return call
@@ -104,7 +70,11 @@ def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Call
     def call(
         src: Tensor, index: Any = None, ptr: Any = None, num_nodes: int | None = None, dim: int = 0
     ) -> Tensor:
-        found = scope.edge_softmax(src, index, dim) if ptr is None and isinstance(index, Tensor) else None
+        found = (
+            scope.deferral.edge_softmax(src, index, dim)
+            if ptr is None and isinstance(index, Tensor)
+            else None
+        )
         return function(src, index, ptr, num_nodes, dim) if found is None else found
 
     return call
@@ -115,8 +85,8 @@ def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callab
     once = remembered(function, scope, name)
 
     def call(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if scope.lasting(edge_index) and len(args) < 3:
-            kwargs.setdefault("num_nodes", scope.last_row())
+        if scope.constants.lasting(edge_index) and len(args) < 3:
+            kwargs.setdefault("num_nodes", scope.ids.last_row())
         return once(edge_index, *args, **kwargs)
 
     return call
@@ -176,7 +146,7 @@ def reduced_by_kernels(module: Any, scope: LayerScope) -> Settings:
     ) -> Tensor:
         found = None
         if ptr is None and index is not None and dim_size in (None, scope.own):
-            found = scope.edge_reduce(x, index, dim, reduce)
+            found = scope.deferral.edge_reduce(x, index, dim, reduce)
         return inner(x, index, ptr, dim_size, dim, reduce) if found is None else found
 
     return [(module, "reduce", reduce)]
@@ -187,6 +157,6 @@ def spread_of_messages(module: Any, scope: LayerScope) -> Settings:
     inner = module.forward
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return inner(scope.spread(x), *args, **kwargs)
+        return inner(scope.deferral.spread(x), *args, **kwargs)
 
     return [(module, "forward", forward)]

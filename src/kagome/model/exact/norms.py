@@ -48,7 +48,7 @@ def _instance_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwar
     if (
         not argument(args, kwargs, 5, "use_input_stats", True)
         or scope.size == 1
-        or scope.axis(x) in (None, 0, 1)
+        or scope.axes.of(x) in (None, 0, 1)
     ):
         return NotImplemented
     if x.size(0) != 1:
@@ -62,7 +62,9 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
     eps = float(argument(args, kwargs, 7, "eps", 1e-5))
     seen: list[Tensor] = []
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    out = scope.summing(partial(_there, dims, eps, seen), partial(_back, dims), (wide, weight, bias), "norm")
+    out = scope.ranks.summing(
+        partial(_there, dims, eps, seen), partial(_back, dims), (wide, weight, bias), "norm"
+    )
     if (
         scope.within_once
         and torch.is_grad_enabled()
@@ -76,7 +78,7 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
             hint="take the norm out of it, or give it track_running_stats=False",
         )
     _note(args, kwargs, seen)
-    return scope.like(out.to(x.dtype), x)
+    return scope.axes.like(out.to(x.dtype), x)
 
 
 def _note(args: Args, kwargs: Kwargs, seen: list[Tensor]) -> None:

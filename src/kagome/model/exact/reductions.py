@@ -43,13 +43,13 @@ _ORDERS = _LAST | {"median", "nanmedian", "argmax", "argmin", "unique"}
 def count_rows(scope: Scope, x: Tensor, dims: Dims) -> float:
     """Return the number of entries that all ranks hold along ``dims``."""
     local = math.prod(x.size(d) for d in dims)
-    return float(scope.total(torch.tensor(float(local), dtype=torch.float64, device=x.device)))
+    return float(scope.ranks.total(torch.tensor(float(local), dtype=torch.float64, device=x.device)))
 
 
 def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer a reduction over the row axis by one over all ranks' rows."""
     x = args[0] if args else kwargs.get("input")
-    axis = scope.axis(x)
+    axis = scope.axes.of(x)
     if axis is None or scope.size == 1 or not isinstance(x, Tensor):
         return NotImplemented
     given = _given(name, args, kwargs)
@@ -60,13 +60,13 @@ def _reduce(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
         return NotImplemented
     if name in _ORDERS:
         by_place = name in ("sort", "argsort") and not x.is_floating_point()  # groups edges by type
-        rows = scope.of_vertices(x) and x.is_floating_point()
+        rows = scope.axes.of_vertices(x) and x.is_floating_point()
         if not rows and (by_place or from_library()):
             # Local: PyG's aggregations sort edges by target, its typed layers sort vertices by type.
             return NotImplemented
         raise ModelError(
             "a layer to read other vertices through edges, or to take sums, means or extremes of all",
-            f"a call of {name!r} over all {'vertices' if scope.of_vertices(x) else 'edges'}",
+            f"a call of {name!r} over all {'vertices' if scope.axes.of_vertices(x) else 'edges'}",
             where="; ".join(filter(None, (scope.where(), user_line()))),
             hint="take it out of forward, or train on one rank",
         )
@@ -96,15 +96,15 @@ def _dims(name: str, given: Given, x: Tensor) -> Dims:
 
 
 def _sum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return scope.total(x.sum(dims, keepdim=keep, dtype=given.get("dtype")))
+    return scope.ranks.total(x.sum(dims, keepdim=keep, dtype=given.get("dtype")))
 
 
 def _nansum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return scope.total(x.nansum(dims, keepdim=keep, dtype=given.get("dtype")))
+    return scope.ranks.total(x.nansum(dims, keepdim=keep, dtype=given.get("dtype")))
 
 
 def _count_nonzero(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return scope.total((x != 0).sum(dims))
+    return scope.ranks.total((x != 0).sum(dims))
 
 
 def _mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
@@ -114,8 +114,8 @@ def _mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tens
 def _var_mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> tuple[Tensor, Tensor]:
     correction = given.get("correction", 0 if given.get("unbiased") is False else 1)
     count = count_rows(scope, x, dims)
-    mean = scope.total(x.sum(dims, keepdim=True)) / count
-    var = scope.total((x - mean).square().sum(dims, keepdim=keep))
+    mean = scope.ranks.total(x.sum(dims, keepdim=True)) / count
+    var = scope.ranks.total((x - mean).square().sum(dims, keepdim=keep))
     var = var / max(count - (1 if correction is None else correction), 0.0)
     return var, mean if keep else mean.reshape(var.shape)
 
@@ -142,9 +142,9 @@ def _std_mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> 
 def _norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
     p = given.get("p", 2)
     if p in (2, "fro", None):
-        return _root(scope.total(x.square().sum(dims, keepdim=keep)))
+        return _root(scope.ranks.total(x.square().sum(dims, keepdim=keep)))
     if p == 1:
-        return scope.total(x.abs().sum(dims, keepdim=keep))
+        return scope.ranks.total(x.abs().sum(dims, keepdim=keep))
     return NotImplemented
 
 
@@ -160,14 +160,16 @@ def _matrix_norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) 
 def _normalize(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
     length = _norm(scope, x, dims, True, given)
     return (
-        length if length is NotImplemented else scope.like(x / length.clamp_min(given.get("eps", 1e-12)), x)
+        length
+        if length is NotImplemented
+        else scope.axes.like(x / length.clamp_min(given.get("eps", 1e-12)), x)
     )
 
 
 def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
     top = _highest(scope, x, dims)
     top = top.masked_fill(top.isinf(), 0.0)
-    whole = scope.total((x - top).exp().sum(dims, keepdim=True)).log() + top
+    whole = scope.ranks.total((x - top).exp().sum(dims, keepdim=True)).log() + top
     return whole if keep else _squeezed(whole, dims)
 
 
@@ -177,7 +179,7 @@ def _highest(scope: Scope, x: Tensor, dims: Dims, sign: int = 1) -> Tensor:
     low = -math.inf if wide.is_floating_point() else torch.iinfo(wide.dtype).min + 1
     shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
     local = (wide * sign).amax(dims, keepdim=True) if x.numel() else wide.new_full(shape, low)
-    return scope.greatest(local) * sign
+    return scope.ranks.greatest(local) * sign
 
 
 def _squeezed(x: Tensor, dims: Dims) -> Tensor:
@@ -196,8 +198,8 @@ def _extreme(sign: int) -> Callable[..., Any]:
         if x.requires_grad:
             # Equal values share the gradient evenly, as in torch.amax.
             same = x.detach() == best
-            ties = scope.total(same.to(x.dtype).sum(dims, keepdim=True))
-            best = best + scope.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
+            ties = scope.ranks.total(same.to(x.dtype).sum(dims, keepdim=True))
+            best = best + scope.ranks.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
         best = best.to(x.dtype)
         return best if keep else _squeezed(best, dims)
 
@@ -215,21 +217,23 @@ def _picked(sign: int) -> Callable[..., Any]:
     def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
         if given.get("dim") is None:
             return whole(scope, x, dims, keep, given)
-        if not scope.of_vertices(x):
+        if not scope.axes.of_vertices(x):
             return NotImplemented
         best = _highest(scope, x, dims, sign).to(x.dtype)
         shape = [-1 if d in dims else 1 for d in range(x.dim())]
-        ids = scope.words_of(x).view(shape).expand(x.shape)
+        ids = scope.ids.words_of(x).view(shape).expand(x.shape)
         far = torch.full_like(ids, torch.iinfo(torch.long).max)
         first = _highest(scope, torch.where(x.detach() == best, ids, far), dims, -1)
         if x.requires_grad:
             chosen = ids == first
             slope = _nothing_of(x, chosen).sum(dims, keepdim=True)
             counted = chosen.to(x.dtype).sum(dims, keepdim=True)
-            slope, many = scope.total(torch.stack([slope, counted]))
+            slope, many = scope.ranks.total(torch.stack([slope, counted]))
             best = best + slope / many  # ``many`` is 1, unless a chunk stands for all vertices
-        pair = (best, scope.unknown_ids(first))
-        return kind(pair if keep else (_squeezed(pair[0], dims), scope.unknown_ids(_squeezed(pair[1], dims))))
+        pair = (best, scope.axes.unknown_ids(first))
+        return kind(
+            pair if keep else (_squeezed(pair[0], dims), scope.axes.unknown_ids(_squeezed(pair[1], dims)))
+        )
 
     return take
 
@@ -275,13 +279,15 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
 def _softmax(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer a softmax over all vertices, or over all edges."""
     x = args[0] if args else kwargs["input"]
-    axis, dim = scope.axis(x), argument(args, kwargs, 1, "dim", -1)
+    axis, dim = scope.axes.of(x), argument(args, kwargs, 1, "dim", -1)
     if axis is None or scope.size == 1 or dim is None or dim % x.dim() != axis:
         return NotImplemented
     z = -x if name == "softmin" else x  # functions of torch.special are called special_...
     shifted = z - _highest(scope, z, (axis,))
-    whole = scope.total(shifted.exp().sum(axis, keepdim=True))
-    return scope.like(shifted - whole.log() if name.endswith("log_softmax") else shifted.exp() / whole, x)
+    whole = scope.ranks.total(shifted.exp().sum(axis, keepdim=True))
+    return scope.axes.like(
+        shifted - whole.log() if name.endswith("log_softmax") else shifted.exp() / whole, x
+    )
 
 
 def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -289,10 +295,10 @@ def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -
     if scope.size == 1 or len(args) < 2 or not all(isinstance(a, Tensor) for a in args[:2]):
         return NotImplemented
     left, right = args[:2]
-    first, second = scope.axis(left), scope.axis(right)
+    first, second = scope.axes.of(left), scope.axes.of(right)
     if first is None or first != left.dim() - 1 or second is None or second != max(right.dim() - 2, 0):
         return NotImplemented
-    return scope.total(func(*args, **kwargs))
+    return scope.ranks.total(func(*args, **kwargs))
 
 
 def _einsum(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -308,13 +314,13 @@ def _einsum(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     marked = [
         (term[axis], x)
         for term, x in zip(terms, operands, strict=True)
-        if (axis := scope.axis(x)) is not None
+        if (axis := scope.axes.of(x)) is not None
     ]
     if not marked or len({letter for letter, _ in marked}) > 1:
         return NotImplemented
     letter, x = marked[0]
     out: Tensor = func(*args, **kwargs)
-    return scope.like(out, x, right.index(letter)) if letter in right else scope.total(out)
+    return scope.axes.like(out, x, right.index(letter)) if letter in right else scope.ranks.total(out)
 
 
 REDUCTIONS: Mapping[str, Handler] = {

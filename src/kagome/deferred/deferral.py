@@ -1,0 +1,214 @@
+"""Deferral: which reads, softmaxes and reductions of a part's neighbours are put off, and as what.
+
+Where it sits: the handlers of ``intercept.gather_scatter`` and the layer rules ask it first. It finds the
+constant edge lists, builds their kernels' structure once, and answers gathers, softmaxes and reductions by an
+end of those edges with the messages beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kagome.deferred import message, reduce, rewrite_rules, sliced_attention
+from kagome.deferred.edge_map import WIDENS
+from kagome.deferred.lazy_tensor import LazyTensor, supports
+from kagome.deferred.sliced_reduce import SlicedReads
+from kagome.halo.forward_pass import RunningForward, transformed
+from kagome.kernels.base.address import address
+from kagome.kernels.base.csr import Structure
+from kagome.placement.placement import Placement, PlacementKind
+from kagome.placement.weak_map import WeakTensorMap
+from kagome.scope.constants import Constants
+from kagome.scope.exchanges import NeighborReads, RankSums
+from kagome.scope.rows import Axes
+from kagome.sparse_ops.edge_view import EdgeView
+from kagome.sparse_ops.sparse_features import SparseFeatures, thin_of
+
+SUMS = frozenset(("sum", "add", "mean"))
+"""Reductions whose expected value a sample of rows preserves."""
+
+
+class Deferral:
+    """The deferred messages of one part.
+
+    Args:
+        own: The number of vertices that this rank owns.
+        views: The part's in-edges, and its out-edges once they were fetched.
+        axes: The rows of tensors.
+        forward: The running forward.
+        constants: The constant tensors.
+        ranks: The ranks that share the graph.
+        reads: The reads of other ranks' rows.
+        sliced: The rows of all ranks in some columns.
+    """
+
+    def __init__(
+        self,
+        own: int,
+        views: Sequence[EdgeView],
+        axes: Axes,
+        forward: RunningForward,
+        constants: Constants,
+        ranks: RankSums,
+        reads: NeighborReads,
+        sliced: SlicedReads,
+    ) -> None:
+        self.own, self._views, self.axes, self.marks, self.forward = own, views, axes, axes.marks, forward
+        self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
+        self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
+
+    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
+        """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
+        if not self.forward.fast or not self.constants.lasting(rows):
+            return rows
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
+            key = ("thin", address(rows), tuple(rows.shape))
+            found = self.constants.kept(key)
+            if found is None:
+                found = self.constants.keep(key, thin_of(rows) or ())
+        return found if isinstance(found, SparseFeatures) else rows
+
+    def spread(self, value: Tensor) -> Tensor:
+        """Remove from a message what all in-edges of a row have in common. Its variance stays the same."""
+        with torch._C.DisableTorchFunction():
+            return rewrite_rules.spread(value)
+
+    def leave_layer(self, out: Any) -> Any:
+        """End a message-passing layer. Compute whatever it deferred, so that nothing deferred leaves it."""
+        self.forward.layers = max(self.forward.layers - 1, 0)
+        self.reads.forget()
+        return rewrite_rules.computed(out)
+
+    def edge_set(self, mark: Placement | None) -> message.EdgeSet | None:
+        """Return the graph's edges and kernel structure if ids of this placement are one end; else None."""
+        edges = (
+            mark.edges
+            if mark is not None and mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
+            else None
+        )
+        if not self.forward.fast or edges is None or transformed() or not self.constants.has(edges):
+            return None
+        if edges not in self._edge_sets:
+            ends = self.marks.get(edges)
+            assert ends is not None
+            plan = self._views[ends.view].rows
+            source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
+            structure = Structure(source, target, plan.own, plan.own + plan.halo)
+            sources = Placement(PlacementKind.SOURCE, ends.view, edges=edges)
+            self._edge_sets[edges] = message.EdgeSet(structure, plan, sources, self)
+        found: message.EdgeSet = self._edge_sets[edges]
+        return found
+
+    def drops_shares(self, value: Any) -> bool:
+        """Return True if a tensor is deferred attention, so that its dropout is deferred too."""
+        return sliced_attention.share_of(value) is not None
+
+    def drop_shares(self, value: Tensor, draw: sliced_attention.Draw, words: Tensor) -> Tensor:
+        """Apply dropout to deferred attention.
+
+        Args:
+            value: The deferred attention.
+            draw: The function that drops values, given one random word per edge and the first head.
+            words: One random word for each of this rank's edges.
+        """
+        share = sliced_attention.share_of(value)
+        assert share is not None
+        edges, slicing = share.logits.edges, share.slicing
+        key = ("words of all edges", id(edges if slicing is None else slicing), id(words))
+        every: Tensor | None = self.constants.kept(key)
+        if every is None:
+            with torch._C.DisableTorchFunction(), self.constants.once():
+                if slicing is None:
+                    every = words[edges.structure.by_target.edge.long()]
+                else:
+                    cut, way = slicing.everything(1), slicing.edges
+                    every = way.apart(words.unsqueeze(1), cut, self.forward.turn, "words of edges").view(-1)
+            self.constants.keep(key, every)
+        return sliced_attention.dropped(share, draw, words, every)
+
+    def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
+        """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""
+        edges = self.edge_set(mark)
+        if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
+            return None
+        if index.numel() != edges.structure.edges:
+            return None
+        return rewrite_rules.gathered(edges, base, mark.kind, self.forward.site(base))
+
+    def sums_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True if ``x W^T`` is deferred, so that neighbours' rows can be summed before the map."""
+        if (
+            not self.forward.fast
+            or self.forward.layers == 0
+            or not isinstance(x, Tensor)
+            or x.dim() != 2
+            or weight.dim() != 2
+        ):
+            return False
+        fits = self.axes.of_each_vertex(x) and self.axes.of(x) == 0 and x.size(0) == self.own and supports(x)
+        if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+            return False
+        return weight.size(1) < weight.size(0) or self.constants.lasting(x)
+
+    def maps_late(self, x: Tensor, weight: Tensor) -> bool:
+        """Return True if ``x W^T`` of edge features is deferred, so that it is applied after sums over edges.
+
+        Decided by shapes that are the same on all ranks.
+        """
+        lazily = self.forward.fast and self.forward.layers > 0 and not self.sliced.on
+        if not lazily or transformed() or isinstance(x, LazyTensor):
+            return False
+        if x.dim() != 2 or weight.dim() != 2 or self.marks.get(weight) is not None:
+            return False
+        mark = self.marks.get(x)
+        fits = mark is not None and mark.kind is PlacementKind.PAIRS and mark.axis == 0 and mark.whole
+        if not fits or not supports(x) or x.dtype != weight.dtype:
+            return False
+        return WIDENS * weight.size(1) <= weight.size(0) and not torch.is_autocast_enabled(x.device.type)
+
+    def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
+        """Return the softmax over each row's in-edges if ``index`` holds the graph's targets; else None."""
+        edges = self._by_target(value, index, dim)
+        if self.axes.names_targets(index):
+            self.reads.needs_all("a softmax over neighbours")
+        if edges is None:
+            return None
+        with torch._C.DisableTorchFunction():  # this is not the user's computation
+            return reduce.softmax(value, edges)
+
+    def edge_reduce(self, value: Tensor, index: Any, dim: int, how: str) -> Tensor | None:
+        """Return a reduction over each row's in-edges if ``index`` holds the graph's targets; else None."""
+        self.axes.refuse_lost(value)
+        edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
+        if how not in SUMS and self.axes.names_targets(index):
+            self.reads.needs_all(f"the reduction {how} over neighbours")
+        if edges is None:
+            return None
+        with torch._C.DisableTorchFunction():
+            return reduce.reduced(value, edges, reduce.NAMES[how])
+
+    def structures(self) -> Iterator[Structure]:
+        """Yield the edges, grouped by their ends, that are kept from one forward pass to the next."""
+        yield from (edges.structure for edges in self._edge_sets.values())
+        yield from (layout.structure for layout in self.sliced.layouts())
+
+    def _by_target(self, value: Any, index: Any, dim: int) -> message.EdgeSet | None:
+        mark = self.marks.get(index)
+        if (
+            mark is None
+            or mark.kind is not PlacementKind.TARGET
+            or not isinstance(value, Tensor)
+            or value.dim() == 0
+        ):
+            return None
+        edges = self.edge_set(mark)
+        if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
+            return None
+        if not isinstance(value, LazyTensor):
+            return edges if supports(value) else None
+        held = self.marks.get(value)  # a message along other edges is computed first
+        return edges if held is None or held.edges is mark.edges else None

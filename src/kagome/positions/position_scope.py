@@ -1,0 +1,84 @@
+"""Position scope: what handlers of row positions ask of the running interceptor, and of a call's arguments.
+
+Where it sits: ``row_positions``, ``row_order`` and ``vertex_tables`` share it. A position is a row's place
+among all vertices of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.halo.forward_pass import RunningForward
+from kagome.placement.placement import VERTICES, Placement, Placements
+from kagome.placement.symbolic_size import as_place
+from kagome.scope.exchanges import RankSums
+from kagome.scope.rows import Axes, LocatedScope, VertexIds, refused
+
+if TYPE_CHECKING:
+    from kagome.positions.kept_tensors import KeptTensors
+    from kagome.positions.row_copies import RowCopies
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Func = Callable[..., Any]
+
+FULL = slice(None)
+
+
+class PositionScope(LocatedScope, Protocol):
+    """What these handlers ask of the running interceptor."""
+
+    marks: Placements
+    axes: Axes
+    ids: VertexIds
+    ranks: RankSums
+    forward: RunningForward
+    parted: bool
+    own: int
+    vertices: int
+    numbered: bool
+    device: torch.device
+    copies: RowCopies
+    keeping: KeptTensors
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
+        """Answer one torch call of the forward."""
+
+
+def span_of(scope: PositionScope, mark: Placement, item: slice) -> range:
+    """Return the vertices that a slice of an axis selects."""
+    whole = scope.axes.length(mark)
+    if whole < 0:
+        raise refused(scope, "a slice that counts rows chosen by a mask")
+    span = range(whole)[slice(as_place(item.start), as_place(item.stop), as_place(item.step))]
+    if span.step < 0:
+        raise refused(scope, "a slice that turns the order of vertices round")
+    if mark.each > 1:
+        if span and (span.step != 1 or span.start % mark.each or span.stop % mark.each):
+            raise refused(scope, f"a slice that cuts through the {mark.each} entries of a vertex")
+        span = range(span.start // mark.each, span.stop // mark.each)
+    held = (
+        mark.subset.span
+        if mark.subset is not None and mark.subset.span is not None
+        else range(scope.vertices)
+    )
+    return held[span.start : span.stop : span.step] if span else range(0)
+
+
+def rows_base(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[Tensor, Placement] | None:
+    """Return a call's tensor with rows of vertices and its placement; None where all rows are local."""
+    base = args[0] if args else kwargs.get("input")
+    mark = scope.marks.get(base) if isinstance(base, Tensor) else None
+    if not isinstance(base, Tensor) or mark is None or mark.kind not in VERTICES or not scope.parted:
+        return None
+    return base, mark
+
+
+def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 0) -> int:
+    """Return the axis that a call names, as a non-negative number."""
+    dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
+    return int(dim or 0) % max(base.dim(), 1)

@@ -1,0 +1,1 @@
+"""Scope: what handlers and layer rules may ask about a part: its rows, constants and exchanges."""

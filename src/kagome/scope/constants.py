@@ -1,0 +1,104 @@
+"""Constants: tensors that are the same in every forward of a run, and what was computed from them.
+
+Where it sits: fast paths, layer rules and reads ask it. What is computed from constant tensors alone is
+computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, strided
+from torch._C import DisableTorchFunction
+
+from kagome.halo.comm_recorder import RecordedRows
+from kagome.halo.forward_pass import RunningForward, transformed
+from kagome.kernels.base.address import address
+from kagome.placement.weak_map import WeakTensorMap
+
+
+class Constants:
+    """Constant tensors, recognised by their memory address, so that a view of one is recognised too.
+
+    They are kept alive, so that no other tensor can be allocated at that address.
+
+    Args:
+        channel: The channel to the other parts, by which some values are computed.
+        forward: The running forward.
+    """
+
+    def __init__(self, channel: RecordedRows, forward: RunningForward) -> None:
+        self._channel, self._forward = channel, forward
+        self._held: dict[Any, tuple[Tensor, int]] = {}
+        self.remembered: dict[Any, Any] = {}
+        """Values computed from constant tensors alone, by what decides them."""
+        self.wholes: WeakTensorMap[Any] = WeakTensorMap()
+        """Own and halo rows of tensors that need no gradient, with the version and the view of the read."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Record that a tensor is constant until it is written to."""
+        if not tensor.requires_grad and tensor.layout is strided:
+            self._held[_key(tensor)] = (tensor, tensor._version)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return True if a tensor, or one with the same values in the same memory, is constant."""
+        if type(tensor) is not Tensor:
+            return False
+        with DisableTorchFunction():  # called in the middle of a user's forward
+            if tensor.requires_grad or tensor.layout is not strided:
+                return False
+            held, version = self._held.get(_key(tensor), (None, -1))
+            return (
+                held is not None and tensor._version == version and (tensor is held or tensor.is_contiguous())
+            )
+
+    def lasting(self, tensor: Tensor | None) -> bool:
+        """Return True if a tensor is constant across forward passes. None counts as constant."""
+        if tensor is None:
+            return True
+        # What is computed inside a transform belongs to the transform.
+        return not transformed() and self.has(tensor)
+
+    def keep(self, key: Any, value: Any) -> Any:
+        """Cache, for all forward passes, a value computed from constant tensors alone."""
+        found = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
+        self.remembered[key] = (value, [(tensor, tensor._version) for tensor in found])
+        for tensor in found:
+            self.add(tensor)
+        return value
+
+    def kept(self, key: Any) -> Any:
+        """Return a cached value, or None if there is none or it was written to since."""
+        value, versions = self.remembered.get(key, (None, []))
+        return value if all(tensor._version == version for tensor, version in versions) else None
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Surround the computation of a cached value: it has no gradient, and no second pass replays it."""
+        with torch.no_grad(), self._channel.aside(), self._forward.turn.apart():
+            yield
+
+    def forget(self) -> None:
+        """Drop everything computed or read from constant tensors."""
+        self.remembered.clear()
+        self.wholes.clear()
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors that are kept from one forward pass to the next."""
+        for value, _ in self.remembered.values():
+            yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
+        for _, _, whole in self.wholes.values():
+            yield whole
+        for tensor, _ in self._held.values():
+            yield tensor
+
+
+def _key(tensor: Tensor) -> Any:
+    size = math.prod(
+        filter(None, map(int, tensor.shape))
+    )  # a zero size must not make [1, 0] and [2, 0] equal
+    return address(tensor), size, tensor.dtype, tensor.is_contiguous()

@@ -1,0 +1,240 @@
+"""Rows: what a part knows of a tensor's rows: along which axis they lie, and whose they are.
+
+Where it sits: handlers, layer rules and fast paths ask it before they treat a tensor as rows; it raises the
+errors for calls that no part can follow. The placements are those of ``placement.placement``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kagome.errors import ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.halo.forward_pass import RunningForward
+from kagome.placement.placement import ALIGNED, PAIRS, VERTICES, Placement, PlacementKind, Placements
+from kagome.placement.symbolic_size import SymbolicSize
+from kagome.placement.weak_map import WeakTensorMap
+from kagome.sparse_ops.edge_view import EdgeView, pair_ids
+from kagome.user_frame import user_line
+
+_TOLD_APART = "vertices told apart by what they hold, or by their numbers in a way that parts can follow"
+_BY_EDGES = (
+    "a layer to read other vertices by the graph's edges, or to attend to all of them by torch's attention"
+)
+_WAY_OUT = "give the Data an attribute with a value a vertex (data.kind = ...) and tell rows apart by that"
+_ATTENTION = (
+    "F.scaled_dot_product_attention(q, k, v) where all vertices attend to all, edges where some do; or train "
+    "on one rank"
+)
+
+
+class LocatedScope(Protocol):
+    """An object that knows which module is running."""
+
+    def where(self) -> str:
+        """Return the path of the module whose forward is running."""
+
+
+def refused(scope: LocatedScope, got: str, *, hint: str = "", expected: str = _TOLD_APART) -> ModelError:
+    """Return the error for a call that depends on row positions in a way that no part can follow."""
+    line = user_line()
+    return ModelError(
+        expected,
+        got,
+        where="; ".join(filter(None, (scope.where(), line))),
+        hint=hint or f"{_WAY_OUT}; or train on one rank",
+    )
+
+
+def lost(scope: LocatedScope, mark: Placement, *, edges: bool = False) -> ModelError:
+    """Return the error for a tensor that was made from rows by their positions, and so is lost.
+
+    Args:
+        scope: The running interceptor.
+        mark: The placement of the lost tensor.
+        edges: Whether the tensor says which rows are connected.
+    """
+    product = mark.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
+    hint = "make these edges before training (data.edge_index), not inside forward; or train on one rank"
+    pairs = mark.origin.endswith(PAIRS)
+    return refused(
+        scope,
+        f"rows that went through {mark.origin}",
+        hint=hint if edges else _ATTENTION if product or pairs else "",
+        expected=_BY_EDGES if pairs else _TOLD_APART,
+    )
+
+
+def draw_refused(scope: LocatedScope, name: str, why: str) -> ModelError:
+    """Return the error for a draw of rows that would differ between ranks."""
+    return refused(
+        scope,
+        f"{name}, whose random numbers are not made exact: {why}",
+        hint="draw a row a vertex or a row an edge (torch.rand(x.size(0), k), torch.rand_like(x))",
+        expected="what a model draws for vertices and edges to be the same on any ranks",
+    )
+
+
+class Axes:
+    """The placements of one part's tensors, as questions about their rows.
+
+    Args:
+        marks: The placements.
+        vertices: The number of vertices of the whole graph.
+        forward: The running forward, which errors name.
+    """
+
+    def __init__(self, marks: Placements, vertices: int, forward: RunningForward) -> None:
+        self.marks, self.vertices, self._forward = marks, vertices, forward
+
+    def of(self, tensor: Any) -> int | None:
+        """Return the axis along which a tensor has one row per vertex or edge; None if it has none."""
+        mark = self.marks.get(tensor)
+        return mark.axis if mark is not None and mark.kind in ALIGNED else None
+
+    def counts(self, value: Any) -> bool:
+        """Return True if a value has one row per vertex or edge, or is a count of such rows."""
+        return isinstance(value, SymbolicSize) or self.of(value) is not None
+
+    def of_vertices(self, tensor: Any) -> bool:
+        """Return True if a tensor has one row per vertex."""
+        mark = self.marks.get(tensor)
+        return mark is not None and mark.kind in VERTICES
+
+    def of_each_vertex(self, tensor: Any) -> bool:
+        """Return True if a tensor has one row for each own vertex."""
+        mark = self.marks.get(tensor)
+        return mark is not None and mark.kind in VERTICES and mark.whole
+
+    def vertices_counted(self, value: Any) -> int | None:
+        """Return the whole graph's vertex count if a value is the count of own vertices; else None."""
+        counted = (
+            isinstance(value, SymbolicSize) and value.mark.kind is PlacementKind.ROWS and value.mark.whole
+        )
+        return self.vertices if counted else None
+
+    def length(self, mark: Placement) -> int:
+        """Return the length of an axis of vertices in the whole graph, or -1 if it is unknown."""
+        if mark.subset is not None:
+            return -1 if mark.subset.span is None else len(mark.subset.span) * mark.each
+        return self.vertices * mark.each
+
+    def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
+        """Give ``out`` the placement of ``tensor``, along another axis if one is given."""
+        mark = self.marks.get(tensor)
+        if mark is not None and axis is not None:
+            mark = mark.along(axis)
+        if mark is not None and mark.kind is PlacementKind.NUMBERS:
+            mark = replace(mark, kind=PlacementKind.ROWS)
+        return self.marks.put(out, mark)
+
+    def targets(self, index: Tensor) -> Tensor:
+        """Record that a tensor holds ids of own rows."""
+        return self.marks.put(index, Placement(PlacementKind.TARGET))
+
+    def names_targets(self, index: Any) -> bool:
+        """Return True if a tensor holds ids of own rows, one per edge: each edge's target."""
+        mark = self.marks.get(index)
+        return mark is not None and mark.kind is PlacementKind.TARGET
+
+    def unknown_ids(self, ids: Tensor) -> Tensor:
+        """Mark ids as meaningless on a part, so that reads by them are refused."""
+        return self.marks.put(ids, Placement(PlacementKind.MIXED))
+
+    def lost(self, tensor: Tensor, origin: str) -> Tensor:
+        """Mark a tensor as lost: no part has it. Anything made from it is refused where it leaves forward."""
+        return self.marks.put(
+            tensor, Placement(PlacementKind.LOST, origin=f"{origin} ({user_line() or 'a library'})")
+        )
+
+    def refuse_lost(self, *values: Any) -> None:
+        """Refuse values that were made from rows by their positions in this part."""
+        if (gone := self.marks.lost(values, {})) is not None:
+            raise lost(self._forward, gone)
+
+
+class VertexIds:
+    """The original ids of one part's rows and edges.
+
+    Args:
+        part: The part.
+        views: The part's in-edges, and its out-edges once they were fetched.
+        marks: The placements.
+    """
+
+    def __init__(self, part: Partition, views: Sequence[EdgeView], marks: Placements) -> None:
+        self._views, self._marks = views, marks
+        self.last_vertex = part.last_vertex
+        """The last vertex of the whole graph that has an edge."""
+        self.ascending = bool((part.own[1:] > part.own[:-1]).all())
+        self._edge_keys: WeakTensorMap[Any] = WeakTensorMap()
+
+    def own(self) -> Tensor:
+        """Return the original ids of own rows."""
+        first = self._views[0]
+        return first.ids[: first.rows.own]
+
+    def with_halo(self, mark: Placement) -> Tensor:
+        """Return the original ids of own and halo rows, in the order of the part's ids."""
+        return self._views[mark.view].ids
+
+    def of(self, mark: Placement) -> Tensor:
+        """Return the original ids of the vertices that a tensor has rows for, one each."""
+        with torch._C.DisableTorchFunction():
+            ids = self.own()
+            return ids if mark.subset is None else ids[mark.subset.places()]
+
+    def local_of(self, ids: Tensor) -> Tensor:
+        """Return the local positions of own vertices. Shapes: any, kept."""
+        with torch._C.DisableTorchFunction():
+            own = self.own()
+            if self.ascending:
+                return torch.searchsorted(own, ids.contiguous())
+            order = own.argsort()
+            return order[torch.searchsorted(own[order], ids.contiguous())]
+
+    def last_row(self) -> int:
+        """Count own vertices up to the last one of the whole graph that has an edge."""
+        return int((self.own() <= self.last_vertex).sum())
+
+    def words_of(self, tensor: Tensor) -> Tensor:
+        """Return one number per entry along the row axis, equal on any ranks: vertex and its entry.
+
+        Shapes:
+            ``[k]``.
+        """
+        mark = self._marks.get(tensor)
+        assert mark is not None
+        ids = self.of(mark)
+        if mark.each == 1:
+            return ids
+        with torch._C.DisableTorchFunction():
+            return (ids[:, None] * mark.each + torch.arange(mark.each, device=ids.device)).view(-1)
+
+    def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
+        """Return ``word(source, target, copy)`` per row of an edge tensor, by original ids, if known."""
+        mark = self._marks.get(tensor)
+        edges = mark.edges if mark is not None else None
+        if edges is None:
+            return None
+        if edges not in self._edge_keys:
+            ends = self._marks.get(edges)
+            assert ends is not None
+            view = self._views[ends.view]
+            source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
+            # A word names the graph's own edge, whichever direction messages run along it.
+            first, second = view.ids[source], view.ids[target]
+            first, second = (second, first) if ends.view == 1 else (first, second)
+            with torch._C.DisableTorchFunction():
+                self._edge_keys[edges] = word(first, second, pair_ids(first, second))
+        words: Tensor = self._edge_keys[edges]
+        return words if words.numel() == tensor.size(mark.axis if mark is not None else 0) else None
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors that are kept from one forward pass to the next."""
+        yield from self._edge_keys.values()
