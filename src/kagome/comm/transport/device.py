@@ -143,8 +143,8 @@ def agreed(found: Sequence[RankDevice]) -> Agreement:
     )
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend that carries tensors of a device's type in a group.
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Return the backend that carries tensors of a device's type in a group, None for the default one.
 
     A group that was made without a backend has one for each type: ``cpu:gloo,cuda:nccl``. It is empty if the
     group has none for the type.
