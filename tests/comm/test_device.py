@@ -78,7 +78,7 @@ def test_a_gpu_without_its_backend_is_used_through_the_host(monkeypatch):
 
 def test_hosts_that_differ_are_refused_with_both_counts():
     found = [seen("a", "cuda:0", 8, "a/0"), seen("a", "cuda:1", 8, "a/1"), seen("b", "cpu", 0, "")]
-    with pytest.raises(LaunchError, match=r"rank 0 on a sees 8 GPUs, and rank 2 on b no GPUs"):
+    with pytest.raises(LaunchError, match=r"got 8 GPUs on a \(rank 0\), no GPUs on b \(rank 2\)"):
         agreed(found)
 
 

@@ -226,7 +226,7 @@ def _given_agreement(store: Store | None, ranks: Ranks, device: torch.device) ->
     found = agree(store, f"kagome-given-devices/{number}", ranks, device)
     if found.staged and backend_of(dist.group.WORLD, HOST) != "gloo":
         raise LaunchError(
-            f"the script's process group has {dist.get_backend_config()} alone, which needs a GPU a rank",
+            f"a GPU for each rank, since the script's process group has {dist.get_backend_config()} alone",
             "; ".join(found.notes),
             hint="init_process_group() without a backend, which makes gloo too, or one rank a GPU",
         )

@@ -119,8 +119,8 @@ def agreed(found: Sequence[RankDevice]) -> Agreement:
     if len(kinds) > 1:
         (one, here), (other, there) = sorted(kinds.values(), key=lambda pair: pair[0])[:2]
         raise LaunchError(
-            "all ranks compute on devices of one type",
-            f"rank {one} on {here.host} sees {_gpus(here)}, and rank {other} on {there.host} {_gpus(there)}",
+            "all ranks on devices of one type",
+            f"{_gpus(here)} on {here.host} (rank {one}), {_gpus(there)} on {there.host} (rank {other})",
             hint="start ranks only where there are GPUs, or set CUDA_VISIBLE_DEVICES= on all hosts to use "
             "their CPUs",
         )
