@@ -61,7 +61,7 @@ def test_values_of_constants_are_kept_until_they_are_written_to() -> None:
     constants, x = Part().constants, torch.ones(3)
     assert not constants.lasting(x)
     constants.add(x)
-    assert constants.lasting(x.view(3, 1)) is False
+    assert constants.lasting(x.view(3, 1))
     assert constants.lasting(x)
     total = constants.keep("total", x.sum())
     assert constants.kept("total") is total

@@ -84,7 +84,7 @@ def test_a_run_s_own_loss_is_named_and_not_replaced_by_the_default(tmp_path, mon
         with pytest.raises(SystemExit) as ended:
             app.main(["train", "--resume", key, "--train.epochs", "3"])
         assert ended.value.code == 2
-        expected = f"this run's was the function {__name__}:{function.__name__}, which Python gave"
+        expected = f"the function {__name__}:{function.__name__} of this run, which Python gave"
         assert expected in capsys.readouterr().err
         np.savez("graph.npz", x=data.x.numpy(), edge_index=data.edge_index.numpy())
         flags = ["--data.name", "npz:graph.npz", "--model.name", columns, "--train.no-check"]

@@ -160,60 +160,32 @@ def edge_softmax_kernel(
     h = tl.arange(0, HEADS)
     lane = tl.arange(0, EDGES)
     first, last = tl.load(begin + i), tl.load(end + i)
-    mine = tl.zeros((HEADS,), WIDE)
+    top = tl.full((HEADS,), float("-inf"), WIDE)
+    total = tl.zeros((HEADS,), WIDE)
     if SUMS:
         mine = tl.load(a + i * heads + h, mask=h < heads, other=0).to(WIDE)
-    v, e, mask = _logits(first + lane, last, column, edge, logits, b, mine, heads, h, SUMS, SLOPE, WIDE)
-    top = tl.max(v, 0)
-    total = tl.sum(tl.exp(v - _finite(top)[None, :]), 0)
-    for k in range(first + EDGES, last, EDGES):
-        v, e, mask = _logits(k + lane, last, column, edge, logits, b, mine, heads, h, SUMS, SLOPE, WIDE)
-        most = tl.maximum(top, tl.max(v, 0))
-        base = _finite(most)
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(v - base[None, :]), 0)
-        top = most
-    if last - first > EDGES:
+    for sweep in tl.static_range(2):  # sweeps: largest and total, result
         for k in range(first, last, EDGES):
-            v, e, mask = _logits(k + lane, last, column, edge, logits, b, mine, heads, h, SUMS, SLOPE, WIDE)
-            p = tl.exp(v - top[None, :]) / (total[None, :] + TINY)
-            tl.store(out + e[:, None] * heads + h[None, :], p.to(out.dtype.element_ty), mask=mask)
-    else:  # the row's only tile is at hand
-        p = tl.exp(v - top[None, :]) / (total[None, :] + TINY)
-        tl.store(out + e[:, None] * heads + h[None, :], p.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _finite(top):
-    """Return the largest logits with 0 for -inf, so that -inf minus -inf does not arise in a sum."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _logits(
-    k,
-    last,
-    column,
-    edge,
-    logits,
-    b,
-    mine,
-    heads,
-    h,
-    SUMS: tl.constexpr,
-    SLOPE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Return the logits of a tile of entries, -inf beyond the row's end, with their edges and a mask."""
-    live = k < last
-    mask = live[:, None] & (h[None, :] < heads)
-    e = tl.load(edge + k, mask=live, other=0).to(tl.int64)
-    if SUMS:
-        u = tl.load(column + k, mask=live, other=0).to(tl.int64)
-        v = mine[None, :] + tl.load(b + u[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
-        v = tl.where(v > 0, v, v * SLOPE)
-    else:
-        v = tl.load(logits + e[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
-    return tl.where(live[:, None], v, float("-inf")), e, mask
+            live = k + lane < last
+            mask = live[:, None] & (h[None, :] < heads)
+            e = tl.load(edge + k + lane, mask=live, other=0).to(tl.int64)
+            if SUMS:
+                u = tl.load(column + k + lane, mask=live, other=0).to(tl.int64)
+                its = tl.load(b + u[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
+                v = mine[None, :] + its
+                v = tl.where(v > 0, v, v * SLOPE)
+            else:
+                v = tl.load(logits + e[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
+            v = tl.where(live[:, None], v, float("-inf"))
+            if sweep == 0:
+                most = tl.maximum(top, tl.max(v, 0))
+                base = tl.where(most == float("-inf"), 0.0, most)  # so that -inf minus -inf does not arise
+                before = tl.where(top == float("-inf"), 0.0, tl.exp(top - base))
+                total = total * before + tl.sum(tl.exp(v - base[None, :]), 0)
+                top = most
+            else:
+                p = tl.exp(v - top[None, :]) / (total[None, :] + TINY)
+                tl.store(out + e[:, None] * heads + h[None, :], p.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

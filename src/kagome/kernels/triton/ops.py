@@ -336,7 +336,7 @@ def _by_rows_of_heads(
     begin, end = bounds(layout)
     for hubs, rows in enumerate(rows_by_length(layout)):
         lanes = max((8 * TILE if hubs else TILE // 2) // heads, 1)
-        lanes = lanes if hubs else min(lanes, _power(2 * segments_of(layout, "all").mean))
+        lanes = lanes if hubs else min(lanes, _power(segments_of(layout, "all").mean))
         if rows.numel() and like.size(1):
             kernel[(rows.numel(),)](
                 rows,
