@@ -13,7 +13,7 @@ from flip_models import FLIPS, TURNS, Flipped
 from outcomes import outcome
 from parity import assert_equal, random_owner, whole
 
-NO_SUM = "must be a sum"
+NO_SUM = "expected what is written by source ids to be a sum"
 REFUSED = {
     **{name: "rebuilt inside forward" for name in FLIPS if name.startswith("cat, ")},
     **{f"{turn}, attributes of gatv2": NO_SUM for turn in ("by index", "by a tensor", "stack", "unbind")},

@@ -166,6 +166,6 @@ def test_what_is_beside_the_scores_is_kept_or_left_out_of_the_files(tmp_path: Pa
         write_scores(tmp_path / "a.npz", scores)
         == "scores.0: 120 x 4, scores.1: a number, scores.4: a number"
     )
-    with pytest.raises(ConfigError, match=r"one array.*gives 3: scores\.0(.|\n)*--out a\.npz"):
+    with pytest.raises(ConfigError, match=r"one array.*got 3 from the model: scores\.0(.|\n)*--out a\.npz"):
         write_scores(tmp_path / "a.npy", scores)
     assert write_scores(tmp_path / "b.npy", scores[0]) == "120 x 4"

@@ -208,7 +208,7 @@ def test_what_a_step_is_given(tmp_path):
     [
         (torch.tanh, ModelError, "got a builtin_function_or_method"),
         (nn.ModuleList([nn.Linear(4, 2)]), ModelError, "a ModuleList without a forward"),
-        (nn.Linear(4, 2, device="meta"), ModelError, r"weight is a meta tensor(.|\n)*to_empty"),
+        (nn.Linear(4, 2, device="meta"), ModelError, r"got weight, a meta tensor(.|\n)*to_empty"),
         (torch.jit.script(nn.Sequential(nn.Linear(4, 2))), ModelError, "give the module that was scripted"),
         (Open(), DataError, r"0 inputs by place for forward\(\*xs\)(.|\n)*name each input in forward's"),
     ],

@@ -82,7 +82,7 @@ def frozen_between(channel: Channel, parallel: dict[str, Any]) -> Any:
 def test_a_layer_may_be_frozen_between_two_fits_but_not_unfrozen(ranks, parallel):
     alone = ranks(1, frozen_between, {})[0]
     assert alone["moved"] == ["convs.1.bias", "convs.1.lin.weight"]
-    assert "convs.2.bias and 1 more did not then, and do now" in alone["refusal"]
+    assert "got convs.2.bias and 1 more, which did not then and do now" in alone["refusal"]
     for found in ranks(2, frozen_between, parallel):
         torch.testing.assert_close(found.pop("losses"), alone["losses"], rtol=0, atol=1e-9)
         assert found == {key: alone[key] for key in ("moved", "refusal")}

@@ -25,7 +25,7 @@ from kagome.halo.exchange import total
 from kagome.halo.forward_pass import ForwardPass
 from kagome.kernels.base.csr import Structure
 from kagome.model.exact import dropout
-from kagome.sparse_ops import edge_softmax, edge_sum, linear
+from kagome.sparse_ops import edge_features, edge_softmax, edge_sum, linear
 from kagome.sparse_ops.sparse_features import SparseFeatures
 from parity import TOLERANCE, assert_equal, differences, one_rank, parity, random_owner, split, whole
 
@@ -254,6 +254,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
     "edge_sum._EdgeSum": (lambda x: edge_sum.edge_sum(x, S), (draw(14, 3),)),
     "edge_sum._EdgeExtreme": (lambda x: edge_sum.edge_extreme(x, S, 1), (draw(14, 3),)),
     "edge_sum._NeighborExtreme": (lambda x: edge_sum.neighbor_extreme(x, S, -1), (draw(6, 3),)),
+    "edge_features._Dots": (lambda a, x: edge_features.dots(a, x, S), (draw(*HEADED), draw(14, 3))),
+    "edge_features._Sums": (lambda w, x: edge_features.sums(w, x, S), (draw(14, 2), draw(14, 3))),
     "edge_softmax._Dots": (lambda a, b: edge_softmax.dots(a, b, S), (draw(*HEADED), draw(*HEADED))),
     "edge_softmax._LeakyDots": (
         lambda a, b, c: edge_softmax.leaky_dots(a, b, c, 0.2, S),
