@@ -98,6 +98,7 @@ docs/pipelines
 docs/dag-pipelines
 docs/planner
 docs/benchmarks
+docs/gpu
 CONTRIBUTING
 ```
 """
