@@ -12,6 +12,7 @@ from torch_geometric.utils import softmax
 
 from convolutions import sample_graph
 from kagome.deferred.edge_map import EdgeMap, EdgeTerm
+from kagome.deferred.lazy_tensor import EscapeError
 from parity import assert_equal, one_rank, random_owner, split, whole
 
 F, D, HEADS = 6, 3, 2
@@ -144,3 +145,32 @@ def test_products_and_sums_can_be_differentiated_twice():
     assert torch.autograd.gradgradcheck(lambda a, b: edge_features.dots(a, b, edges), (own, x))
     assert torch.autograd.gradcheck(lambda w, b: edge_features.sums(w, b, edges), (weight, x))
     assert torch.autograd.gradgradcheck(lambda w, b: edge_features.sums(w, b, edges), (weight, x))
+
+
+class ChangesLater(MessagePassing):
+    """Writes in place to what a message was made from, between the message and its sum."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(aggr="add")
+        self.edge, self.map, self.what = nn.Linear(D, 16), nn.Linear(F, 16, bias=False), what
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        source, target = edge_index
+        own, weight, features = x * 1.0, edge_attr[:, :1] * 1.0, edge_attr * 1.0
+        rows = self.map(own)
+        message = rows[source]
+        if self.what == "weight":
+            message = weight * message
+        elif self.what in ("features", "weight of a map"):
+            message = message + self.edge(features)
+            message = message * weight if self.what == "weight of a map" else message
+        changed = {"features": features, "rows before a map": own}.get(self.what, weight)
+        with torch.no_grad():
+            changed.mul_(2.0)
+        return torch.zeros_like(rows).index_add_(0, target, message)
+
+
+@pytest.mark.parametrize("what", ["weight", "features", "weight of a map", "rows before a map"])
+def test_what_a_message_reads_may_not_be_changed_before_its_sum(what: str) -> None:
+    with pytest.raises(EscapeError, match="changed in place in between"):
+        one_rank(partial(ChangesLater, what), sample_graph(seed=1))

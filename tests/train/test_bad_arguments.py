@@ -343,7 +343,7 @@ OF_PLAN: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", OF_CHECK)
 def test_arguments_of_check_of_another_kind(name: str) -> None:
     for value in OF_CHECK[name]:
-        with pytest.raises(ConfigError, match=f"{name} (takes|to be)"):
+        with pytest.raises(ConfigError, match=f"{name} to be"):
             kagome.check(model(), small(), **{name: value})
 
 
@@ -398,7 +398,7 @@ OF_PIPELINE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", OF_PIPELINE)
 def test_arguments_of_pipeline_of_another_kind(name: str) -> None:
     for value in OF_PIPELINE[name]:
-        with pytest.raises(ConfigError, match=f"{name}(=...)? (takes|to be)"):
+        with pytest.raises(ConfigError, match=f"{name}(=...)? to be"):
             kagome.pipeline(nn.Linear(4, 2), X, **{"loss": SQUARED, name: value})
 
 

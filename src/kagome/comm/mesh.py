@@ -127,15 +127,7 @@ def open_mesh(
     given = dist.is_initialized() and current() is None
     ranks = _given_ranks() if given else environment()
     fitted = (parallel or Parallel()).fit(ranks.size)
-    device = own_device(ranks, _bound() if given else None)
-    if given and backend_of(dist.group.WORLD, device) == "gloo":
-        device = HOST  # the script chose gloo for all its tensors
-    joined: JoinedGroup | None = None
-    if not given and (ranks.size > 1 or always_group):
-        joined = join(ranks, device, timeout)
-    store = given_store() if given else joined
-    devices = _given_agreement(store, ranks, device) if given else Agreement()
-    devices = devices if joined is None else joined.agreement
+    device, joined, store, devices = _met(ranks, given, timeout, always_group)
     watch: Watchdog | None = None
     channels: list[Channel] = []
     groups = MeshGroups(
@@ -164,6 +156,22 @@ def open_mesh(
     finally:
         stack.close()
         _leave(watch, channels, groups, joined, patience)
+
+
+def _met(
+    ranks: Ranks, given: bool, timeout: float, always_group: bool
+) -> tuple[torch.device, JoinedGroup | None, Store | None, Agreement]:
+    """Return this rank's device, the group that was joined, the store, and what ranks agreed of devices."""
+    device = own_device(ranks, _bound() if given else None)
+    if given:
+        if backend_of(dist.group.WORLD, device) == "gloo":
+            device = HOST  # the script chose gloo for all its tensors
+        store = given_store()
+        return device, None, store, _given_agreement(store, ranks, device)
+    if ranks.size == 1 and not always_group:
+        return device, None, None, Agreement()
+    joined = join(ranks, device, timeout)
+    return device, joined, joined, joined.agreement
 
 
 def _leave(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import LazyTensor, now
+from kagome.deferred.lazy_tensor import LazyTensor, Versioned, now
 from kagome.deferred.message import Message, message_of
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind, Placements
@@ -34,7 +34,7 @@ WIDENS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeMap:
+class EdgeMap(Versioned):
     """``x W^T + b`` of edge features, not computed.
 
     Args:
@@ -48,6 +48,10 @@ class EdgeMap:
     weight: Tensor
     bias: Tensor | None
     inner: tuple[int, ...]
+
+    def noted(self) -> Sequence[Tensor | None]:
+        """Return all three tensors."""
+        return self.parts
 
     @property
     def shape(self) -> Sequence[int]:
@@ -66,6 +70,7 @@ class EdgeMap:
 
     def compute(self) -> Tensor:
         """Compute one row per edge."""
+        self.check()
         return dense.linear(self.x, self.weight, self.bias).view(*self.shape)
 
     def dots(self, own: Tensor, edges: Structure) -> Tensor:
@@ -74,6 +79,7 @@ class EdgeMap:
         Shapes:
             own ``[own, H, C]`` -> ``[E, H]``.
         """
+        self.check()
         heads, columns = self.heads
         turned = torch.einsum("nhc,hck->nhk", own, self.weight.view(heads, columns, -1))
         out = edge_features.dots(turned, self.x, edges)
@@ -87,6 +93,7 @@ class EdgeMap:
         Shapes:
             weight ``[E]`` or ``[E, H]`` -> ``[own, *inner]``.
         """
+        self.check()
         each = self.x.new_ones(self.x.size(0), 1) if weight is None else weight
         each = each.unsqueeze(1) if each.dim() == 1 else each
         heads = (each.size(1), prod(self.inner) // max(each.size(1), 1))
@@ -99,7 +106,7 @@ class EdgeMap:
 
 
 @dataclass(frozen=True, eq=False)
-class EdgeTerm:
+class EdgeTerm(Versioned):
     """``b_j + W e``, times rows at the target or times a weight.
 
     Args:
@@ -114,6 +121,16 @@ class EdgeTerm:
     target: Tensor | None = None
     weight: Tensor | None = None
 
+    def noted(self) -> Sequence[Tensor | None]:
+        """Return target and weight."""
+        return (self.target, self.weight)
+
+    def check(self) -> None:
+        """Refuse tensors that were written to since: their earlier values are lost."""
+        super().check()
+        self.message.check()
+        self.edge.check()
+
     @property
     def shape(self) -> Sequence[int]:
         """The shape of the sum."""
@@ -127,6 +144,7 @@ class EdgeTerm:
 
     def compute(self) -> Tensor:
         """Compute one row per edge."""
+        self.check()
         out = self.message.compute() + self.edge.compute()
         if self.target is not None:
             out = out * edge_sum.gather(self.target, self.message.edges.structure, "target")
@@ -197,6 +215,8 @@ def _added(marks: Placements, one: Any, two: Any) -> EdgeTerm | None:
 def _multiplied(marks: Placements, one: Any, two: Any) -> EdgeMap | EdgeTerm | None:
     """Return ``a_i * (b_j + W e)``, ``w_e * (b_j + W e)``, or ``att * W e``."""
     term = expression(one)
+    if term is not None:
+        term.check()
     if isinstance(term, EdgeMap):
         plain = isinstance(two, Tensor) and not isinstance(two, LazyTensor) and marks.get(two) is None
         if not plain or two.dim() > len(term.inner) + 1 or (two.dim() > len(term.inner) and two.size(0) != 1):
@@ -211,7 +231,9 @@ def _multiplied(marks: Placements, one: Any, two: Any) -> EdgeMap | EdgeTerm | N
     message = message_of(two)
     if message is not None:
         fits = message.one_ended and message.source is None and message.edges is term.message.edges
-        return replace(term, target=message.target) if fits and message.shape == term.shape else None
+        if not fits or message.shape != term.shape:
+            return None
+        return replace(term, target=message.target, roots=term.roots + message.roots)
     mark = marks.get(two)
     if mark is None or mark.kind is not PlacementKind.PAIRS or two.dim() != len(term.shape):
         return None
@@ -233,6 +255,7 @@ def _contracted(marks: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]
     keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if term is None or not isinstance(dim, int) or kwargs.get("dtype") is not None:
         return NotImplemented
+    term.check()
     dims = len(term.shape)
     if dim % dims != dims - 1:
         return NotImplemented

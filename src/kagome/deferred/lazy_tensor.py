@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +23,10 @@ class EscapeError(ModelError):
 
 
 def changed_in_place() -> EscapeError:
-    """Return the error for rows that were written to before a deferred call had read them."""
+    """Return the error for a tensor that was written to before a deferred call had read it."""
     return EscapeError(
-        "rows to stay as they are until their neighbours have read them",
-        "rows that were changed in place in between",
+        "rows, weights and edge features to stay as they are until a layer has summed its messages",
+        "one that was changed in place in between",
         hint="--model.no-fast",
     )
 
@@ -43,6 +44,32 @@ class Expression(Protocol):
 
     def compute(self) -> Tensor:
         """Compute and return the tensor."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Versioned:
+    """An expression that refuses to be computed once a tensor it reads was written to in place.
+
+    Args:
+        roots: Tensors that it reads, each with its version at the time of the user's call.
+    """
+
+    roots: tuple[tuple[Tensor, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Note the versions of tensors that were given to it now; others keep what was noted before."""
+        there = {id(tensor) for tensor, _ in self.roots}
+        new = [t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there]
+        object.__setattr__(self, "roots", self.roots + tuple((tensor, tensor._version) for tensor in new))
+
+    def noted(self) -> Sequence[Tensor | None]:
+        """Return the tensors whose versions are noted by the expression itself."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse tensors that were written to since: their earlier values are lost."""
+        if any(tensor._version != version for tensor, version in self.roots):
+            raise changed_in_place()
 
 
 class LazyTensor(Tensor):

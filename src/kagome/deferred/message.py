@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from kagome.deferred.lazy_tensor import LazyTensor, changed_in_place, now
+from kagome.deferred.lazy_tensor import LazyTensor, Versioned, now
 from kagome.halo.exchange import HaloExchange
 from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
@@ -95,7 +95,7 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Linear:
+class Linear(Versioned):
     """``x W^T`` of own rows, not computed, because the sum over neighbours may come first.
 
     Args:
@@ -118,15 +118,20 @@ class Linear:
         """The tensors it is made from."""
         return (self.x, self.weight)
 
+    def noted(self) -> Sequence[Tensor | None]:
+        """Return rows and weight."""
+        return self.parts
+
     def compute(self) -> Tensor:
         """Compute the product of rows and weight."""
+        self.check()
         return self.scope.marks.put(
             linear.linear(self.scope.thinned(self.x), self.weight), Placement(PlacementKind.ROWS)
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
+class Message(Versioned):
     """A message along edges, expressed by the rows at their ends.
 
     Args:
@@ -138,7 +143,7 @@ class Message:
             leaky_relu(a_i + b_j).
         slope: The negative slope of the leaky relu.
         att: A factor per column, applied after the form.
-        roots: The tensors that were gathered, each with its version at that time.
+        roots: The tensors that were gathered or multiplied with, each with its version at that time.
     """
 
     edges: EdgeSet
@@ -148,12 +153,10 @@ class Message:
     form: Form = "sum"
     slope: float = 0.0
     att: Tensor | None = None
-    roots: tuple[tuple[Tensor, int], ...] = ()
 
-    def check(self) -> None:
-        """Refuse rows that were written to since they were gathered: their earlier values are lost."""
-        if any(rows._version != version for rows, version in self.roots):
-            raise changed_in_place()
+    def noted(self) -> Sequence[Tensor | None]:
+        """Return weight and factors; who gathers rows notes those."""
+        return (self.weight, self.att)
 
     @property
     def trailing(self) -> tuple[int, ...]:

@@ -112,6 +112,7 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
 
 def _with_edges(term: EdgeTerm, how: Reduce) -> Tensor:
     """Return the sum or mean of ``w_e * (b_j + W e)``: rows and edge features are summed separately."""
+    term.check()
     edges = term.message.edges
     rows = now(_linear_sum(replace(term.message, weight=term.weight), how))
     features = term.edge.summed(term.weight, edges.structure)
@@ -154,6 +155,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
     rows = source.rows
     if isinstance(rows, LazyTensor) and rows.value is None and isinstance(rows.expr, Linear):
         linear: Linear = rows.expr
+        linear.check()
         narrow = linear.weight.size(1) < linear.weight.size(0)
         if narrow or (scope.constants.lasting(linear.x) and scope.constants.lasting(message.weight)):
             first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)

@@ -95,7 +95,7 @@ def start_local(
         SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; also if only one rank received it.
     """
     if nproc < 1:
-        raise LaunchError("--nproc to be 1 or more", f"{nproc}")
+        raise LaunchError("--nproc to be a number from 1 up", f"{nproc}")
     _refuse_too_many(nproc)
     with _shared_cores(nproc):
         method = _begin_loading(loaded)  # runs while this process loads torch

@@ -125,7 +125,7 @@ class NeighborReads:
         self._channel, self._forward, self._views, self._ids = channel, forward, views, ids
         self._marks, self._constants, self._sums_only = marks, constants, sums_only
         self.parts: WeakTensorMap[Any] = WeakTensorMap()
-        """What the layer has read in feature slices: see ``deferred.sliced_reads``."""
+        """What the layer has read in feature slices: see ``deferred.sliced_reduce``."""
         self._wholes: WeakTensorMap[Any] = WeakTensorMap()
         self._everyone: HaloExchange | None = None
         self._order = torch.empty(0, dtype=torch.int64)

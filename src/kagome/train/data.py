@@ -150,8 +150,8 @@ def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
     meta = store.load_meta(folder)
     if meta.num_parts != channel.size:
         raise PartitionError(
-            f"a partition of {channel.size} parts for {channel.size} ranks",
-            f"{meta.num_parts} parts in {folder}",
+            f"as many parts as ranks, {channel.size}",
+            f"{meta.num_parts} in {folder}",
             hint=f"start {meta.num_parts} ranks, or kagome partition --parts {channel.size}",
         )
     found: Partition | KagomeError

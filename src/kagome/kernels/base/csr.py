@@ -6,7 +6,7 @@ live. All kernels in ``ops`` walk its layouts. It knows row numbers only: no gra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -100,11 +100,20 @@ class CsrLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four tensors and of the ``own`` and ``halo`` layouts built so far."""
-        parts = (self.pointer, self.middle, self.column, self.edge)
+        """Bytes of the four tensors, of what kernels keep, and of the ``own`` and ``halo`` layouts built so far."""
+        parts = (self.pointer, self.middle, self.column, self.edge, *_tensors(list(self.prepared.values())))
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
         spans = {id(part): part for name in ("own", "halo") if (part := self.__dict__.get(name)) is not None}
         return sum(storages.values()) + sum(int(p.nbytes) for p in spans.values() if p is not self)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested sequences and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value):
+        value = list(vars(value).values())
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (list, tuple)) else []
 
 
 @dataclass(frozen=True, eq=False)

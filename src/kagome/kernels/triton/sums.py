@@ -15,6 +15,16 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _finish(total, i, spot, inside, scale, SCALED: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr):
+    """Scale a row's total, add what is in its place already if asked, and store it."""
+    if SCALED:
+        total *= tl.load(scale + i).to(WIDE)
+    if ADD:
+        total += tl.load(spot, mask=inside, other=0).to(WIDE)
+    tl.store(spot, total.to(spot.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def sum_kernel(
     row,
     begin,
@@ -71,12 +81,7 @@ def sum_kernel(
     if place >= 0:
         tl.store(scratch + place * columns + at, total, mask=inside)
     else:
-        if SCALED:
-            total *= tl.load(scale + i).to(WIDE)
-        spot = out + i * columns + at
-        if ADD:
-            total += tl.load(spot, mask=inside, other=0).to(WIDE)
-        tl.store(spot, total.to(out.dtype.element_ty), mask=inside)
+        _finish(total, i, out + i * columns + at, inside, scale, SCALED, ADD, WIDE)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -105,9 +110,4 @@ def join_kernel(
         mask = (k + lane < last)[:, None] & inside[None, :]
         tile += tl.load(scratch + (k + lane)[:, None] * columns + c[None, :], mask=mask, other=0)
     total = tl.sum(tile, 0)
-    if SCALED:
-        total *= tl.load(scale + i).to(WIDE)
-    spot = out + i * columns + c
-    if ADD:
-        total += tl.load(spot, mask=inside, other=0).to(WIDE)
-    tl.store(spot, total.to(out.dtype.element_ty), mask=inside)
+    _finish(total, i, out + i * columns + c, inside, scale, SCALED, ADD, WIDE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import FunctionType
@@ -129,12 +130,20 @@ def _drop_rows(
             out[i, j] = x[i, j] * (scale if number < limit else none)
 
 
+@cache
+def _on_gpu() -> Callable[..., Any] | None:
+    """Return the Triton kernel of dropout; None without Triton."""
+    if find_spec("triton") is None:
+        return None
+    drop: Callable[..., Any] = import_module("kagome.kernels.triton.dropout").drop
+    return drop
+
+
 def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
     """Return ``x`` with a share ``p`` of entries zeroed, the rest scaled by 1 / (1 - p); no gradient."""
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
-    if x.device.type == "cuda" and x.is_floating_point() and find_spec("triton") is not None:
-        on_gpu = import_module("kagome.kernels.triton.dropout")
-        dropped: Tensor = on_gpu.drop(x, ids, key, limit, scale, first)
+    if x.device.type == "cuda" and x.is_floating_point() and (drop := _on_gpu()) is not None:
+        dropped: Tensor = drop(x, ids, key, limit, scale, first)
         return dropped
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return plain_scaled(x, ids, key, p, first)
