@@ -168,7 +168,7 @@ def _no_layers() -> None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = self.scope
-        inside = not (scope.forward.turn.outside or transformed())
+        inside = not (scope.forward.forward_pass.outside or transformed())
         if inside and scope.parted and isinstance(self.layer, MessagePassing):
             axis = self.layer.node_dim
             args, kwargs = given_rows(scope, args, axis), given_rows(scope, kwargs, axis)

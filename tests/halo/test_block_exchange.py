@@ -30,11 +30,11 @@ def turned(
         COUNTS[channel.size], CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
     )
     mine = rows.split(COUNTS[channel.size])[channel.rank].clone().requires_grad_()
-    turn = ForwardPass(epoch, checked=True, device=torch.device("cpu"), grad=True)
+    forward_pass = ForwardPass(epoch, checked=True, device=torch.device("cpu"), grad=True)
     cut = even(rows.size(1), channel.size)
-    part = way.apart(mine, cut, turn, "site")
-    back = way.together(part, cut, turn, "site")
-    (back.sum(1) @ torch.arange(1.0, 1.0 + back.size(0)) + turn.token).backward()
+    part = way.apart(mine, cut, forward_pass, "site")
+    back = way.together(part, cut, forward_pass, "site")
+    (back.sum(1) @ torch.arange(1.0, 1.0 + back.size(0)) + forward_pass.token).backward()
     assert mine.grad is not None
     return part.detach(), back.detach(), mine.grad
 
@@ -114,13 +114,13 @@ def counted(channel: Channel, codec: CodecName) -> tuple[int, int]:
     crossing = CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
     way, counts = AllToAll(COUNTS[channel.size], crossing), COUNTS[channel.size]
     mine = torch.randn(counts[channel.rank], WIDTH, requires_grad=True)
-    turn, cut = (
+    forward_pass, cut = (
         ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True),
         even(WIDTH, channel.size),
     )
     channel.take_bytes()
-    back = way.together(way.apart(mine, cut, turn, "site"), cut, turn, "site")
-    (back.square().sum() + turn.token).backward()
+    back = way.together(way.apart(mine, cut, forward_pass, "site"), cut, forward_pass, "site")
+    (back.square().sum() + forward_pass.token).backward()
     return channel.take_bytes()["transpose"], crossing.take_counts().sliced
 
 

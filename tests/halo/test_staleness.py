@@ -36,7 +36,7 @@ def epochs_of(line: StaleRows, epochs, synchronous=()) -> tuple[list[float], dic
     begun, found = {}, []
     for epoch in epochs:
         begun[epoch] = sent(epoch)
-        rows = line.turn(begun[epoch], epoch, synchronous=epoch in synchronous)
+        rows = line.receive(begun[epoch], epoch, synchronous=epoch in synchronous)
         assert rows.shape == (3, 2)
         found.append(float(rows[0, 0]))
     return found, begun
@@ -98,8 +98,8 @@ def test_an_epoch_that_runs_twice_does_not_read_itself():
     """A forward that begins again without fast paths may send other rows by the same site."""
     line = StaleRows("conv1.x", 1)
     first, again = sent(1.0), sent(1.5)
-    assert float(line.turn(first, 1, synchronous=False)[0, 0]) == 1
-    assert float(line.turn(again, 1, synchronous=False)[0, 0]) == 1.5
+    assert float(line.receive(first, 1, synchronous=False)[0, 0]) == 1
+    assert float(line.receive(again, 1, synchronous=False)[0, 0]) == 1.5
     assert epochs_of(line, [2])[0] == [1.5]
 
 
@@ -114,7 +114,7 @@ def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
     share, line = 0.7, StaleRows("conv1.x", 1, 0.7)
     rows = [torch.randn(4, 3, dtype=torch.float64) for _ in range(8)]
     for epoch in range(1, 8):
-        got = line.turn(Begun(rows[epoch]), epoch, synchronous=False)
+        got = line.receive(Begun(rows[epoch]), epoch, synchronous=False)
         known = range(1, max(epoch, 2))  # epochs that have been heard of
         weights = [share ** (known[-1] - e) for e in known]
         expected = sum(w * rows[e] for w, e in zip(weights, known, strict=True)) / sum(weights)
@@ -125,10 +125,10 @@ def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
 def test_synchronous_rows_are_not_smoothed_but_count_for_later():
     line = StaleRows("conv1.x", 1, 0.5)
     rows = {epoch: torch.randn(2, 2, dtype=torch.float64) for epoch in range(1, 5)}
-    assert torch.equal(line.turn(Begun(rows[1]), 1, synchronous=False), rows[1])
-    line.turn(Begun(rows[2]), 2, synchronous=False)
-    assert torch.equal(line.turn(Begun(rows[3]), 3, synchronous=True), rows[3])
-    late = line.turn(Begun(rows[4]), 4, synchronous=False)
+    assert torch.equal(line.receive(Begun(rows[1]), 1, synchronous=False), rows[1])
+    line.receive(Begun(rows[2]), 2, synchronous=False)
+    assert torch.equal(line.receive(Begun(rows[3]), 3, synchronous=True), rows[3])
+    late = line.receive(Begun(rows[4]), 4, synchronous=False)
     expected = (0.25 * rows[1] + 0.5 * rows[2] + rows[3]) / 1.75
     torch.testing.assert_close(late, expected, rtol=0, atol=1e-15)
 
@@ -150,7 +150,7 @@ def test_settling_changes_nothing_that_is_read():
     one, other = StaleRows("conv1.x", 1, 0.3), StaleRows("conv1.x", 1, 0.3)
     for epoch in range(1, 6):
         rows = torch.randn(3, 2, dtype=torch.float64)
-        read = [line.turn(Begun(rows), epoch, synchronous=epoch == 4) for line in (one, other)]
+        read = [line.receive(Begun(rows), epoch, synchronous=epoch == 4) for line in (one, other)]
         assert torch.equal(*read)
         one.settle()
         assert one.coming is None
@@ -165,18 +165,18 @@ def test_drift_is_how_far_rows_moved_within_an_epoch():
     assert line.drift is None
     line.settle()
     for epoch, moved in [(2, 0.5), (3, 1 / 3), (4, 0.25)]:
-        line.turn(sent(epoch), epoch, synchronous=True)
+        line.receive(sent(epoch), epoch, synchronous=True)
         assert line.drift == pytest.approx(moved)
-    line.turn(Begun(torch.zeros(3, 2, dtype=torch.float64)), 5, synchronous=True)
+    line.receive(Begun(torch.zeros(3, 2, dtype=torch.float64)), 5, synchronous=True)
     assert line.drift == 0.0  # of no length
 
 
 def test_drift_is_that_of_the_mean_which_dropout_moves_least():
     line, rows = StaleRows("conv1.x", 1), torch.randn(6, 3, dtype=torch.float64)
-    line.turn(Begun(rows), 1, synchronous=True)
-    line.turn(Begun(rows.flip(0)), 2, synchronous=True)
+    line.receive(Begun(rows), 1, synchronous=True)
+    line.receive(Begun(rows.flip(0)), 2, synchronous=True)
     assert line.drift == pytest.approx(0, abs=1e-12)
-    line.turn(Begun(1.25 * rows), 3, synchronous=True)
+    line.receive(Begun(1.25 * rows), 3, synchronous=True)
     assert line.drift == pytest.approx(0.2)
 
 
@@ -185,10 +185,10 @@ def test_drift_is_measured_on_a_sample_of_many_rows():
     first = torch.ones(count, 1)
     second = first.clone()
     second[1::3] = second[2::3] = 7.0  # rows between those that are looked at
-    line.turn(Begun(first), 1, synchronous=True)
-    line.turn(Begun(second), 2, synchronous=True)
+    line.receive(Begun(first), 1, synchronous=True)
+    line.receive(Begun(second), 2, synchronous=True)
     assert line.drift == 0.0
-    line.turn(Begun(2 * second), 3, synchronous=True)
+    line.receive(Begun(2 * second), 3, synchronous=True)
     assert line.drift == pytest.approx(0.5)
 
 
@@ -201,7 +201,7 @@ def test_shapes_that_change_do_not_fit():
     assert not line.fits(3, 1, like)
     assert not line.fits(3, 2, like.float())
     line.forget()
-    rows = line.turn(sent(3, count=4, width=1), 3, synchronous=False)
+    rows = line.receive(sent(3, count=4, width=1), 3, synchronous=False)
     assert rows.shape == (4, 1)
     assert float(rows[0]) == 3
 
@@ -209,5 +209,5 @@ def test_shapes_that_change_do_not_fit():
 def test_no_rows_at_all():
     line = StaleRows("conv1.x", 1, 0.5)
     for epoch in range(1, 4):
-        assert line.turn(sent(epoch, count=0), epoch, synchronous=False).shape == (0, 2)
+        assert line.receive(sent(epoch, count=0), epoch, synchronous=False).shape == (0, 2)
     assert line.oldest == 1

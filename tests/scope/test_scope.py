@@ -83,4 +83,4 @@ def test_a_forward_counts_its_draws_and_names_reads_by_their_arguments() -> None
     assert [forward.call(), forward.call()] == [("conv", 1), ("conv", 2)]
     assert (forward.site(x), forward.site(x.clone())) == ("conv.x", "conv")
     forward.begin(ForwardPass(2, checked=False, device=CPU, grad=False))
-    assert (forward.draws, forward.where(), forward.turn.epoch) == (0, "the model's forward", 2)
+    assert (forward.draws, forward.where(), forward.forward_pass.epoch) == (0, "the model's forward", 2)

@@ -275,7 +275,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
     "dropout._Drop": (lambda x: dropout.dropout(x, torch.arange(6), 5, 0.4), (draw(6, 3),)),
     "exchange._Collective": (lambda x: _summed(x).sin(), (draw(6, 3),)),
     # What needs peers: the tests above, on several ranks.
-    "edge_sum._SumOverRoad": "on several ranks",
+    "edge_sum._SumOverHalo": "on several ranks",
     "exchange._Summing": "on several ranks",
     # Float32 alone: a test of its own.
     "linear._Linear": "by itself",

@@ -95,11 +95,11 @@ class Deferral:
         if edges not in self._edge_sets:
             ends = self.marks.get(edges)
             assert ends is not None
-            plan = self._views[ends.view].rows
+            halo_exchange = self._views[ends.view].rows
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
-            structure = Structure(source, target, plan.own, plan.own + plan.halo)
+            structure = Structure(source, target, halo_exchange.own, halo_exchange.own + halo_exchange.halo)
             sources = Placement(PlacementKind.SOURCE, ends.view, edges=edges)
-            self._edge_sets[edges] = message.EdgeSet(structure, plan, sources, self)
+            self._edge_sets[edges] = message.EdgeSet(structure, halo_exchange, sources, self)
         found: message.EdgeSet = self._edge_sets[edges]
         return found
 
@@ -126,7 +126,9 @@ class Deferral:
                     every = words[edges.structure.by_target.edge.long()]
                 else:
                     cut, way = slicing.everything(1), slicing.edges
-                    every = way.apart(words.unsqueeze(1), cut, self.forward.turn, "words of edges").view(-1)
+                    every = way.apart(
+                        words.unsqueeze(1), cut, self.forward.forward_pass, "words of edges"
+                    ).view(-1)
             self.constants.keep(key, every)
         return sliced_attention.dropped(share, draw, words, every)
 

@@ -41,13 +41,13 @@ class EdgeSet:
 
     Args:
         structure: The edges grouped by their ends.
-        plan: The provider of halo rows.
+        halo_exchange: The provider of halo rows.
         mark: The placement of their source ids.
         scope: The deferral that made it.
     """
 
     structure: Structure
-    plan: HaloExchange
+    halo_exchange: HaloExchange
     mark: Placement
     scope: Deferral
 

@@ -198,7 +198,11 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     if not source.whole and edges.scope.ranks.size > 1:
         whole = edges.scope.reads.held(rows, edges.mark)
         if whole is None:
-            halo = edges.plan.road(rows, edges.scope.forward.turn, source.site).fetch(rows).wait()
+            halo = (
+                edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, source.site)
+                .fetch(rows)
+                .wait()
+            )
             whole = torch.cat([rows, halo])
         rows = whole
     scale = edges.structure.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
@@ -234,11 +238,11 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     if factor is not None:
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
-    road = None
+    halo_work = None
     if not message.source.whole and edges.scope.ranks.size > 1:
         whole = edges.scope.reads.held(rows, edges.mark)
         if whole is None:
-            road = edges.plan.road(rows, edges.scope.forward.turn, message.source.site)
+            halo_work = edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, message.source.site)
         else:
             shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
     out = edge_sum.neighbor_sum(
@@ -247,8 +251,8 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         weight=weight,
         scale=scale,
         factor=factor,
-        road=road,
-        turn=edges.scope.forward.turn,
+        halo_work=halo_work,
+        forward_pass=edges.scope.forward.forward_pass,
     )
     return out.reshape(s.own, *trailing)
 

@@ -169,7 +169,7 @@ def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Te
     if kind is PlacementKind.TARGET:
         rows = now(rows)
         return put_off(Message(edges, rows, None, roots=((rows, rows._version),)))
-    return put_off(Message(edges, None, Source(rows, edges.plan.closed, site), roots=roots))
+    return put_off(Message(edges, None, Source(rows, edges.halo_exchange.closed, site), roots=roots))
 
 
 # One message -------------------------------------------------------------------------------------

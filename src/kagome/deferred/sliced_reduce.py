@@ -70,11 +70,11 @@ class SlicedReads:
     def layout(self, edges: EdgeSet) -> EdgeLayout:
         """Return the edges of all ranks, fetched at the first call. All ranks make that call together."""
         if edges not in self._layouts:
-            plan, view = edges.plan, edges.mark.view
+            halo_exchange, view = edges.halo_exchange, edges.mark.view
             with torch._C.DisableTorchFunction(), self._channel.aside():
                 if view not in self._places:
-                    self._places[view] = places_of(plan, self._tensor)
-                self._layouts[edges] = slicing_of(edges.structure, self._places[view], plan.channel)
+                    self._places[view] = places_of(halo_exchange, self._tensor)
+                self._layouts[edges] = slicing_of(edges.structure, self._places[view], halo_exchange.channel)
         found: EdgeLayout = self._layouts[edges]
         return found
 
@@ -94,11 +94,11 @@ class SlicedReads:
         key = ("roots of all", address(weight), weight.numel(), id(edges))
         found: Tensor | None = constants.kept(key)
         if found is None:
-            own, count = edges.roots(weight), edges.plan.own
+            own, count = edges.roots(weight), edges.halo_exchange.own
             told = weight.new_full((count, 1), nan) if own is None else own[:count].unsqueeze(1)
             with constants.once():
                 cut, site = slicing.everything(1), "roots of weights"
-                found = slicing.rows.apart(told, cut, self._forward.turn, site)
+                found = slicing.rows.apart(told, cut, self._forward.forward_pass, site)
                 found = self.beyond(found, slicing, site).view(-1)
                 doubt = found.isnan().any()
                 if slicing.halo is not None:  # all parts refuse what one part cannot do
@@ -115,13 +115,13 @@ class SlicedReads:
             ``[n, ...]`` -> ``[V, d]``; with ``of_edges``, the rows are those of edges.
         """
         way, constants = slicing.edges if of_edges else slicing.rows, self._constants
-        turn = self._forward.turn
+        forward_pass = self._forward.forward_pass
         if constants.lasting(rows):
             key = ("apart", address(rows), tuple(rows.shape), cut, id(way))
             found: Tensor | None = constants.kept(key)
             if found is None:
                 with constants.once():
-                    found = constants.keep(key, way.apart(flat(rows), cut, turn, site))
+                    found = constants.keep(key, way.apart(flat(rows), cut, forward_pass, site))
             return found
         # Keyed by the base tensor, since different views of it arrive here: attention is one for all hops.
         base = rows if rows._base is None else rows._base
@@ -130,7 +130,7 @@ class SlicedReads:
         shape = (rows.size(0), rows.numel()) if rows.is_contiguous() else (rows.shape, rows.stride())
         place = address(rows), shape, rows._version, grad
         if (place, cut, way) not in known:
-            known[place, cut, way] = way.apart(flat(rows), cut, turn, site)
+            known[place, cut, way] = way.apart(flat(rows), cut, forward_pass, site)
         return cast(Tensor, known[place, cut, way])
 
     def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
@@ -141,14 +141,14 @@ class SlicedReads:
         """
         if slicing.halo is None:
             return part
-        constants, turn = self._constants, self._forward.turn
+        constants, forward_pass = self._constants, self._forward.forward_pass
         if not constants.lasting(part):
-            return slicing.halo.extend(part, turn, site)
+            return slicing.halo.gather(part, forward_pass, site)
         key = ("beyond", address(part), tuple(part.shape), id(slicing))
         found: Tensor | None = constants.kept(key)
         if found is None:
             with constants.once():
-                found = constants.keep(key, slicing.halo.extend(part, turn, site))
+                found = constants.keep(key, slicing.halo.gather(part, forward_pass, site))
         return found
 
 
@@ -168,11 +168,11 @@ class SlicedWork:
     weight: Tensor | None
     version: int
 
-    def run(self, turn: ForwardPass, site: str, *, last: bool) -> Tensor:
+    def run(self, forward_pass: ForwardPass, site: str, *, last: bool) -> Tensor:
         """Compute the sum, in slices or as whole rows."""
         if self.rows._version != self.version:
             raise changed_in_place()
-        return replace(self.hop, last=last).run(self.rows, self.weight, turn, site)
+        return replace(self.hop, last=last).run(self.rows, self.weight, forward_pass, site)
 
 
 class InSlices:
@@ -206,7 +206,7 @@ class InSlices:
     def part(self) -> Tensor:
         """All rows in this rank's columns."""
         if isinstance(self._part, SlicedWork):
-            self._part = self._part.run(self.edges.scope.forward.turn, self.site, last=False)
+            self._part = self._part.run(self.edges.scope.forward.forward_pass, self.site, last=False)
         return self._part
 
     def of(self, part: Tensor) -> InSlices:
@@ -228,11 +228,11 @@ class InSlices:
 
     def compute(self) -> Tensor:
         """Compute own rows, whole, by an exchange of slices."""
-        turn = self.edges.scope.forward.turn
+        forward_pass = self.edges.scope.forward.forward_pass
         if isinstance(self._part, SlicedWork):
-            own = self._part.run(turn, self.site, last=True)
+            own = self._part.run(forward_pass, self.site, last=True)
         else:
-            own = self.slicing.rows.together(self._part, self.cut, turn, self.site)
+            own = self.slicing.rows.together(self._part, self.cut, forward_pass, self.site)
         return self.edges.rows(own.view(*self.shape))
 
     def lazy(self) -> Tensor:

@@ -125,7 +125,7 @@ class AllToAll:
         self.counts, self.channel, self.device = tuple(counts), channel, device
         self.total = sum(self.counts)
 
-    def apart(self, rows: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
+    def apart(self, rows: Tensor, cut: SliceCut, forward_pass: ForwardPass, name: str) -> Tensor:
         """Turn all columns of own rows into this rank's columns of all rows, by rank; with gradient.
 
         Shapes:
@@ -134,15 +134,15 @@ class AllToAll:
         Cost:
             Sends ``n (D - d)`` numbers where no column is taken twice, and receives ``(V - n) d``.
         """
-        site = turn.begin(name, grad=rows.requires_grad)
+        site = forward_pass.begin(name, grad=rows.requires_grad)
         return through(
             rows,
-            turn,
+            forward_pass,
             lambda r: self.start_apart(r, cut, site, APART).wait(),
             lambda g: self.start_together(g, cut, site, BACK).wait(),
         )
 
-    def together(self, part: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
+    def together(self, part: Tensor, cut: SliceCut, forward_pass: ForwardPass, name: str) -> Tensor:
         """Turn this rank's columns of all rows into all columns of own rows; with gradient.
 
         Shapes:
@@ -151,10 +151,10 @@ class AllToAll:
         Cost:
             Sends ``(V - n) d`` numbers, and receives ``n (D - d)``.
         """
-        site = turn.begin(name, grad=part.requires_grad)
+        site = forward_pass.begin(name, grad=part.requires_grad)
         return through(
             part,
-            turn,
+            forward_pass,
             lambda p: self.start_together(p, cut, site, TOGETHER).wait(),
             lambda g: self.start_apart(g, cut, site, BACK_TOGETHER).wait(),
         )

@@ -124,30 +124,32 @@ class EdgeLayout:
         return self.team.cut(columns), self.team.cut(touched)
 
 
-def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
+def places_of(halo_exchange: HaloExchange, tensor: int) -> RowPlaces:
     """Find the indices of own and halo rows among the rows of the tensor group. All ranks call it.
 
     Args:
-        plan: Halo exchange of a view.
+        halo_exchange: Halo exchange of a view.
         tensor: Number of ranks in a tensor group.
 
     Cost:
         Once: 8 bytes a halo row; with several parts 16 more for each halo row of another part.
     """
-    channel = plan.channel
+    channel = halo_exchange.channel
     team = TensorGroup(channel.rank, channel.size, tensor)
-    counts = _counts(plan.own, channel)
+    counts = _counts(halo_exchange.own, channel)
     begin = sum(counts[team.first : channel.rank])
-    own = torch.arange(begin, begin + plan.own, device=plan.send.device)
-    request = ExchangeRequest(plan.send_counts, plan.recv_counts, "places of halo rows", "other")
-    halo = channel.start(own[plan.send].unsqueeze(1), request).wait().view(-1)
+    own = torch.arange(begin, begin + halo_exchange.own, device=halo_exchange.send.device)
+    request = ExchangeRequest(
+        halo_exchange.send_counts, halo_exchange.recv_counts, "places of halo rows", "other"
+    )
+    halo = channel.start(own[halo_exchange.send].unsqueeze(1), request).wait().view(-1)
     if tensor == channel.size:
         return RowPlaces(team, counts, torch.cat([own, halo]), None)
     # A row of another part is named by its group and its index there, folded into one number.
     bases = [sum(counts[: group * tensor]) for group in range(channel.size // tensor + 1)]
     base = torch.tensor(bases, device=own.device)
     owner = torch.repeat_interleave(
-        torch.arange(channel.size) // tensor, torch.tensor(plan.recv_counts, dtype=torch.int64)
+        torch.arange(channel.size) // tensor, torch.tensor(halo_exchange.recv_counts, dtype=torch.int64)
     ).to(own.device)
     away = owner != team.first // tensor
     named = halo + base[owner]

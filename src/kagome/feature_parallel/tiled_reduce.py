@@ -219,7 +219,7 @@ class Hop:
     last: bool = False
     site: Site | None = None
 
-    def run(self, rows: Tensor, weight: Tensor | None, turn: ForwardPass, name: str) -> Tensor:
+    def run(self, rows: Tensor, weight: Tensor | None, forward_pass: ForwardPass, name: str) -> Tensor:
         """Compute the sum, with gradient.
 
         Shapes:
@@ -227,12 +227,12 @@ class Hop:
             ``[n, D]`` if ``last``, else ``[V, d]``.
         """
         grad = rows.requires_grad or (weight is not None and weight.requires_grad)
-        hop = replace(self, site=turn.begin(name, grad=grad))
-        follows = grad and turn.follows()
+        hop = replace(self, site=forward_pass.begin(name, grad=grad))
+        follows = grad and forward_pass.follows()
         with nullcontext() if follows else torch.no_grad():
-            out, token = _Hop.apply(rows, weight, turn.token, hop)  # type: ignore[no-untyped-call]
+            out, token = _Hop.apply(rows, weight, forward_pass.token, hop)  # type: ignore[no-untyped-call]
         if follows:
-            turn.token = token
+            forward_pass.token = token
         return out  # type: ignore[no-any-return]
 
     @property

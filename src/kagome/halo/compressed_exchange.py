@@ -63,7 +63,7 @@ class StaleExchange:
             line.settle()  # the notes received with it say which rows come next
         late = replace(request, site=replace(site, late=True, whole=synchronous))
         begun = self.inner.start(rows, late)
-        return DeferredWork(lambda: line.turn(begun, site.epoch, synchronous=synchronous))
+        return DeferredWork(lambda: line.receive(begun, site.epoch, synchronous=synchronous))
 
     def _synchronous(self, epoch: int) -> bool:
         """Return whether this epoch waits for rows that might be late."""

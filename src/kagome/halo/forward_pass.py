@@ -199,7 +199,7 @@ class RunningForward:
 
     def __init__(self, device: torch.device, *, fast: bool) -> None:
         self.fast = fast
-        self.turn = ForwardPass(0, checked=False, device=device, grad=False)
+        self.forward_pass = ForwardPass(0, checked=False, device=device, grad=False)
         self.path: list[str] = []
         """The modules that are running, outermost first."""
         self.arguments: list[dict[str, Any]] = []
@@ -209,9 +209,9 @@ class RunningForward:
         self.fault = ""
         """The innermost module that an error has left."""
 
-    def begin(self, turn: ForwardPass) -> None:
+    def begin(self, forward_pass: ForwardPass) -> None:
         """Begin a forward pass: sites and draws are numbered from the start."""
-        self.turn, self.path, self.arguments, self.draws, self.layers = turn, [], [], 0, 0
+        self.forward_pass, self.path, self.arguments, self.draws, self.layers = forward_pass, [], [], 0, 0
 
     def where(self) -> str:
         """Return the path of the running module, for names and messages."""
@@ -227,13 +227,13 @@ class RunningForward:
 
     def call(self) -> tuple[str, int]:
         """Return the running module's path and the number of this draw within the forward."""
-        self.turn.refuse_again(self.where())
+        self.forward_pass.refuse_again(self.where())
         self.draws += 1
         return self.where(), self.draws
 
     def own_seed(self) -> bool:
         """Return True if forward has seeded torch's generator since it began. Its draws are then its own."""
-        return torch.initial_seed() != self.turn.seed
+        return torch.initial_seed() != self.forward_pass.seed
 
 
 def transformed() -> bool:
@@ -251,10 +251,10 @@ def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
         ModelError: If this backward pass is not handled. It would add up derivatives taken on each rank, or
             run on one rank while others wait.
     """
-    turn = found()
-    if turn is not None and turn.differentiates:
-        return turn
-    over = turn is None or not turn.running
+    forward_pass = found()
+    if forward_pass is not None and forward_pass.differentiates:
+        return forward_pass
+    over = forward_pass is None or not forward_pass.running
     if over and not torch.is_grad_enabled():
         return None
     raise ModelError(

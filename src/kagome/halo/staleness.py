@@ -56,7 +56,7 @@ class StaleRows:
             self.coming = None
             self._take(coming.wait(), epoch)
 
-    def turn(self, begun: Work, epoch: int, *, synchronous: bool) -> Tensor:
+    def receive(self, begun: Work, epoch: int, *, synchronous: bool) -> Tensor:
         """Return the rows for an epoch: the last ones received, or those of the exchange just begun."""
         self.settle()
         # Rows of this same epoch come from a forward pass that was restarted, which may send other rows here.

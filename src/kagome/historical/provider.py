@@ -205,19 +205,19 @@ class ExactRows:
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
 
         def settle() -> None:
-            plan, size = tables.chunks, tables.channel.size
+            chunks, size = tables.chunks, tables.channel.size
             if size > 1:
                 request = site.request(
                     words,
                     0,
-                    plan.send_counts,
-                    plan.recv_counts,
+                    chunks.send_counts,
+                    chunks.recv_counts,
                     width=rows.size(1),
                     stamps=tables.ids[tables.send],
                     index=tables.send,
                 )
                 with tables.channel.start(current, request).borrow() as halo:
-                    current[plan.own :].copy_(halo)
+                    current[chunks.own :].copy_(halo)
 
         def met() -> Tensor:
             self._meet(_place(site, words), settle)
@@ -237,17 +237,17 @@ class ExactRows:
             self.left.add(table, chunk.number, away)
 
         def settle() -> None:
-            plan, size = tables.chunks, tables.channel.size
+            chunks, size = tables.chunks, tables.channel.size
             if size > 1:
                 request = site.request(
                     words,
                     3,
-                    plan.recv_counts,
-                    plan.send_counts,
+                    chunks.recv_counts,
+                    chunks.send_counts,
                     width=away.size(1),
-                    stamps=tables.ids[plan.own :],
+                    stamps=tables.ids[chunks.own :],
                 )
-                with tables.channel.start(gradients[plan.own :], request).borrow() as come:
+                with tables.channel.start(gradients[chunks.own :], request).borrow() as come:
                     gradients.index_add_(0, tables.send, come)
 
         def add() -> Tensor:

@@ -173,11 +173,11 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
             hint="sum or mean, or let messages flow from source to target",
         )
     if mark.kind is PlacementKind.SOURCE:
-        plan = scope.views[mark.view].rows
+        halo_exchange = scope.views[mark.view].rows
         shape = list(base.shape)
-        if shape[axis] != plan.own:
+        if shape[axis] != halo_exchange.own:
             return NotImplemented
-        shape[axis] = plan.own + plan.halo
+        shape[axis] = halo_exchange.own + halo_exchange.halo
         sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
         return scope.marks.put(
             _add(base, scope.reads.write(sums, axis, mark), name), Placement(PlacementKind.ROWS, 0, axis)

@@ -165,14 +165,14 @@ class Interceptor(TorchFunctionMode):
             named: How often each site was reached before, in earlier stages on this rank.
         """
         grad = training and torch.is_grad_enabled()
-        turn = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
-        self.forward.begin(turn)
-        turn.running = True
+        forward_pass = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
+        self.forward.begin(forward_pass)
+        forward_pass.running = True
         with nullcontext() if self.aside else self:
-            yield turn
+            yield forward_pass
         self.copies.end(self)
         self.keeping.end(self)
-        turn.end()
+        forward_pass.end()
         self.reads.forget()
 
     def __torch_function__(

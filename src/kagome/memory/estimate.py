@@ -280,7 +280,7 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
         model.train()
         with SavedMemory(net.scope, model) as saved:
             out: Any = net.forward(1, training=True, checked=True)
-        loss = out.sum().float() + net.scope.forward.turn.token
+        loss = out.sum().float() + net.scope.forward.forward_pass.token
         # autograd.grad, because the pieces share one copy of the weights and backward() would add to it.
         grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         del out, loss

@@ -126,7 +126,9 @@ class StageRun:
         # The forward pass is left at once, because what it holds must not outlive the chunk.
         with (
             self._running(),
-            scope.running(self.epoch, training=self.training, checked=self.checked, named=self.named) as turn,
+            scope.running(
+                self.epoch, training=self.training, checked=self.checked, named=self.named
+            ) as forward_pass,
             code.cast(),
             code.saving() if self.training else nullcontext(),
             watched(code.foreign if self.checked else {}, "a hook of a layer"),
@@ -141,7 +143,7 @@ class StageRun:
             )
             refuse_some_rows(scope, found, "a stage")
             self.outs = {name: rewrite_rules.computed(value) for name, value in found.items()}
-        self.token = turn.token
+        self.token = forward_pass.token
 
     def _running(self) -> AbstractContextManager[None]:
         return self.code.current.using(self.scope)

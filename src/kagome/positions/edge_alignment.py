@@ -128,9 +128,9 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
                 rows = rows.double()
             if last:
                 with scope.constants.once():
-                    every = view.across.extend(rows, scope.forward.turn, "flipped edges")
+                    every = view.across.gather(rows, scope.forward.forward_pass, "flipped edges")
             else:
-                every = view.across.extend(rows, scope.forward.turn, f"{scope.where()}.flipped")
+                every = view.across.gather(rows, scope.forward.forward_pass, f"{scope.where()}.flipped")
             picked = every.index_select(0, view.pick).to(values.dtype)
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:

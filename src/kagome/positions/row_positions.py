@@ -263,12 +263,12 @@ def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor)
 
 def _alike(scope: PositionScope, places: Tensor) -> None:
     """Refuse vertex numbers that differ between ranks, because they were made from a part's own rows."""
-    if not scope.forward.turn.checked:
+    if not scope.forward.forward_pass.checked:
         return
     with torch._C.DisableTorchFunction():
         word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
         both = torch.cat([word, -word]).to(places.device)
-    with scope.forward.turn.apart():  # later forward passes skip this check
+    with scope.forward.forward_pass.apart():  # later forward passes skip this check
         most, least = scope.ranks.greatest(both).view(2, 2)
     if not torch.equal(most, -least):
         raise refused(scope, "rows read by numbers that are not the same on all ranks")

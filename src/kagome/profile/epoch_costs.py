@@ -104,15 +104,15 @@ def _epochs(
     options: PartOptions,
     cut: Parallel,
 ) -> list[EpochCost]:
-    road = CompressedExchange(channel, cut, options.seed)
-    net = parallelize(model, piece, road, replace(options, device=CPU, tensor=cut.tensor))
+    exchange = CompressedExchange(channel, cut, options.seed)
+    net = parallelize(model, piece, exchange, replace(options, device=CPU, tensor=cut.tensor))
     found: list[EpochCost] = []
 
     def one() -> None:
         before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
         channel.met.clear()
         out = net.forward(len(found) + 1, training=True)
-        loss = out.float().square().mean() + net.scope.forward.turn.token
+        loss = out.float().square().mean() + net.scope.forward.forward_pass.token
         loss.backward()
         sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
         times = begun, *channel.met, channel.clock()

@@ -198,17 +198,17 @@ def _one(
 
     # A weight stays itself: it may be a table with a row for each edge, which is known by identity.
     values[step.name] = out if step.kind == "attribute" else mapped(out, leaf_of)
-    token = scope.forward.turn.token
+    token = scope.forward.forward_pass.token
     if token.grad_fn is not None:  # backward must reach all exchanges on all ranks, also without rows read
         roots.append(token)
         leaves.append(token.detach().requires_grad_())
-        scope.forward.turn.token = leaves[-1]
+        scope.forward.forward_pass.token = leaves[-1]
     back = 0.0
     if roots:
         views = [leaf.view_as(leaf) for leaf in leaves]
         ones = [torch.ones_like(root) for root in roots]
         # A real run calls autograd's engine once per chunk, not once per step, so its cost is subtracted.
-        with scope.forward.turn.paused():
+        with scope.forward.forward_pass.paused():
             empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
         back = max(back - empty, 0.0)
     for tensor in (*leaves, *model.parameters()):

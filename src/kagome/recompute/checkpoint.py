@@ -96,7 +96,8 @@ def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if (
-            not (scope.forward.turn.grad and scope.forward.turn.follows()) or scope.channel.runs
+            not (scope.forward.forward_pass.grad and scope.forward.forward_pass.follows())
+            or scope.channel.runs
         ):  # evaluation; a layer inside a layer
             return inner(*args, **kwargs)
         return _kept(layer, inner, scope, args, kwargs)
@@ -120,7 +121,7 @@ def _kept(
         hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
         if not ran:
             ran = True
-            with scope.channel.writing(tape), pardoned(scope.forward.turn, hook):
+            with scope.channel.writing(tape), pardoned(scope.forward.forward_pass, hook):
                 return mapped(inner(*args, **kwargs), now)
         again, named = given.again(tensors)
         with ExitStack() as stack:

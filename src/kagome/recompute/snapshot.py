@@ -35,29 +35,33 @@ class LayerSnapshot:
     """
 
     def __init__(self, scope: Interceptor) -> None:
-        self._scope, self._turn, self._collectives = scope, scope.forward.turn, scope.forward.turn.collectives
+        self._scope, self._forward_pass, self._collectives = (
+            scope,
+            scope.forward.forward_pass,
+            scope.forward.forward_pass.collectives,
+        )
         self._state, self._draws = self._read()
 
     @contextmanager
     def again(self, hook: Any) -> Iterator[None]:
         """Restore that state in a forward pass of its own, where torch's ``hook`` may run layers again."""
-        scope, then = self._scope, self._turn
-        found, there = self._read(), scope.forward.turn
-        turn = scope.forward.turn = ForwardPass(
+        scope, then = self._scope, self._forward_pass
+        found, there = self._read(), scope.forward.forward_pass
+        forward_pass = scope.forward.forward_pass = ForwardPass(
             then.epoch, checked=then.checked, device=scope.device, grad=True
         )
-        turn.collectives = self._collectives
+        forward_pass.collectives = self._collectives
         scope.reads.forget()
         self._write((self._state, self._draws))
         try:
-            with pardoned(turn, hook):
+            with pardoned(forward_pass, hook):
                 yield
         finally:
             scope.reads.forget()
-            scope.forward.turn = there
+            scope.forward.forward_pass = there
             self._write(found)
             # Its graph refers to the pass; keeping the token attached would make a reference cycle.
-            turn.token = turn.token.detach()
+            forward_pass.token = forward_pass.token.detach()
 
     def _read(self) -> tuple[dict[str, Any], tuple[Any, Any]]:
         state = {name: _copied(getattr(self._scope.forward, name)) for name in _STATE}
@@ -75,13 +79,13 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def pardoned(turn: ForwardPass, hook: Any) -> Iterator[None]:
+def pardoned(forward_pass: ForwardPass, hook: Any) -> Iterator[None]:
     """Surround a layer that this hook of torch's saved tensors may run again."""
-    turn.pardoned = hook
+    forward_pass.pardoned = hook
     try:
         yield
     finally:
-        turn.pardoned = None
+        forward_pass.pardoned = None
 
 
 class Standing:

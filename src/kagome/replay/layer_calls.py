@@ -141,7 +141,9 @@ class LayerReplay:
             return None
         with torch._C.DisableTorchFunction():  # this is not the user's computation
             leaves = tuple(leaves_of((args, kwargs)))
-            if learned.state != states.now(scope.forward.turn.epoch) or not learned.fits(scope, leaves):
+            if learned.state != states.now(scope.forward.forward_pass.epoch) or not learned.fits(
+                scope, leaves
+            ):
                 return None
             return learned.again(scope, leaves)
 
@@ -151,7 +153,7 @@ class LayerReplay:
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not learned.bare:
             return None
-        scope.forward.turn.refuse_again(states.path)
+        scope.forward.forward_pass.refuse_again(states.path)
         passes = isinstance(layer, MessagePassing)
         scope.forward.layers += passes
         try:

@@ -53,7 +53,7 @@ class RankSums:
 
     def total(self, part: Tensor, what: str = "total") -> Tensor:
         """Return the sum over all ranks, with gradient."""
-        return total(part, self._forward.turn, self._channel, self._forward.where(), what)
+        return total(part, self._forward.forward_pass, self._channel, self._forward.where(), what)
 
     def summing(
         self,
@@ -64,13 +64,13 @@ class RankSums:
     ) -> Tensor:
         """Call a function that sums over ranks, forward and backward: see ``halo.exchange.summing``."""
         site = f"{self._forward.where()}.{what}"
-        return summing(there, back, inputs, self._forward.turn, self._channel, site)
+        return summing(there, back, inputs, self._forward.forward_pass, self._channel, site)
 
     def greatest(self, part: Tensor) -> Tensor:
         """Return the maximum over all ranks, without gradient."""
         if self.size == 1:
             return part
-        site = self._forward.turn.begin(self._forward.where())
+        site = self._forward.forward_pass.begin(self._forward.where())
         agree(self._channel, site, part)
         action, key = site.action("greatest"), (site.key, "greatest")
         return self._channel.all_reduce(part.detach(), "max", action=action, key=key)
@@ -135,8 +135,8 @@ class NeighborReads:
 
         Rows that need no gradient and do not change are exchanged once. Others are exchanged once per layer.
         """
-        plan = self._views[mark.view].rows
-        if plan.closed or rows.dim() == 0 or rows.size(axis) != plan.own:
+        halo_exchange = self._views[mark.view].rows
+        if halo_exchange.closed or rows.dim() == 0 or rows.size(axis) != halo_exchange.own:
             return rows
         if axis == 0 and (held := self.held(rows, mark)) is not None:
             return held
@@ -148,8 +148,8 @@ class NeighborReads:
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
         # Rows made anew in each forward (dropped features) are exchanged again, though they need no gradient.
-        with forward.turn.apart() if constant and kept.lasting(rows) else nullcontext():
-            whole = plan.extend(flat, forward.turn, site or forward.site(rows))
+        with forward.forward_pass.apart() if constant and kept.lasting(rows) else nullcontext():
+            whole = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
             kept.wholes[rows] = (rows._version, mark.view, known[2] if known and there else out)
@@ -170,16 +170,16 @@ class NeighborReads:
 
     def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
         """Reduce sums on own and halo rows along ``axis`` to sums on own rows."""
-        plan = self._views[mark.view].rows
+        halo_exchange = self._views[mark.view].rows
         front = sums.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
-        own = plan.give_back(flat, self._forward.turn, self._forward.site(sums))
+        own = halo_exchange.reduce(flat, self._forward.forward_pass, self._forward.site(sums))
         return own.reshape(own.size(0), *front.shape[1:]).movedim(0, axis)
 
     def out_edges(self) -> EdgeView:
         """Return view 1, fetched from the peers at the first call. All ranks make that call together."""
         if len(self._views) == 1:
-            with self._forward.turn.asking(self._channel, self._forward.where()):
+            with self._forward.forward_pass.asking(self._channel, self._forward.where()):
                 view = out_view(self._views[0], self._channel)
             self._views.append(view)
             self._marks.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
@@ -193,13 +193,13 @@ class NeighborReads:
     def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
         """Return the rows of all ranks, with gradient: in the graph's order, or own rows first."""
         self.needs_all("attention over all vertices")
-        whole = self.knows_everyone().extend(rows, self._forward.turn, self._forward.where())
+        whole = self.knows_everyone().gather(rows, self._forward.forward_pass, self._forward.where())
         return whole.index_select(0, self._order) if ordered else whole
 
     def knows_everyone(self) -> HaloExchange:
         """Return the lists by which every rank reads all others' rows. All ranks first call it together."""
         if self._everyone is None:
-            with self._forward.turn.asking(self._channel, self._forward.where()):
+            with self._forward.forward_pass.asking(self._channel, self._forward.where()):
                 self._everyone = all_rows(self._ids.own(), self._channel)
                 assert self._everyone.ids is not None
                 self._order = self._everyone.ids.argsort()

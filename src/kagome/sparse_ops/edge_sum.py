@@ -41,8 +41,8 @@ def neighbor_sum(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
     factor: Tensor | None = None,
-    road: HaloWork | None = None,
-    turn: ForwardPass | None = None,
+    halo_work: HaloWork | None = None,
+    forward_pass: ForwardPass | None = None,
 ) -> Tensor:
     """Return for each row the sum of its neighbours' rows over its in-edges, each times its edge's weight.
 
@@ -50,31 +50,31 @@ def neighbor_sum(
     [Note: root] in ``sparse_ops.factored_weights``.
 
     Args:
-        rows: Own rows if ``road`` is given, else all rows that edges read.
+        rows: Own rows if ``halo_work`` is given, else all rows that edges read.
         edges: The edges.
         weight: One number an edge, or one an edge and head; None for none.
         scale: A factor for each row of the result, for a mean; None for none.
         factor: A factor for each row that edges read; None for none.
-        road: The exchange of halo rows: see [Note: overlap].
-        turn: The forward pass whose token is passed along; needed with ``road``.
+        halo_work: The exchange of halo rows: see [Note: overlap].
+        forward_pass: The forward pass whose token is passed along; needed with ``halo_work``.
 
     Shapes:
         rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
         ``[own]``; factor ``[whole]``; result ``[own, F]`` or ``[own, H, C]``.
 
     Cost:
-        Keeps ``weight``, and the rows too if the weight has a gradient. Sends what ``road`` states.
+        Keeps ``weight``, and the rows too if the weight has a gradient. Sends what ``halo_work`` states.
     """
     out: Tensor
-    if road is None or turn is None:
+    if halo_work is None or forward_pass is None:
         out = _Sum.apply(rows, weight, scale, factor, edges)  # type: ignore[no-untyped-call]
         return out
-    given = turn.token
-    out, token = _SumOverRoad.apply(  # type: ignore[no-untyped-call]
-        rows, weight, scale, factor, given, edges, road, turn
+    given = forward_pass.token
+    out, token = _SumOverHalo.apply(  # type: ignore[no-untyped-call]
+        rows, weight, scale, factor, given, edges, halo_work, forward_pass
     )
-    if road.site.grad:
-        turn.token = token
+    if halo_work.site.grad:
+        forward_pass.token = token
     return out
 
 
@@ -161,7 +161,7 @@ class _Sum(torch.autograd.Function):
         return g_rows, g_weight, None, None, None
 
 
-class _SumOverRoad(torch.autograd.Function):
+class _SumOverHalo(torch.autograd.Function):
     """Own rows in, own sums out, the exchange inside; see [Note: token] in ``halo.exchange``."""
 
     @staticmethod
@@ -173,10 +173,10 @@ class _SumOverRoad(torch.autograd.Function):
         factor: Tensor | None,
         token: Tensor,
         edges: Structure,
-        road: HaloWork,
-        turn: ForwardPass,
+        halo_work: HaloWork,
+        forward_pass: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
-        coming = road.fetch(rows)
+        coming = halo_work.fetch(rows)
         near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
         given, rows = rows, _times(rows, near)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
@@ -189,24 +189,30 @@ class _SumOverRoad(torch.autograd.Function):
             with coming.borrow() if halo is None else nullcontext(halo) as come:
                 come = _times(come.view(-1, *rows.shape[1:]), far)
                 ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
-        ctx.edges, ctx.scale, ctx.factor, ctx.road, ctx.turn = edges, scale, factor, road, ref(turn)
+        ctx.edges, ctx.scale, ctx.factor, ctx.halo_work, ctx.forward_pass = (
+            edges,
+            scale,
+            factor,
+            halo_work,
+            ref(forward_pass),
+        )
         ctx.save_for_backward(weight, given if keep else None, halo if keep else None)
         return out, torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        turn = inside(ctx.turn)
-        if turn is not None and torch.is_grad_enabled():
-            g_rows, g_weight = _SumOverRoad.again(ctx, turn, grads[0])
+        forward_pass = inside(ctx.forward_pass)
+        if forward_pass is not None and torch.is_grad_enabled():
+            g_rows, g_weight = _SumOverHalo.again(ctx, forward_pass, grads[0])
             return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
         weight, rows, halo = ctx.saved_tensors
-        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         near, far = (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
             beyond = slice(edges.own, edges.whole)
             away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
-            coming = road.give(away)
+            coming = halo_work.give(away)
             g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
         if ctx.needs_input_grad[1]:
             g3, own3 = _headed(weight, g, _times(rows, near))
@@ -216,24 +222,28 @@ class _SumOverRoad(torch.autograd.Function):
             g_weight = g_weight.view_as(weight)
         if g_rows is not None:
             with coming.borrow() as come:
-                road.add(come, g_rows)
+                halo_work.add(come, g_rows)
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
 
     @staticmethod
-    def again(ctx: Any, turn: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def again(ctx: Any, forward_pass: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Compute a backward that can be differentiated, with separate exchange and sum.
 
         See [Note: again] in ``halo.exchange``.
         """
         weight, rows, _ = ctx.saved_tensors
-        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         g = _times(grad, ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
             lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.whole))
-            own = road.plan.given_back(lies.reshape(lies.size(0), _width(lies)), turn, road.site)
+            own = halo_work.exchange.reduced(
+                lies.reshape(lies.size(0), _width(lies)), forward_pass, halo_work.site
+            )
             g_rows = own.view(-1, *lies.shape[1:])
         if ctx.needs_input_grad[1]:
-            whole = road.plan.extended(rows.reshape(rows.size(0), _width(rows)), turn, road.site)
+            whole = halo_work.exchange.gathered(
+                rows.reshape(rows.size(0), _width(rows)), forward_pass, halo_work.site
+            )
             whole = _times(whole.view(-1, *rows.shape[1:]), ctx.factor)
             g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, whole)).view_as(weight)
         return g_rows, g_weight

@@ -79,8 +79,8 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
     Cost:
         Once: three ids and the attributes of each edge that is cut, and the ids of the new halo.
     """
-    plan, own = view.rows, view.rows.own
-    counts = torch.tensor([own, *plan.recv_counts])
+    halo_exchange, own = view.rows, view.rows.own
+    counts = torch.tensor([own, *halo_exchange.recv_counts])
     holder = torch.repeat_interleave(torch.tensor([channel.rank, *range(channel.size)]), counts)
     to = holder.to(view.ids.device)[view.edge_index[0]]
     places = order = torch.argsort(to, stable=True)

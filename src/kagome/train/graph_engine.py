@@ -374,7 +374,7 @@ class GraphEngine:
             out = self.forward(epoch, training=True)
         self.saved = self.saved if saved is None else saved.bytes
         plain = unchanged[0] and self.scope.forward.draws == 0
-        return Forward(epoch, out, self.scope.forward.turn.token, plain, self.ahead.state())
+        return Forward(epoch, out, self.scope.forward.forward_pass.token, plain, self.ahead.state())
 
     def look_ahead(self, epoch: int) -> Tensor | None:
         """Run the forward pass of the coming epoch, keep it for that epoch's update, and return its scores.

@@ -88,7 +88,7 @@ def _running() -> Any:
         return None
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(getattr(mode, "marks", None), Placements):
-            return mode if mode.parted and mode.forward.turn.running else None
+            return mode if mode.parted and mode.forward.forward_pass.running else None
     return None
 
 

@@ -208,14 +208,14 @@ class InBackward(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Surround the user's function, so that its torch calls are checked."""
-        scope, turn = self._scope, self._scope.forward.turn
-        before, turn.backward = turn.backward, self
+        scope, forward_pass = self._scope, self._scope.forward.forward_pass
+        before, forward_pass.backward = forward_pass.backward, self
         path, scope.forward.path = scope.forward.path, [self._behind.where]
         try:
             with torch._C._EnableTorchFunction(), self:  # backward's caller may have turned them off
                 yield
         finally:
-            turn.backward, scope.forward.path = before, path
+            forward_pass.backward, scope.forward.path = before, path
 
     def meet(self, grad: Tensor, mark: Placement | None) -> None:
         """Record the placement of a gradient that the function is given."""

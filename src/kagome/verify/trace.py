@@ -266,7 +266,7 @@ def split_of(
             try:
                 out = net.forward(1, training=True, checked=True)
                 trace.numbered = net.scope.numbered
-                _backward(out, part.own, net.scope.forward.turn.token, mine, trace, seed)
+                _backward(out, part.own, net.scope.forward.forward_pass.token, mine, trace, seed)
             except KagomeError:
                 raise
             except Exception as error:

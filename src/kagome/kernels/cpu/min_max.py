@@ -152,9 +152,9 @@ def _extremes(layout: CsrLayout, index: Any, x: Tensor, sign: float) -> tuple[Te
     begin, end = bounds(layout)
     best, ties = x.new_empty(layout.rows, *x.shape[1:]), x.new_empty(layout.rows, *x.shape[1:])
     values, top, same = flat(x), flat(best), flat(ties)
-    turn, ahead = values.dtype.type(sign), ahead_of(values)
+    flip, ahead = values.dtype.type(sign), ahead_of(values)
     share(
-        lambda low, high: _extreme(low, high, begin, end, index, ahead, values, turn, top, same),
+        lambda low, high: _extreme(low, high, begin, end, index, ahead, values, flip, top, same),
         begin,
         end,
         top.shape[1],

@@ -117,7 +117,7 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
     if drops:
         path, index = scope.forward.call()
         word, ids = (
-            dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index),
+            dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index),
             scope.ids.words_of(query),
         )
         # Each key is a column, in the order of the graph.

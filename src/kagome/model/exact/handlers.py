@@ -32,7 +32,7 @@ from kagome.scope.rows import draw_refused
 def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     """Return a word for each row of ``x``, the key of this draw, and the row axis."""
     path, index = scope.forward.call()
-    key = dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index)
+    key = dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index)
     axis = scope.axes.of(x)
     if axis is not None and not scope.axes.of_vertices(x):
         words = scope.ids.pair_words(x, dropout.edge_ids)
@@ -205,7 +205,7 @@ def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
         raise _refused_seed(scope, name)
     path, index = scope.forward.call()
     return dropout.seeded(
-        func, args, kwargs, dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index)
+        func, args, kwargs, dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index)
     )
 
 
