@@ -51,7 +51,7 @@ def rows(seed: int, *, grad: bool = True) -> Tensor:
 
 def ours(scope: Interceptor, epoch: int, layer: nn.Module, *given: Any) -> tuple[Tensor, list[Tensor]]:
     x = given[0].detach().requires_grad_(given[0].requires_grad)
-    scope.marks.put(x, Placement(PlacementKind.ROWS))
+    scope.placements.put(x, Placement(PlacementKind.ROWS))
     with scope.running(epoch, training=True):
         out = layer(x, scope.inputs["edge_index"], *(scope.inputs[name] for name in given[1:]))
     return out.detach(), gradients(layer, out, x)

@@ -26,21 +26,21 @@ class Part:
 
     def __init__(self, *, sums_only: bool = False) -> None:
         part = extract(Data(edge_index=EDGES, num_nodes=4), torch.tensor([1, 0, 1, 0]), 0, 2)
-        channel, self.marks = RecordedRows(alone()), Placements()
+        channel, self.placements = RecordedRows(alone()), Placements()
         self.forward = RunningForward(CPU, fast=True)
-        self.axes = Axes(self.marks, 4, self.forward)
+        self.axes = Axes(self.placements, 4, self.forward)
         self.views = [in_view(part, channel, CPU)]
-        self.ids = VertexIds(part, self.views, self.marks)
+        self.ids = VertexIds(part, self.views, self.placements)
         self.constants = Constants(channel, self.forward)
         self.ranks = RankSums(channel, self.forward, self.axes, self.views[0], 5, slices=False)
         self.reads = NeighborReads(
-            channel, self.forward, self.views, self.ids, self.marks, self.constants, sums_only=sums_only
+            channel, self.forward, self.views, self.ids, self.placements, self.constants, sums_only=sums_only
         )
 
 
 def test_rows_are_told_by_their_placement() -> None:
     part = Part()
-    x = part.marks.put(torch.zeros(2, 3), Placement(PlacementKind.ROWS))
+    x = part.placements.put(torch.zeros(2, 3), Placement(PlacementKind.ROWS))
     assert (part.axes.of(x), part.axes.of_each_vertex(x), part.axes.of(torch.zeros(2, 3))) == (0, True, None)
     turned = part.axes.like(torch.zeros(3, 2), x, 1)
     assert (part.axes.of(turned), part.axes.of_vertices(turned)) == (1, True)

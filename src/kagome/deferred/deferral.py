@@ -57,7 +57,13 @@ class Deferral:
         reads: NeighborReads,
         sliced: SlicedReads,
     ) -> None:
-        self.own, self._views, self.axes, self.marks, self.forward = own, views, axes, axes.marks, forward
+        self.own, self._views, self.axes, self.placements, self.forward = (
+            own,
+            views,
+            axes,
+            axes.placements,
+            forward,
+        )
         self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
         self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
 
@@ -83,17 +89,17 @@ class Deferral:
         self.reads.forget()
         return rewrite_rules.computed(out)
 
-    def edge_set(self, mark: Placement | None) -> message.EdgeSet | None:
+    def edge_set(self, placement: Placement | None) -> message.EdgeSet | None:
         """Return the graph's edges and kernel structure if ids of this placement are one end; else None."""
         edges = (
-            mark.edges
-            if mark is not None and mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
+            placement.edges
+            if placement is not None and placement.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
             else None
         )
         if not self.forward.fast or edges is None or transformed() or not self.constants.has(edges):
             return None
         if edges not in self._edge_sets:
-            ends = self.marks.get(edges)
+            ends = self.placements.get(edges)
             assert ends is not None
             halo_exchange = self._views[ends.view].rows
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
@@ -132,14 +138,14 @@ class Deferral:
             self.constants.keep(key, every)
         return sliced_attention.dropped(share, draw, words, every)
 
-    def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
+    def put_off(self, base: Tensor, index: Tensor, placement: Placement) -> Tensor | None:
         """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""
-        edges = self.edge_set(mark)
+        edges = self.edge_set(placement)
         if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
             return None
         if index.numel() != edges.structure.edges:
             return None
-        return rewrite_rules.gathered(edges, base, mark.kind, self.forward.site(base))
+        return rewrite_rules.gathered(edges, base, placement.kind, self.forward.site(base))
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
         """Return True if ``x W^T`` is deferred, so that neighbours' rows can be summed before the map."""
@@ -164,10 +170,15 @@ class Deferral:
         lazily = self.forward.fast and self.forward.layers > 0 and not self.sliced.on
         if not lazily or transformed() or isinstance(x, LazyTensor):
             return False
-        if x.dim() != 2 or weight.dim() != 2 or self.marks.get(weight) is not None:
+        if x.dim() != 2 or weight.dim() != 2 or self.placements.get(weight) is not None:
             return False
-        mark = self.marks.get(x)
-        fits = mark is not None and mark.kind is PlacementKind.PAIRS and mark.axis == 0 and mark.whole
+        placement = self.placements.get(x)
+        fits = (
+            placement is not None
+            and placement.kind is PlacementKind.PAIRS
+            and placement.axis == 0
+            and placement.whole
+        )
         if not fits or not supports(x) or x.dtype != weight.dtype:
             return False
         return WIDENS * weight.size(1) <= weight.size(0) and not torch.is_autocast_enabled(x.device.type)
@@ -199,18 +210,18 @@ class Deferral:
         yield from (layout.structure for layout in self.sliced.layouts())
 
     def _by_target(self, value: Any, index: Any, dim: int) -> message.EdgeSet | None:
-        mark = self.marks.get(index)
+        placement = self.placements.get(index)
         if (
-            mark is None
-            or mark.kind is not PlacementKind.TARGET
+            placement is None
+            or placement.kind is not PlacementKind.TARGET
             or not isinstance(value, Tensor)
             or value.dim() == 0
         ):
             return None
-        edges = self.edge_set(mark)
+        edges = self.edge_set(placement)
         if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
             return None
         if not isinstance(value, LazyTensor):
             return edges if supports(value) else None
-        held = self.marks.get(value)  # a message along other edges is computed first
-        return edges if held is None or held.edges is mark.edges else None
+        held = self.placements.get(value)  # a message along other edges is computed first
+        return edges if held is None or held.edges is placement.edges else None

@@ -42,24 +42,24 @@ class EdgeSet:
     Args:
         structure: The edges grouped by their ends.
         halo_exchange: The provider of halo rows.
-        mark: The placement of their source ids.
+        placement: The placement of their source ids.
         scope: The deferral that made it.
     """
 
     structure: Structure
     halo_exchange: HaloExchange
-    mark: Placement
+    placement: Placement
     scope: Deferral
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per edge."""
-        return self.scope.marks.put(
-            tensor, Placement(PlacementKind.PAIRS, self.mark.view, 0, self.mark.edges)
+        return self.scope.placements.put(
+            tensor, Placement(PlacementKind.PAIRS, self.placement.view, 0, self.placement.edges)
         )
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per vertex."""
-        return self.scope.marks.put(tensor, Placement(PlacementKind.ROWS))
+        return self.scope.placements.put(tensor, Placement(PlacementKind.ROWS))
 
     def roots(self, weight: Tensor | None) -> Tensor | None:
         """Return one factor per row that edges read, whose products are the weights; None if there are none.
@@ -125,7 +125,7 @@ class Linear(Versioned):
     def compute(self) -> Tensor:
         """Compute the product of rows and weight."""
         self.check()
-        return self.scope.marks.put(
+        return self.scope.placements.put(
             linear.linear(self.scope.thinned(self.x), self.weight), Placement(PlacementKind.ROWS)
         )
 
@@ -191,7 +191,7 @@ class Message(Versioned):
         return (
             rows
             if self.source.whole
-            else self.edges.scope.reads.read(rows, 0, self.edges.mark, self.source.site)
+            else self.edges.scope.reads.read(rows, 0, self.edges.placement, self.source.site)
         )
 
     def compute(self) -> Tensor:

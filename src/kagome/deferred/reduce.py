@@ -196,7 +196,7 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     if not multiplied or sliced_reduce.slicing_for(message) is not None or not is_thin(rows):
         return now(_sum(message, rows, how))
     if not source.whole and edges.scope.ranks.size > 1:
-        whole = edges.scope.reads.held(rows, edges.mark)
+        whole = edges.scope.reads.held(rows, edges.placement)
         if whole is None:
             halo = (
                 edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, source.site)
@@ -240,7 +240,7 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         scale = root if scale is None else root * scale
     halo_work = None
     if not message.source.whole and edges.scope.ranks.size > 1:
-        whole = edges.scope.reads.held(rows, edges.mark)
+        whole = edges.scope.reads.held(rows, edges.placement)
         if whole is None:
             halo_work = edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, message.source.site)
         else:

@@ -3,7 +3,7 @@
 Where it sits: ``intercept.interceptor`` asks :func:`answer` for each torch call that was given a lazy tensor.
 A call without a rule gets the computed tensor, as if nothing had been deferred.
 
-To keep another call lazy: write a rule ``(marks, name, func, args, kwargs)`` -> result or NotImplemented,
+To keep another call lazy: write a rule ``(placements, name, func, args, kwargs)`` -> result or NotImplemented,
 and add it to ``RULES``.
 """
 
@@ -89,7 +89,7 @@ def asks(name: str, func: Any) -> bool:
 
 
 def answer(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the result of a call on a lazy tensor, or NotImplemented where it needs the values."""
     if any(isinstance(value, LazyTensor) and value.value is not None for value in args):
@@ -100,14 +100,14 @@ def answer(
             return found
     if any(edge_map.expression(value) is not None for value in args):
         with torch._C.DisableTorchFunction():  # this is not the user's computation
-            return edge_map.answer(marks, name, func, args, kwargs)
+            return edge_map.answer(placements, name, func, args, kwargs)
     if name in sliced_reduce.NAMES:
         args = tuple(map(settled, args))
         if any(sliced_reduce.in_slices(value) is not None for value in args):
             with torch._C.DisableTorchFunction():
                 return sliced_reduce.answer(name, func, args, kwargs)
     rule = RULES.get(name)
-    return NotImplemented if rule is None else rule(marks, name, func, args, kwargs)
+    return NotImplemented if rule is None else rule(placements, name, func, args, kwargs)
 
 
 def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -176,7 +176,7 @@ def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Te
 
 
 def _pointwise(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``relu`` and the like: row by row if the message is a function of one end's row."""
     m = message_of(args[0]) if args else None
@@ -195,7 +195,7 @@ def _pointwise(
 
 
 def _linear(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``F.linear`` of a message, of concatenated messages, or of a sum that it narrows."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
@@ -242,7 +242,7 @@ def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def _binary(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer a sum, difference, product or quotient with a message."""
     if len(args) != 2 or kwargs:
@@ -255,11 +255,11 @@ def _binary(
     m = message_of(lazy)
     if m is None:
         return NotImplemented
-    mark = marks.get(other)
+    placement = placements.get(other)
     along = isinstance(other, Tensor) and other.dim() > 0 and other.size(0) == m.shape[0]
-    if along and (m.shape[0] > 1 or (mark is not None and mark.kind is PlacementKind.PAIRS)):
+    if along and (m.shape[0] > 1 or (placement is not None and placement.kind is PlacementKind.PAIRS)):
         return _weighted(m, other) if what in ("mul", "rmul") else NotImplemented
-    if mark is not None or not _keeps_shape(other, m):
+    if placement is not None or not _keeps_shape(other, m):
         return NotImplemented
     if m.form == "leaky":
         scales = what in ("mul", "rmul") and isinstance(other, Tensor) and m.att is None
@@ -343,13 +343,15 @@ def _shared(share: SoftmaxShare, m: Message) -> Any:
 
 
 def _shape(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``view``, ``unsqueeze``, ``x[:, i]`` and the like, which change the shape of each row."""
     value = args[0]
     expr = value.expr if isinstance(value, LazyTensor) else None
     if isinstance(expr, Beside) and name == "__getitem__" and _inner(args[1], len(expr.shape)):
-        parts = [message_of(_shape(marks, name, func, (LazyTensor(m), args[1]), {})) for m in expr.messages]
+        parts = [
+            message_of(_shape(placements, name, func, (LazyTensor(m), args[1]), {})) for m in expr.messages
+        ]
         known = tuple(m for m in parts if m is not None)
         side = LazyTensor(Beside(known))
         return expr.messages[0].edges.pairs(side) if len(known) == len(parts) else NotImplemented
@@ -393,7 +395,7 @@ def _inner(index: Any, dims: int) -> bool:
 
 
 def _side_by_side(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``cat`` along the last axis, and ``stack`` of sums along an inner one."""
     values = args[0] if args else kwargs.get("tensors")
@@ -421,7 +423,7 @@ def _side_by_side(
 
 
 def _dotted(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``(a_i * b_j).sum(-1)`` and ``(leaky(a_i + b_j) * att).sum(-1)``: a number per edge and head."""
     m = message_of(args[0]) if args else None
@@ -459,15 +461,15 @@ def _three(rows: Tensor) -> Tensor:
 
 
 def _as_shape(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``index.expand_as(x_j)`` from the shape of the message."""
     base, like = args[0], args[1] if len(args) > 1 else kwargs.get("other")
     if isinstance(base, LazyTensor) or not isinstance(like, LazyTensor):
         return NotImplemented
     out = base.expand(like.shape)
-    mark = marks.get(base)
-    return out if mark is None else marks.put(out, mark)
+    placement = placements.get(base)
+    return out if placement is None else placements.put(out, placement)
 
 
 RULES: dict[str, Rule] = {

@@ -70,7 +70,7 @@ class SlicedReads:
     def layout(self, edges: EdgeSet) -> EdgeLayout:
         """Return the edges of all ranks, fetched at the first call. All ranks make that call together."""
         if edges not in self._layouts:
-            halo_exchange, view = edges.halo_exchange, edges.mark.view
+            halo_exchange, view = edges.halo_exchange, edges.placement.view
             with torch._C.DisableTorchFunction(), self._channel.aside():
                 if view not in self._places:
                     self._places[view] = places_of(halo_exchange, self._tensor)
@@ -291,7 +291,7 @@ def slicing_for(message: Message) -> EdgeLayout | None:
         return None
     if (
         not isinstance(source.rows, LazyTensor)
-        and scope.reads.held(source.rows, message.edges.mark) is not None
+        and scope.reads.held(source.rows, message.edges.placement) is not None
     ):
         return None
     return scope.sliced.layout(message.edges)
@@ -451,7 +451,7 @@ def scaled(
         return NotImplemented
     if not scope.axes.of_each_vertex(rows) or scope.axes.of(rows) != 0:
         return NotImplemented
-    return scope.axes.marks.put(
+    return scope.axes.placements.put(
         LazyTensor(Scaled(rows, float(factor), rows._version)), Placement(PlacementKind.ROWS)
     )
 

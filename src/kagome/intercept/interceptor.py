@@ -112,14 +112,16 @@ class Interceptor(TorchFunctionMode):
     def _wire(self, tensor: int, *, fast: bool, sums_only: bool) -> None:
         """Make what handlers and layer rules ask of this part, each from those before it."""
         channel, views = self.channel, self.views
-        self.marks = marks = Placements(whole=not self.parted)
+        self.placements = placements = Placements(whole=not self.parted)
         self.forward = forward = RunningForward(self.device, fast=fast)
         self.where = forward.where
-        self.axes = axes = Axes(marks, self.vertices, forward)
-        self.ids = VertexIds(self.part, views, marks)
+        self.axes = axes = Axes(placements, self.vertices, forward)
+        self.ids = VertexIds(self.part, views, placements)
         self.constants = constants = Constants(channel, forward)
         self.ranks = RankSums(channel, forward, axes, views[0], self.edges, slices=tensor > 1)
-        self.reads = self.reads_of(channel, forward, views, self.ids, marks, constants, sums_only=sums_only)
+        self.reads = self.reads_of(
+            channel, forward, views, self.ids, placements, constants, sums_only=sums_only
+        )
         self.sliced = SlicedReads(tensor, channel, forward, constants, self.reads)
         self.deferral = Deferral(
             self.own, views, axes, forward, constants, self.ranks, self.reads, self.sliced
@@ -132,12 +134,14 @@ class Interceptor(TorchFunctionMode):
         view = self.views[0]
         given = self.part.shared
         shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
-        inputs = {"edge_index": self.marks.put(view.edge_index, Placement(PlacementKind.EDGES, 0))}
+        inputs = {"edge_index": self.placements.put(view.edge_index, Placement(PlacementKind.EDGES, 0))}
         for name, value in view.attributes.items():
-            inputs[name] = self.marks.put(value, Placement(PlacementKind.PAIRS, 0, edges=view.edge_index))
+            inputs[name] = self.placements.put(
+                value, Placement(PlacementKind.PAIRS, 0, edges=view.edge_index)
+            )
         for name, value in self.part.nodes.items():
             moved = value.to(self.device)
-            inputs[name] = self.marks.put(
+            inputs[name] = self.placements.put(
                 moved if moved is not value else value.view(value.shape), Placement(PlacementKind.ROWS)
             )
         for value in inputs.values():
@@ -193,11 +197,13 @@ class Interceptor(TorchFunctionMode):
         lazy = self.forward.fast and not asks and rewrite_rules.has_lazy(args, kwargs)
         if lazy:
             refuse_in_function(args)
-            gone = self.marks.lost(args, kwargs)
-            result = NotImplemented if gone else rewrite_rules.answer(self.marks, name, func, args, kwargs)
+            gone = self.placements.lost(args, kwargs)
+            result = (
+                NotImplemented if gone else rewrite_rules.answer(self.placements, name, func, args, kwargs)
+            )
             if result is not NotImplemented:
                 if notes is not None:
-                    rule = partial(rewrite_rules.answer, self.marks, name, func)
+                    rule = partial(rewrite_rules.answer, self.placements, name, func)
                     notes.answered(rule, given, given, result, asked=False)
                 return result
             args = rewrite_rules.computed_for(name, args)
@@ -228,7 +234,7 @@ class Interceptor(TorchFunctionMode):
                 raise
             return self.__torch_function__(func, types, *met)
         if name != "__get__" or isinstance(result, Tensor):
-            self.marks.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
+            self.placements.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
         if notes is not None:
             notes.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
@@ -247,7 +253,7 @@ class Interceptor(TorchFunctionMode):
             args, kwargs = edge_alignment.aligned(self, name, args, kwargs)
         self.keeping.meet(self, name, func, args, kwargs)
         self.copies.meet(name, args)
-        self.marks.write(name, args)
+        self.placements.write(name, args)
         args, kwargs = id_values.by_value(self, name, args, kwargs)
         if name in vertex_tables.BY_IDS:
             vertex_tables.refuse_lost_ids(self, name, args, kwargs)
@@ -263,7 +269,7 @@ class Interceptor(TorchFunctionMode):
                 raise
             if result is not NotImplemented:
                 if not name.startswith("new_"):
-                    self.marks.stays_lost(name, args, kwargs, result)
+                    self.placements.stays_lost(name, args, kwargs, result)
                 return result, handler
         return None, None
 

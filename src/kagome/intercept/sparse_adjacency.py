@@ -65,7 +65,7 @@ class Matrix:
 class MatrixScope(Protocol):
     """What these handlers ask of the running interceptor."""
 
-    marks: Placements
+    placements: Placements
     views: list[EdgeView]
     constants: Constants
     parted: bool
@@ -97,11 +97,11 @@ def matrix_of(scope: MatrixScope) -> Matrix | None:
         )
     else:
         given = told.matrix(view.edge_index, scope.own)
-    scope.marks.put(given, Placement(PlacementKind.MATRIX))
-    scope.marks.put(source, Placement(PlacementKind.SOURCE, edges=view.edge_index))
-    scope.marks.put(target, Placement(PlacementKind.TARGET, edges=view.edge_index))
-    scope.marks.put(pointer, Placement(PlacementKind.MATRIX))
-    ends = scope.marks.put(torch.stack([target, source]), Placement(PlacementKind.EDGES, swapped=True))
+    scope.placements.put(given, Placement(PlacementKind.MATRIX))
+    scope.placements.put(source, Placement(PlacementKind.SOURCE, edges=view.edge_index))
+    scope.placements.put(target, Placement(PlacementKind.TARGET, edges=view.edge_index))
+    scope.placements.put(pointer, Placement(PlacementKind.MATRIX))
+    ends = scope.placements.put(torch.stack([target, source]), Placement(PlacementKind.EDGES, swapped=True))
     for value in (source, target, ends):
         scope.constants.add(value)
     return Matrix(given, told, told.values, source, target, ends, pointer)
@@ -115,25 +115,25 @@ def _product(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwar
     first, *rest = args
     how = kwargs.get("reduce", rest[1] if len(rest) > 1 else "sum")
     x = now(rest[0])
-    if first is not matrix.given or scope.marks.get(x) is None or x.dim() > 2:
+    if first is not matrix.given or scope.placements.get(x) is None or x.dim() > 2:
         if not scope.parted:
             return NotImplemented
         raise _refused(scope, f"{name} of it with a tensor of shape {list(x.shape)} that has no row a vertex")
     if not scope.parted:
-        return scope.marks.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
+        return scope.placements.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
     if how not in ("sum", "mean"):
         raise _refused(scope, f"{name} with {how!r}", hint="give the layer edge_index, or take sums or means")
     call = scope.__torch_function__
     read = call(Tensor.index_select, (), (x, 0, matrix.source))
     values = matrix.values.to(x.dtype)
-    scope.marks.put(values, Placement(PlacementKind.PAIRS, edges=scope.views[0].edge_index))
+    scope.placements.put(values, Placement(PlacementKind.PAIRS, edges=scope.views[0].edge_index))
     weighted = call(Tensor.mul, (), (read, values if x.dim() == 1 else values.view(-1, 1)))
-    zeros = scope.marks.put(x.new_zeros(x.shape), Placement(PlacementKind.ROWS))
+    zeros = scope.placements.put(x.new_zeros(x.shape), Placement(PlacementKind.ROWS))
     out = now(call(Tensor.index_add, (), (zeros, 0, matrix.target, weighted)))
     if how == "mean":
         count = matrix.pointer.diff().clamp(min=1).to(out.dtype)
         out = out / (count if x.dim() == 1 else count.view(-1, 1))
-    return scope.marks.put(out, Placement(PlacementKind.ROWS))
+    return scope.placements.put(out, Placement(PlacementKind.ROWS))
 
 
 def _size(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -165,11 +165,17 @@ def _asked(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs
         same = len(ends) == 2 and ends[0] is matrix.target and ends[1] is matrix.source
         return matrix.ends if same else NotImplemented
     if name == "repeat_interleave" and len(args) > 1:
-        mark = scope.marks.get(args[1])
-        return matrix.target if mark is not None and mark.kind is PlacementKind.MATRIX else NotImplemented
-    mark = scope.marks.get(first)
-    if mark is not None and mark.kind is PlacementKind.MATRIX:  # the row pointer on its way to row ids
-        return scope.marks.put(func(*args, **kwargs), mark)
+        placement = scope.placements.get(args[1])
+        return (
+            matrix.target
+            if placement is not None and placement.kind is PlacementKind.MATRIX
+            else NotImplemented
+        )
+    placement = scope.placements.get(first)
+    if (
+        placement is not None and placement.kind is PlacementKind.MATRIX
+    ):  # the row pointer on its way to row ids
+        return scope.placements.put(func(*args, **kwargs), placement)
     return NotImplemented
 
 

@@ -98,9 +98,9 @@ class StageRun:
         known = self.code.survey.values[name]
         leaf = value.detach()
         if known.kind == "rows":
-            leaf = self.scope.marks.put(leaf, Placement(PlacementKind.ROWS))
+            leaf = self.scope.placements.put(leaf, Placement(PlacementKind.ROWS))
         elif known.kind == "edges":
-            leaf = self.scope.marks.put(
+            leaf = self.scope.placements.put(
                 leaf, Placement(PlacementKind.PAIRS, 0, edges=self.scope.views[0].edge_index)
             )
         self.values[name] = leaf.requires_grad_(known.grad and self.training)

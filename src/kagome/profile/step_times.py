@@ -194,7 +194,7 @@ def _one(
         roots.append(value)
         leaves.append(value.detach().requires_grad_())
         given = leaves[-1].clone() if copies else leaves[-1]
-        return _marked(given, value, scope)
+        return _placed(given, value, scope)
 
     # A weight stays itself: it may be a table with a row for each edge, which is known by identity.
     values[step.name] = out if step.kind == "attribute" else mapped(out, leaf_of)
@@ -228,12 +228,12 @@ def _learns(value: Any) -> bool:
 
 def _copied(value: Any, scope: Interceptor) -> Any:
     """Return a copy of a new leaf if the value needs a gradient, else the value."""
-    return _marked(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
+    return _placed(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
 
 
-def _marked(given: Tensor, like: Tensor, scope: Interceptor) -> Tensor:
-    mark = scope.marks.get(like)
-    return given if mark is None else scope.marks.put(given, mark)
+def _placed(given: Tensor, like: Tensor, scope: Interceptor) -> Tensor:
+    placement = scope.placements.get(like)
+    return given if placement is None else scope.placements.put(given, placement)
 
 
 def _computed(value: Any) -> Any:

@@ -177,7 +177,7 @@ class Given:
 
     def __init__(self, scope: Interceptor, args: Any, kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
-        self._marks, self._slots = scope.marks, dict[int, _Slot]()
+        self._placements, self._slots = scope.placements, dict[int, _Slot]()
         self._found: list[Placement | None] = []
         self._versions: list[tuple[Tensor, int]] = []
         # Containers are copied, because a layer may write its result into one that it was given.
@@ -195,8 +195,8 @@ class Given:
                 "a write to it in place",
                 hint="leave --model.recompute out",
             )
-        for tensor, mark in zip(tensors, self._found, strict=False):
-            self._marks.put(tensor, mark)
+        for tensor, placement in zip(tensors, self._found, strict=False):
+            self._placements.put(tensor, placement)
 
         def take(value: Any) -> Any:
             return tensors[value.number] if isinstance(value, _Slot) else value
@@ -210,7 +210,7 @@ class Given:
         if id(tensor) not in self._slots:
             self._slots[id(tensor)] = _Slot(len(self.tensors))
             self.tensors.append(tensor)
-            self._found.append(self._marks.get(tensor))
+            self._found.append(self._placements.get(tensor))
         return self._slots[id(tensor)]
 
 

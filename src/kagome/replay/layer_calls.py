@@ -39,7 +39,7 @@ class Learned:
     Args:
         given: The guard of each argument.
         rows: The positions of arguments that differ in each call, each tensor once.
-        marks: The placements of those arguments.
+        placements: The placements of those arguments.
         state: The state of the layer and of all modules in it.
         ops: The torch calls that it made.
         out: The position of its result among the values.
@@ -48,7 +48,7 @@ class Learned:
 
     given: StandIns
     rows: tuple[int, ...]
-    marks: tuple[Placement | None, ...]
+    placements: tuple[Placement | None, ...]
     state: tuple[State, ...]
     ops: tuple[Op, ...]
     out: int
@@ -57,8 +57,9 @@ class Learned:
     def fits(self, scope: Any, leaves: Sequence[Any]) -> bool:
         """Return True if a call's arguments match the recorded ones."""
         return fits(self.given, leaves) and all(
-            _same(scope.marks.get(leaves[place]), mark) and not scope.constants.lasting(leaves[place])
-            for place, mark in zip(self.rows, self.marks, strict=True)
+            _same(scope.placements.get(leaves[place]), placement)
+            and not scope.constants.lasting(leaves[place])
+            for place, placement in zip(self.rows, self.placements, strict=True)
         )
 
     def again(self, scope: Any, leaves: Sequence[Any]) -> Any:
@@ -199,10 +200,12 @@ class LayerReplay:
             if place is None or given is None:
                 return
             rows = _rows(given)
-            marks = tuple(scope.marks.get(leaves[at]) for at in rows)
+            placements = tuple(scope.placements.get(leaves[at]) for at in rows)
             key = id(layer), layer.training, torch.is_grad_enabled()
             state = tuple(state_of(module) for module in layer.modules())
-            self._learned[key] = Learned(given, rows, marks, state, tuple(notes.ops), place, _bare(layer))
+            self._learned[key] = Learned(
+                given, rows, placements, state, tuple(notes.ops), place, _bare(layer)
+            )
 
 
 def _rows(given: StandIns) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Op:
         args: Positional arguments.
         kwargs: Named arguments.
         path: The module in which the call was made, where that matters.
-        mark: The placement of the result.
+        placement: The placement of the result.
     """
 
     run: Callable[..., Any]
@@ -50,7 +50,7 @@ class Op:
     args: tuple[Part, ...]
     kwargs: tuple[tuple[str, Part], ...]
     path: str | None
-    mark: Placement | None
+    placement: Placement | None
 
     def again(self, scope: Any, values: Sequence[Any]) -> Any:
         """Repeat the call on other values."""
@@ -64,8 +64,8 @@ class Op:
             scope.forward.path.append(self.path)
             out = self.run(args, kwargs)
             scope.forward.path.pop()
-        if self.mark is not None:
-            scope.marks.put(out, self.mark)
+        if self.placement is not None:
+            scope.placements.put(out, self.placement)
         return out
 
 
@@ -147,8 +147,10 @@ class CallRecorder:
             self.sound = False
             return
         single = isinstance(out, Tensor)
-        self.ops.append(Op(run, whole, args, kwargs, path, self.scope.marks.get(out) if single else None))
-        self.sound = single or all(self.scope.marks.get(value) is None for value in outs)
+        self.ops.append(
+            Op(run, whole, args, kwargs, path, self.scope.placements.get(out) if single else None)
+        )
+        self.sound = single or all(self.scope.placements.get(value) is None for value in outs)
         for value in outs:
             self._places[id(value)] = len(self._values)
             self._values.append(value)

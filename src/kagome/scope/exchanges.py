@@ -75,16 +75,16 @@ class RankSums:
         action, key = site.action("greatest"), (site.key, "greatest")
         return self._channel.all_reduce(part.detach(), "max", action=action, key=key)
 
-    def knows_number(self, mark: Placement) -> bool:
+    def knows_number(self, placement: Placement) -> bool:
         """Return True if the total number of rows of a placement is known without asking the other ranks."""
-        if mark.kind in VERTICES:
-            return self._axes.length(mark) >= 0
-        return mark.kind is PlacementKind.PAIRS and mark.edges is self._view.edge_index
+        if placement.kind in VERTICES:
+            return self._axes.length(placement) >= 0
+        return placement.kind is PlacementKind.PAIRS and placement.edges is self._view.edge_index
 
-    def number_of(self, mark: Placement, count: int) -> int:
+    def number_of(self, placement: Placement, count: int) -> int:
         """Return how many rows all ranks have together, ``count`` of them on this rank."""
-        if self.knows_number(mark):
-            return self._axes.length(mark) if mark.kind in VERTICES else self._edges
+        if self.knows_number(placement):
+            return self._axes.length(placement) if placement.kind in VERTICES else self._edges
         if self.size == 1:
             return count
         return int(self.total(torch.tensor(count, device=self._view.ids.device)))
@@ -106,7 +106,7 @@ class NeighborReads:
         forward: The running forward, which numbers the exchanges.
         views: The part's in-edges; out-edges are added where they are asked for.
         ids: The original ids of rows.
-        marks: The placements.
+        placements: The placements.
         constants: The constant tensors, whose rows are exchanged once.
         sums_only: Whether only a sample of other parts' rows is read. The sample is unbiased for sums alone.
     """
@@ -117,32 +117,32 @@ class NeighborReads:
         forward: RunningForward,
         views: list[EdgeView],
         ids: VertexIds,
-        marks: Placements,
+        placements: Placements,
         constants: Constants,
         *,
         sums_only: bool,
     ) -> None:
         self._channel, self._forward, self._views, self._ids = channel, forward, views, ids
-        self._marks, self._constants, self._sums_only = marks, constants, sums_only
+        self._placements, self._constants, self._sums_only = placements, constants, sums_only
         self.parts: WeakTensorMap[Any] = WeakTensorMap()
         """What the layer has read in feature slices: see ``deferred.sliced_reduce``."""
         self._wholes: WeakTensorMap[Any] = WeakTensorMap()
         self._everyone: HaloExchange | None = None
         self._order = torch.empty(0, dtype=torch.int64)
 
-    def read(self, rows: Tensor, axis: int, mark: Placement, site: str = "") -> Tensor:
+    def read(self, rows: Tensor, axis: int, placement: Placement, site: str = "") -> Tensor:
         """Return own and halo rows along ``axis``: all rows that ids of this placement can name.
 
         Rows that need no gradient and do not change are exchanged once. Others are exchanged once per layer.
         """
-        halo_exchange = self._views[mark.view].rows
+        halo_exchange = self._views[placement.view].rows
         if halo_exchange.closed or rows.dim() == 0 or rows.size(axis) != halo_exchange.own:
             return rows
-        if axis == 0 and (held := self.held(rows, mark)) is not None:
+        if axis == 0 and (held := self.held(rows, placement)) is not None:
             return held
         constant, forward, kept = not rows.requires_grad, self._forward, self._constants
         known = kept.wholes.get(rows) if constant else None
-        there = known is not None and known[:2] == (rows._version, mark.view)
+        there = known is not None and known[:2] == (rows._version, placement.view)
         if constant and self._channel.same("rows that do not change", there):
             return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
@@ -152,15 +152,15 @@ class NeighborReads:
             whole = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
-            kept.wholes[rows] = (rows._version, mark.view, known[2] if known and there else out)
+            kept.wholes[rows] = (rows._version, placement.view, known[2] if known and there else out)
         elif forward.fast and axis == 0:
-            self._wholes[rows] = (rows._version, mark.view, torch.is_grad_enabled(), out)
+            self._wholes[rows] = (rows._version, placement.view, torch.is_grad_enabled(), out)
         return out
 
-    def held(self, rows: Tensor, mark: Placement) -> Tensor | None:
+    def held(self, rows: Tensor, placement: Placement) -> Tensor | None:
         """Return own and halo rows if this layer has read them before; else None."""
         version, view, grad, out = self._wholes.get(rows, (None, None, None, None))
-        same = version == rows._version and view == mark.view and grad == torch.is_grad_enabled()
+        same = version == rows._version and view == placement.view and grad == torch.is_grad_enabled()
         return out if same else None
 
     def forget(self) -> None:
@@ -168,9 +168,9 @@ class NeighborReads:
         self._wholes.clear()
         self.parts.clear()
 
-    def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
+    def write(self, sums: Tensor, axis: int, placement: Placement) -> Tensor:
         """Reduce sums on own and halo rows along ``axis`` to sums on own rows."""
-        halo_exchange = self._views[mark.view].rows
+        halo_exchange = self._views[placement.view].rows
         front = sums.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
         own = halo_exchange.reduce(flat, self._forward.forward_pass, self._forward.site(sums))
@@ -182,10 +182,10 @@ class NeighborReads:
             with self._forward.forward_pass.asking(self._channel, self._forward.where()):
                 view = out_view(self._views[0], self._channel)
             self._views.append(view)
-            self._marks.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
-            self._marks.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
+            self._placements.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
+            self._placements.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
             for value in view.attributes.values():
-                self._marks.put(value, Placement(PlacementKind.PAIRS, 1, edges=view.given))
+                self._placements.put(value, Placement(PlacementKind.PAIRS, 1, edges=view.given))
             for value in (view.edge_index, view.given, *view.attributes.values()):
                 self._constants.add(value)
         return self._views[1]

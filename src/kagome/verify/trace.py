@@ -120,7 +120,7 @@ def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if found is NotImplemented:
         found = func(*args, **kwargs)
         if scope is not None:
-            scope.marks.spread(name, args, kwargs, found)
+            scope.placements.spread(name, args, kwargs, found)
     return found
 
 
