@@ -59,16 +59,16 @@ def test_what_is_lost_is_refused_with_its_origin() -> None:
 
 def test_values_of_constants_are_kept_until_they_are_written_to() -> None:
     constants, x = Part().constants, torch.ones(3)
-    assert not constants.lasting(x)
+    assert not constants.is_constant(x)
     constants.add(x)
-    assert constants.lasting(x.view(3, 1))
-    assert constants.lasting(x)
-    total = constants.keep("total", x.sum())
-    assert constants.kept("total") is total
+    assert constants.is_constant(x.view(3, 1))
+    assert constants.is_constant(x)
+    total = constants.cache("total", x.sum())
+    assert constants.cached("total") is total
     total.add_(1)
-    assert constants.kept("total") is None
+    assert constants.cached("total") is None
     constants.forget()
-    assert not constants.remembered
+    assert not constants.computed
 
 
 def test_a_sample_of_rows_serves_sums_alone() -> None:

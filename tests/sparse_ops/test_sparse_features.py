@@ -233,5 +233,5 @@ def test_a_first_layer_computes_no_product_of_all_numbers(name: str, monkeypatch
             out = net.forward(1, training=True)
     torch.testing.assert_close(out.detach(), expected.out, rtol=0, atol=1e-12)
     assert sum(isinstance(x, sparse_features.SparseFeatures) for x in seen) == count
-    kept = [value for value, _ in net.scope.constants.remembered.values() if isinstance(value, Tensor)]
+    kept = [value for value, _ in net.scope.constants.computed.values() if isinstance(value, Tensor)]
     assert not any(value.shape == (300, 400) for value in kept)

@@ -69,13 +69,13 @@ class Deferral:
 
     def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
         """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
-        if not self.forward.fast or not self.constants.lasting(rows):
+        if not self.forward.fast or not self.constants.is_constant(rows):
             return rows
         with torch._C.DisableTorchFunction():  # this is not the user's computation
             key = ("thin", address(rows), tuple(rows.shape))
-            found = self.constants.kept(key)
+            found = self.constants.cached(key)
             if found is None:
-                found = self.constants.keep(key, thin_of(rows) or ())
+                found = self.constants.cache(key, thin_of(rows) or ())
         return found if isinstance(found, SparseFeatures) else rows
 
     def spread(self, value: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Deferral:
         assert share is not None
         edges, slicing = share.logits.edges, share.slicing
         key = ("words of all edges", id(edges if slicing is None else slicing), id(words))
-        every: Tensor | None = self.constants.kept(key)
+        every: Tensor | None = self.constants.cached(key)
         if every is None:
             with torch._C.DisableTorchFunction(), self.constants.once():
                 if slicing is None:
@@ -135,7 +135,7 @@ class Deferral:
                     every = way.apart(
                         words.unsqueeze(1), cut, self.forward.forward_pass, "words of edges"
                     ).view(-1)
-            self.constants.keep(key, every)
+            self.constants.cache(key, every)
         return sliced_attention.dropped(share, draw, words, every)
 
     def put_off(self, base: Tensor, index: Tensor, placement: Placement) -> Tensor | None:
@@ -160,7 +160,7 @@ class Deferral:
         fits = self.axes.of_each_vertex(x) and self.axes.of(x) == 0 and x.size(0) == self.own and supports(x)
         if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False
-        return weight.size(1) < weight.size(0) or self.constants.lasting(x)
+        return weight.size(1) < weight.size(0) or self.constants.is_constant(x)
 
     def maps_late(self, x: Tensor, weight: Tensor) -> bool:
         """Return True if ``x W^T`` of edge features is deferred, so that it is applied after sums over edges.

@@ -68,14 +68,14 @@ class EdgeSet:
             weight ``[E]`` -> ``[whole]``.
         """
         constants = self.scope.constants
-        if weight is None or weight.dim() != 1 or not constants.lasting(weight):
+        if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
         key = ("roots", address(weight), weight.numel(), id(self))
-        found: Tensor | None = constants.kept(key)
+        found: Tensor | None = constants.cached(key)
         if found is None:
             with constants.once():
                 found = roots_of(weight, self.structure)
-            constants.keep(key, found)
+            constants.cache(key, found)
         return found if found.numel() == self.structure.whole else None
 
 
@@ -308,7 +308,7 @@ def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = Fa
     """Apply an operation to the rows at each end instead of to one row per edge."""
     message.check()
     if message.source is not None and not (
-        narrows and not message.edges.scope.constants.lasting(message.source.rows)
+        narrows and not message.edges.scope.constants.is_constant(message.source.rows)
     ):
         message = widened(message)
     target = None if message.target is None else do(message.target)

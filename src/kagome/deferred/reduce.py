@@ -49,13 +49,13 @@ class Total:
         """Compute the sum, including the exchange of rows that it needs."""
         return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
 
-    def kept(self) -> Tensor | SparseFeatures | None:
+    def cached(self) -> Tensor | SparseFeatures | None:
         """Return the sum, for a product with a weight, if it is constant across forward passes; else None."""
         source, scope = self.message.source, self.message.edges.scope
         assert source is not None
         self.message.check()
         if isinstance(source.rows, LazyTensor) or not (
-            scope.constants.lasting(source.rows) and scope.constants.lasting(self.message.weight)
+            scope.constants.is_constant(source.rows) and scope.constants.is_constant(self.message.weight)
         ):
             return None
         return _kept_sum(self.message, source.rows, self.how, multiplied=True)
@@ -157,12 +157,12 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         linear: Linear = rows.expr
         linear.check()
         narrow = linear.weight.size(1) < linear.weight.size(0)
-        if narrow or (scope.constants.lasting(linear.x) and scope.constants.lasting(message.weight)):
+        if narrow or (scope.constants.is_constant(linear.x) and scope.constants.is_constant(message.weight)):
             first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)
-            kept = first.kept()
-            return dense.linear(now(_linear_sum(first.message, how)) if kept is None else kept, linear.weight)
+            cached = first.cached()
+            return dense.linear(now(_linear_sum(first.message, how)) if cached is None else cached, linear.weight)
     rows = rows if sliced_reduce.in_slices(rows) is not None else now(rows)
-    if not (scope.constants.lasting(rows) and scope.constants.lasting(message.weight)):
+    if not (scope.constants.is_constant(rows) and scope.constants.is_constant(message.weight)):
         return _sum(message, rows, how)
     found = _kept_sum(message, rows, how, multiplied=False)
     assert isinstance(found, Tensor)
@@ -177,16 +177,16 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
     """
     scope = message.edges.scope
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
-    found: Tensor | SparseFeatures | None = scope.constants.kept(key)
+    found: Tensor | SparseFeatures | None = scope.constants.cached(key)
     if found is None:
         with scope.constants.once():
-            found = scope.constants.keep(key, _first_sum(message, rows, how, multiplied=multiplied))
+            found = scope.constants.cache(key, _first_sum(message, rows, how, multiplied=multiplied))
     if isinstance(found, Tensor):
         return scope.thinned(found) if multiplied else found
     if multiplied:
         return found
-    whole: Tensor | None = scope.constants.kept(("whole", key))
-    return scope.constants.keep(("whole", key), found.whole()) if whole is None else whole
+    whole: Tensor | None = scope.constants.cached(("whole", key))
+    return scope.constants.cache(("whole", key), found.whole()) if whole is None else whole
 
 
 def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:

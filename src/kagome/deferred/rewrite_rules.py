@@ -207,10 +207,10 @@ def _linear(
         return NotImplemented
     expr = value.expr
     if isinstance(expr, Total):
-        kept = expr.kept() if weight.dtype == value.dtype else None
-        if kept is None:
+        cached = expr.cached() if weight.dtype == value.dtype else None
+        if cached is None:
             return _narrowed(expr, weight, bias)
-        return expr.message.edges.rows(dense.linear(kept, weight, bias))
+        return expr.message.edges.rows(dense.linear(cached, weight, bias))
     pieces = expr.messages if isinstance(expr, Beside) else (expr,)
     if not all(isinstance(m, Message) and m.form == "sum" and m.weight is None for m in pieces):
         return NotImplemented

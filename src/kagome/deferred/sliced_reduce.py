@@ -89,10 +89,10 @@ class SlicedReads:
             weight ``[E]`` -> ``[V]``.
         """
         constants = self._constants
-        if weight is None or weight.dim() != 1 or not constants.lasting(weight):
+        if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
         key = ("roots of all", address(weight), weight.numel(), id(edges))
-        found: Tensor | None = constants.kept(key)
+        found: Tensor | None = constants.cached(key)
         if found is None:
             own, count = edges.roots(weight), edges.halo_exchange.own
             told = weight.new_full((count, 1), nan) if own is None else own[:count].unsqueeze(1)
@@ -103,7 +103,7 @@ class SlicedReads:
                 doubt = found.isnan().any()
                 if slicing.halo is not None:  # all parts refuse what one part cannot do
                     doubt = self._channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
-            found = constants.keep(key, weight.new_empty(0) if bool(doubt) else found)
+            found = constants.cache(key, weight.new_empty(0) if bool(doubt) else found)
         return found if found.numel() == slicing.structure.whole else None
 
     def apart(
@@ -116,12 +116,12 @@ class SlicedReads:
         """
         way, constants = slicing.edges if of_edges else slicing.rows, self._constants
         forward_pass = self._forward.forward_pass
-        if constants.lasting(rows):
+        if constants.is_constant(rows):
             key = ("apart", address(rows), tuple(rows.shape), cut, id(way))
-            found: Tensor | None = constants.kept(key)
+            found: Tensor | None = constants.cached(key)
             if found is None:
                 with constants.once():
-                    found = constants.keep(key, way.apart(flat(rows), cut, forward_pass, site))
+                    found = constants.cache(key, way.apart(flat(rows), cut, forward_pass, site))
             return found
         # Keyed by the base tensor, since different views of it arrive here: attention is one for all hops.
         base = rows if rows._base is None else rows._base
@@ -142,13 +142,13 @@ class SlicedReads:
         if slicing.halo is None:
             return part
         constants, forward_pass = self._constants, self._forward.forward_pass
-        if not constants.lasting(part):
+        if not constants.is_constant(part):
             return slicing.halo.gather(part, forward_pass, site)
         key = ("beyond", address(part), tuple(part.shape), id(slicing))
-        found: Tensor | None = constants.kept(key)
+        found: Tensor | None = constants.cached(key)
         if found is None:
             with constants.once():
-                found = constants.keep(key, slicing.halo.gather(part, forward_pass, site))
+                found = constants.cache(key, slicing.halo.gather(part, forward_pass, site))
         return found
 
 
@@ -328,7 +328,7 @@ def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Ten
         own_root = root[: slicing.rows.total]
         scale = own_root if scale is None else own_root * scale
     if scope.sliced.bound is not None:
-        first = inside is None and not scope.constants.lasting(rows)
+        first = inside is None and not scope.constants.is_constant(rows)
         own = flat(rows) if first else None
         part = (
             own

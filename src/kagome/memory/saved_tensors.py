@@ -223,7 +223,7 @@ def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
                 if size and forward > 0:  # messages of the forward come first
                     # Rows that change are exchanged by each layer. Constant rows are exchanged once and kept,
                     # so layers that read them share one address.
-                    place = rows.data_ptr() if scope.constants.lasting(rows) else -len(read) - 1
+                    place = rows.data_ptr() if scope.constants.is_constant(rows) else -len(read) - 1
                     read.append((step.name, place, size))
                     forward -= size
             channel.gone = []

@@ -124,9 +124,9 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     assert view.across is not None
     assert view.pick is not None
     with torch._C.DisableTorchFunction():
-        last = scope.constants.lasting(values)
+        last = scope.constants.is_constant(values)
         key = ("turned", address(values), tuple(values.shape), axis)
-        found: Tensor | None = scope.constants.kept(key) if last else None
+        found: Tensor | None = scope.constants.cached(key) if last else None
         if found is None:
             front = values.movedim(axis, 0)
             rows = front.reshape(front.size(0), front.shape[1:].numel())
@@ -140,7 +140,7 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
             picked = every.index_select(0, view.pick).to(values.dtype)
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:
-                scope.constants.keep(key, found)
+                scope.constants.cache(key, found)
     return scope.placements.put(found, Placement(PlacementKind.PAIRS, 1, axis, edges=view.edge_index))
 
 

@@ -83,7 +83,7 @@ class Other:
 StandIns = tuple[Rows | Lasts | Other, ...]
 
 
-def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> StandIns | None:
+def stand_ins(leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> StandIns | None:
     """Return a guard for each value of a call; None if a value is of a kind that prevents replay."""
     found: list[Rows | Lasts | Other] = []
     for leaf in leaves:
@@ -91,7 +91,7 @@ def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> Stand
             if leaf is not None and not isinstance(leaf, (bool, int, float, str)):
                 return None
             found.append(Other(leaf))
-        elif lasting(leaf):
+        elif is_constant(leaf):
             found.append(Lasts(leaf, leaf._version))
         elif type(leaf) is not Tensor or leaf.layout is not torch.strided:
             return None

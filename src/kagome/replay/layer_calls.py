@@ -58,7 +58,7 @@ class Learned:
         """Return True if a call's arguments match the recorded ones."""
         return fits(self.given, leaves) and all(
             _same(scope.placements.get(leaves[place]), placement)
-            and not scope.constants.lasting(leaves[place])
+            and not scope.constants.is_constant(leaves[place])
             for place, placement in zip(self.rows, self.placements, strict=True)
         )
 
@@ -182,7 +182,7 @@ class LayerReplay:
         with torch._C.DisableTorchFunction():
             self._tries[id(layer)] = self._tries.get(id(layer), 0) + 1
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, self.scope.constants.lasting)
+            given = stand_ins(leaves, self.scope.constants.is_constant)
             if given is None or not _plain(layer):
                 return None
             rows = [leaves[place] for place in _rows(given)]
@@ -196,7 +196,7 @@ class LayerReplay:
         with torch._C.DisableTorchFunction():
             place = notes.place_of(out)
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, scope.constants.lasting)
+            given = stand_ins(leaves, scope.constants.is_constant)
             if place is None or given is None:
                 return
             rows = _rows(given)

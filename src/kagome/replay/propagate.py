@@ -61,7 +61,7 @@ class Recipe:
         """Return True if a call matches the recorded one."""
         return (
             fits(self.given, leaves)
-            and not self.edges.scope.constants.lasting(leaves[self.place])
+            and not self.edges.scope.constants.is_constant(leaves[self.place])
             and state_of(self.layer) == self.state
         )
 
@@ -109,11 +109,11 @@ class PropagateCache:
         with torch._C.DisableTorchFunction():
             leaves, message = tuple(leaves_of((args, kwargs))), expr.message
             place = next((at for at, leaf in enumerate(leaves) if leaf is message.parts[0]), None)
-            given = stand_ins(leaves, self.scope.constants.lasting)
+            given = stand_ins(leaves, self.scope.constants.is_constant)
             if place is None or given is None or not isinstance(given[place], Rows):
                 return
             source = message.source
-            if source is None or not self.scope.constants.lasting(message.weight):
+            if source is None or not self.scope.constants.is_constant(message.weight):
                 return
             edges, weight, how = message.edges, message.weight, expr.how
             self._recipes[key] = Recipe(

@@ -96,7 +96,7 @@ class CallRecorder:
         self._values: list[Any] = list(rows)
         self._places = {id(value): place for place, value in enumerate(rows)}
         self._fixed = {id(tensor): tensor for tensor in fixed}
-        self._kept = len(scope.constants.remembered)
+        self._cached = len(scope.constants.computed)
         self._grad, self._aside = torch.is_grad_enabled(), 0
 
     def torch_call(self, func: Callable[..., Any], given: Any, passed: Any, out: Any, *, asked: bool) -> None:
@@ -135,7 +135,7 @@ class CallRecorder:
         outs = list(out) if isinstance(out, (tuple, list)) and not asked else [out]
         if not all(isinstance(value, Tensor) for value in outs):
             # A number on which Python may branch.
-            self.sound = asked or all(self.scope.constants.lasting(tensor) for tensor in tensors(*given))
+            self.sound = asked or all(self.scope.constants.is_constant(tensor) for tensor in tensors(*given))
             return
         if torch.is_grad_enabled() != self._grad:
             self.sound = False
@@ -172,12 +172,12 @@ class CallRecorder:
         for place, value in enumerate(self._values):
             if isinstance(value, LazyTensor) and value.value is tensor:
                 return COMPUTED, place
-        if id(tensor) not in self._fixed and not self.scope.constants.lasting(tensor):
+        if id(tensor) not in self._fixed and not self.scope.constants.is_constant(tensor):
             raise _UnknownError
         return FIXED, tensor
 
     def place_of(self, out: Any) -> int | None:
         """Return the position of the layer's result among the values; None if the recording is incomplete."""
-        if not self.sound or len(self.scope.constants.remembered) != self._kept:  # later calls find it cached
+        if not self.sound or len(self.scope.constants.computed) != self._cached:  # later calls find it cached
             return None
         return self._places.get(id(out)) if isinstance(out, Tensor) else None

@@ -126,7 +126,7 @@ class NeighborReads:
         self._placements, self._constants, self._sums_only = placements, constants, sums_only
         self.parts: WeakTensorMap[Any] = WeakTensorMap()
         """What the layer has read in feature slices: see ``deferred.sliced_reduce``."""
-        self._wholes: WeakTensorMap[Any] = WeakTensorMap()
+        self._with_halo: WeakTensorMap[Any] = WeakTensorMap()
         self._everyone: HaloExchange | None = None
         self._order = torch.empty(0, dtype=torch.int64)
 
@@ -140,32 +140,32 @@ class NeighborReads:
             return rows
         if axis == 0 and (held := self.held(rows, placement)) is not None:
             return held
-        constant, forward, kept = not rows.requires_grad, self._forward, self._constants
-        known = kept.wholes.get(rows) if constant else None
+        constant, forward, constants = not rows.requires_grad, self._forward, self._constants
+        known = constants.with_halo.get(rows) if constant else None
         there = known is not None and known[:2] == (rows._version, placement.view)
         if constant and self._channel.same("rows that do not change", there):
             return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
         # Rows made anew in each forward (dropped features) are exchanged again, though they need no gradient.
-        with forward.forward_pass.apart() if constant and kept.lasting(rows) else nullcontext():
+        with forward.forward_pass.apart() if constant and constants.is_constant(rows) else nullcontext():
             whole = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
-            kept.wholes[rows] = (rows._version, placement.view, known[2] if known and there else out)
+            constants.with_halo[rows] = (rows._version, placement.view, known[2] if known and there else out)
         elif forward.fast and axis == 0:
-            self._wholes[rows] = (rows._version, placement.view, torch.is_grad_enabled(), out)
+            self._with_halo[rows] = (rows._version, placement.view, torch.is_grad_enabled(), out)
         return out
 
     def held(self, rows: Tensor, placement: Placement) -> Tensor | None:
         """Return own and halo rows if this layer has read them before; else None."""
-        version, view, grad, out = self._wholes.get(rows, (None, None, None, None))
+        version, view, grad, out = self._with_halo.get(rows, (None, None, None, None))
         same = version == rows._version and view == placement.view and grad == torch.is_grad_enabled()
         return out if same else None
 
     def forget(self) -> None:
         """Drop the rows that the layer has read, because the layer has ended."""
-        self._wholes.clear()
+        self._with_halo.clear()
         self.parts.clear()
 
     def write(self, sums: Tensor, axis: int, placement: Placement) -> Tensor:

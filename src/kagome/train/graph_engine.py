@@ -86,7 +86,7 @@ class GraphEngine:
             pass
         # Layers that are recomputed save next to nothing.
         moved = replace(parallel, activations="device") if recompute else parallel
-        self.offload = Offload(moved, channel.device, self.scope.constants.lasting)
+        self.offload = Offload(moved, channel.device, self.scope.constants.is_constant)
         self._notes: list[str] = []
         if fast and options.amp and channel.device.type == "cpu":
             self._notes.append(

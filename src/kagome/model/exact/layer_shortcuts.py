@@ -44,15 +44,15 @@ def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Ca
     def call(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
         with torch._C.DisableTorchFunction():  # this is not the user's computation
-            lasts = all(scope.constants.lasting(value) for value in given if isinstance(value, Tensor))
+            lasts = all(scope.constants.is_constant(value) for value in given if isinstance(value, Tensor))
             # Constant tensors are kept alive, so an address identifies them; all layers share one result.
             key = (name, tuple(_place(value) for value in given), tuple(kwargs)) if lasts else None
-            found = scope.constants.kept(key)
+            found = scope.constants.cached(key)
         if key is None:
             return function(*args, **kwargs)
         if found is None:
             with scope.constants.once():
-                found = scope.constants.keep(key, function(*args, **kwargs))
+                found = scope.constants.cache(key, function(*args, **kwargs))
         return found
 
     return call
@@ -85,7 +85,7 @@ def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callab
     once = remembered(function, scope, name)
 
     def call(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if scope.constants.lasting(edge_index) and len(args) < 3:
+        if scope.constants.is_constant(edge_index) and len(args) < 3:
             kwargs.setdefault("num_nodes", scope.ids.last_row())
         return once(edge_index, *args, **kwargs)
 
