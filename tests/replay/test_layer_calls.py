@@ -27,7 +27,7 @@ def intercepted(layer: nn.Module, *, learns: bool = True) -> Iterator[Intercepto
     data = graph()
     part = extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1)
     net = parallelize(layer, part, Channel(None, "cpu"), PartOptions())
-    net.scope.calls.on = learns
+    net.scope.layer_replay.on = learns
     with net:
         yield net.scope
 
@@ -36,13 +36,13 @@ def intercepted(layer: nn.Module, *, learns: bool = True) -> Iterator[Intercepto
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Learned]:
     """Grows with each call that is made again from notes."""
     found: list[Learned] = []
-    inner = Learned.again
+    inner = Learned.replay
 
-    def again(self: Learned, *given: Any) -> Any:
+    def replay(self: Learned, *given: Any) -> Any:
         found.append(self)
         return inner(self, *given)
 
-    monkeypatch.setattr(Learned, "again", again)
+    monkeypatch.setattr(Learned, "replay", replay)
     return found
 
 
@@ -258,7 +258,7 @@ def test_a_number_that_python_reads_from_rows_is_not_learned() -> None:
     with intercepted(layer) as scope, intercepted(twin, learns=False) as plain:
         for epoch in range(1, TRIES + 4):
             assert_same(run(scope, epoch, layer), run(plain, epoch, twin))
-        assert {layer for layer, *_ in scope.calls._learned} == {id(layer.nn[0])}
+        assert {layer for layer, *_ in scope.layer_replay._learned} == {id(layer.nn[0])}
     for one, other in zip(layer.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 

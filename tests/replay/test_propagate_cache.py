@@ -38,8 +38,8 @@ def watched(layer: nn.Module) -> Iterator[tuple[Interceptor, list[Any]]]:
     net = parallelize(layer, part, Channel(None, "cpu"), PartOptions())
     scope = net.scope
     ran: list[Any] = []
-    learn = scope.again.learn
-    scope.again.learn = lambda *given: (ran.append(given[0]), learn(*given))  # type: ignore[method-assign]
+    learn = scope.propagate_cache.learn
+    scope.propagate_cache.learn = lambda *given: (ran.append(given[0]), learn(*given))  # type: ignore[method-assign]
     with net:
         yield scope, ran
 

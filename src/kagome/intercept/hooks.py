@@ -1,6 +1,6 @@
 """Hooks: forward hooks on a user's modules that tell the interceptor which module is running.
 
-Where it sits: ``components.parallelize`` installs them after the layer rules, and removes them again.
+Where it sits: ``components.parallelize`` installs them after the layer rules, and removes them cache.
 """
 
 from __future__ import annotations
@@ -115,21 +115,21 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
             if scope.size > 1:
                 scope.forward.forward_pass.refuse_outside(type(module).__name__)
             return inner(*args, **kwargs)
-        again = scope.again if name == "propagate" else None
-        found = None if again is None else again.call(module, args, kwargs)
+        cache = scope.propagate_cache if name == "propagate" else None
+        found = None if cache is None else cache.call(module, args, kwargs)
         if found is not None:
             return found
         refuse_unknown_edges(scope, args[0] if args else kwargs.get("edge_index"))
         scope.forward.arguments.append(kwargs)
-        noted = None if scope.notes is None else scope.notes.aside()
+        noted = None if scope.recorder is None else scope.recorder.paused()
         try:
             out = inner(*args, **kwargs)
         finally:
             scope.forward.arguments.pop()
             if noted is not None:
                 noted()
-        if again is not None:
-            again.learn(module, args, kwargs, out)
+        if cache is not None:
+            cache.learn(module, args, kwargs, out)
         return out
 
     return replaced(module, name, outer)
@@ -153,20 +153,20 @@ class _Watched:
         scope, states = self.scope, self.states
         if scope.forward.forward_pass.outside or transformed():
             return self.inner(*args, **kwargs)
-        found = scope.calls.call(states, args, kwargs)
+        found = scope.layer_replay.call(states, args, kwargs)
         if found is not None:
             return found
         if scope.parted and isinstance(self.layer, MessagePassing):
             axis = self.layer.node_dim
             args, kwargs = given_rows(scope, args, axis), given_rows(scope, kwargs, axis)
-        notes = scope.calls.watch(states, args, kwargs)
+        recorder = scope.layer_replay.watch(states, args, kwargs)
         try:
             out = self.inner(*args, **kwargs)
         finally:
-            if notes is not None:
-                scope.notes = None
-        if notes is not None:
-            scope.calls.learn(notes, states, args, kwargs, out)
+            if recorder is not None:
+                scope.recorder = None
+        if recorder is not None:
+            scope.layer_replay.learn(recorder, states, args, kwargs, out)
         return out
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +174,7 @@ class _Watched:
         return (
             None
             if self.scope.forward.forward_pass.outside
-            else self.scope.calls.whole(self.states, args, kwargs)
+            else self.scope.layer_replay.whole(self.states, args, kwargs)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

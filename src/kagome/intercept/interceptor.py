@@ -104,8 +104,8 @@ class Interceptor(TorchFunctionMode):
         matrix = adjacency_of(part.edges) is not None
         self._handlers = by_call(handlers or {}, parted=self.parted, matrix=matrix)
         self.copies, self.keeping = RowCopies(), KeptTensors()
-        self.again, self.calls = PropagateCache(self), LayerReplay(self)
-        self.notes: CallRecorder | None = None
+        self.propagate_cache, self.layer_replay = PropagateCache(self), LayerReplay(self)
+        self.recorder: CallRecorder | None = None
         self.matrix: sparse_adjacency.Matrix | None = None
         self.inputs = self._inputs()
 
@@ -193,7 +193,7 @@ class Interceptor(TorchFunctionMode):
         asks = rewrite_rules.asks(name, func)
         if self.parted:
             args, kwargs = self._for_part(name, func, args, kwargs, asks=asks)
-        notes, given = self.notes, (args, kwargs)
+        recorder, given = self.recorder, (args, kwargs)
         lazy = self.forward.fast and not asks and rewrite_rules.has_lazy(args, kwargs)
         if lazy:
             refuse_in_function(args)
@@ -202,18 +202,18 @@ class Interceptor(TorchFunctionMode):
                 NotImplemented if gone else rewrite_rules.answer(self.placements, name, func, args, kwargs)
             )
             if result is not NotImplemented:
-                if notes is not None:
+                if recorder is not None:
                     rule = partial(rewrite_rules.answer, self.placements, name, func)
-                    notes.answered(rule, given, given, result, asked=False)
+                    recorder.answered(rule, given, given, result, asked=False)
                 return result
             args = rewrite_rules.computed_for(name, args)
             if name not in rewrite_rules.WRITES:
                 kwargs = {key: rewrite_rules.computed(value) for key, value in kwargs.items()}
         result, handler = self._handled(name, func, args, kwargs)
         if handler is not None:
-            if notes is not None:
+            if recorder is not None:
                 rule = partial(handler, self, name, func)
-                notes.answered(rule, given, (args, kwargs), result, asked=asks)
+                recorder.answered(rule, given, (args, kwargs), result, asked=asks)
             return result
         if lazy:
             args, kwargs = rewrite_rules.all_computed(args, kwargs)
@@ -235,8 +235,8 @@ class Interceptor(TorchFunctionMode):
             return self.__torch_function__(func, types, *met)
         if name != "__get__" or isinstance(result, Tensor):
             self.placements.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
-        if notes is not None:
-            notes.torch_call(func, given, (args, kwargs), result, asked=asks)
+        if recorder is not None:
+            recorder.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
 
     def _for_part(

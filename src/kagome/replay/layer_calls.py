@@ -62,11 +62,11 @@ class Learned:
             for place, placement in zip(self.rows, self.placements, strict=True)
         )
 
-    def again(self, scope: Any, leaves: Sequence[Any]) -> Any:
+    def replay(self, scope: Any, leaves: Sequence[Any]) -> Any:
         """Repeat the recorded calls on other rows."""
         values = [leaves[place] for place in self.rows]
         for op in self.ops:
-            out = op.again(scope, values)
+            out = op.replay(scope, values)
             if isinstance(out, Tensor):
                 values.append(out)
             else:
@@ -146,7 +146,7 @@ class LayerReplay:
                 scope, leaves
             ):
                 return None
-            return learned.again(scope, leaves)
+            return learned.replay(scope, leaves)
 
     def whole(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Replay a call of the module itself without torch's hooks; None if one of them must run."""
@@ -171,7 +171,7 @@ class LayerReplay:
         scope = self.scope
         if nn.modules.module._has_any_global_hook():  # includes modules inside the layer
             return False
-        able = self.on and scope.forward.fast and not scope.sliced.on and scope.notes is None
+        able = self.on and scope.forward.fast and not scope.sliced.on and scope.recorder is None
         return able and not _cast() and not scope.forward.own_seed()
 
     def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> CallRecorder | None:
@@ -187,14 +187,14 @@ class LayerReplay:
                 return None
             rows = [leaves[place] for place in _rows(given)]
             fixed = (*layer.parameters(), *layer.buffers())
-            self.scope.notes = CallRecorder(self.scope, rows, fixed)
-        return self.scope.notes  # type: ignore[no-any-return]
+            self.scope.recorder = CallRecorder(self.scope, rows, fixed)
+        return self.scope.recorder  # type: ignore[no-any-return]
 
-    def learn(self, notes: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+    def learn(self, recorder: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Keep the recording of a call that has ended, if it is complete."""
         layer, scope = states.layer, self.scope
         with torch._C.DisableTorchFunction():
-            place = notes.place_of(out)
+            place = recorder.place_of(out)
             leaves = tuple(leaves_of((args, kwargs)))
             given = stand_ins(leaves, scope.constants.is_constant)
             if place is None or given is None:
@@ -204,7 +204,7 @@ class LayerReplay:
             key = id(layer), layer.training, torch.is_grad_enabled()
             state = tuple(state_of(module) for module in layer.modules())
             self._learned[key] = Learned(
-                given, rows, placements, state, tuple(notes.ops), place, _bare(layer)
+                given, rows, placements, state, tuple(recorder.ops), place, _bare(layer)
             )
 
 

@@ -95,8 +95,8 @@ class PropagateCache:
                 return None
             rows = leaves[recipe.place]
             out = recipe.of(rows)
-            if scope.notes is not None:
-                scope.notes.summed(recipe.of, rows, out)
+            if scope.recorder is not None:
+                scope.recorder.summed(recipe.of, rows, out)
             return out
 
     def learn(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:

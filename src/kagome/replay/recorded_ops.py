@@ -52,7 +52,7 @@ class Op:
     path: str | None
     placement: Placement | None
 
-    def again(self, scope: Any, values: Sequence[Any]) -> Any:
+    def replay(self, scope: Any, values: Sequence[Any]) -> Any:
         """Repeat the call on other values."""
         args = tuple([filled(part, values) for part in self.args])
         kwargs = {name: filled(part, values) for name, part in self.kwargs} if self.kwargs else {}
@@ -97,7 +97,7 @@ class CallRecorder:
         self._places = {id(value): place for place, value in enumerate(rows)}
         self._fixed = {id(tensor): tensor for tensor in fixed}
         self._cached = len(scope.constants.computed)
-        self._grad, self._aside = torch.is_grad_enabled(), 0
+        self._grad, self._paused = torch.is_grad_enabled(), 0
 
     def torch_call(self, func: Callable[..., Any], given: Any, passed: Any, out: Any, *, asked: bool) -> None:
         """Record a call that torch answered.
@@ -119,18 +119,18 @@ class CallRecorder:
         """Record a sum over neighbours that the propagate cache deferred again."""
         self._add(run, False, ((rows,), {}), ((rows,), {}), out, None, False)
 
-    def aside(self) -> Callable[[], None]:
+    def paused(self) -> Callable[[], None]:
         """Pause the recording until the returned function is called."""
-        self._aside += 1
-        return self._back
+        self._paused += 1
+        return self._resume
 
-    def _back(self) -> None:
-        self._aside -= 1
+    def _resume(self) -> None:
+        self._paused -= 1
 
     def _add(
         self, run: Any, whole: bool, given: Any, passed: Any, out: Any, path: str | None, asked: bool
     ) -> None:
-        if self._aside or not self.sound:
+        if self._paused or not self.sound:
             return
         outs = list(out) if isinstance(out, (tuple, list)) and not asked else [out]
         if not all(isinstance(value, Tensor) for value in outs):
