@@ -32,8 +32,8 @@ def turned(
     mine = rows.split(COUNTS[channel.size])[channel.rank].clone().requires_grad_()
     forward_pass = ForwardPass(epoch, checked=True, device=torch.device("cpu"), grad=True)
     cut = even(rows.size(1), channel.size)
-    part = way.apart(mine, cut, forward_pass, "site")
-    back = way.together(part, cut, forward_pass, "site")
+    part = way.split(mine, cut, forward_pass, "site")
+    back = way.gather(part, cut, forward_pass, "site")
     (back.sum(1) @ torch.arange(1.0, 1.0 + back.size(0)) + forward_pass.token).backward()
     assert mine.grad is not None
     return part.detach(), back.detach(), mine.grad
@@ -119,7 +119,7 @@ def counted(channel: Channel, codec: CodecName) -> tuple[int, int]:
         even(WIDTH, channel.size),
     )
     channel.take_bytes()
-    back = way.together(way.apart(mine, cut, forward_pass, "site"), cut, forward_pass, "site")
+    back = way.gather(way.split(mine, cut, forward_pass, "site"), cut, forward_pass, "site")
     (back.square().sum() + forward_pass.token).backward()
     return channel.take_bytes()["transpose"], crossing.take_counts().sliced
 
@@ -128,9 +128,9 @@ def expected(counts: tuple[int, ...], cut: SliceCut, rank: int, codec: CodecName
     """Own rows in the peers' columns and the peers' rows in own ones, each twice."""
     size = Codec(codec).size
     others = [peer for peer in range(len(counts)) if peer != rank]
-    apart = sum(size(counts[rank], cut.taken(peer), torch.float32) for peer in others)
-    together = sum(size(counts[peer], cut.taken(rank), torch.float32) for peer in others)
-    return 2 * (apart + together)
+    split = sum(size(counts[rank], cut.taken(peer), torch.float32) for peer in others)
+    gather = sum(size(counts[peer], cut.taken(rank), torch.float32) for peer in others)
+    return 2 * (split + gather)
 
 
 @pytest.mark.parametrize("size", COUNTS)

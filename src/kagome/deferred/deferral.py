@@ -123,16 +123,16 @@ class Deferral:
         """
         share = sliced_attention.share_of(value)
         assert share is not None
-        edges, slicing = share.logits.edges, share.slicing
-        key = ("words of all edges", id(edges if slicing is None else slicing), id(words))
+        edges, edge_layout = share.logits.edges, share.edge_layout
+        key = ("words of all edges", id(edges if edge_layout is None else edge_layout), id(words))
         every: Tensor | None = self.constants.cached(key)
         if every is None:
             with torch._C.DisableTorchFunction(), self.constants.once():
-                if slicing is None:
+                if edge_layout is None:
                     every = words[edges.structure.by_target.edge.long()]
                 else:
-                    cut, way = slicing.everything(1), slicing.edges
-                    every = way.apart(
+                    cut, way = edge_layout.everything(1), edge_layout.edges
+                    every = way.split(
                         words.unsqueeze(1), cut, self.forward.forward_pass, "words of edges"
                     ).view(-1)
             self.constants.cache(key, every)

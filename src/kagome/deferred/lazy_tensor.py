@@ -153,10 +153,10 @@ def refuse_transform(scope: _Seer) -> None:
         EscapeError: If one rank has all rows and takes fast paths.
         ModelError: If rows are split over parts.
     """
-    apart = scope.parted or scope.size > 1
-    if not scope.forward.fast and not apart:
+    split = scope.parted or scope.size > 1
+    if not scope.forward.fast and not split:
         return
-    kind = ModelError if apart else EscapeError
+    kind = ModelError if split else EscapeError
     raise kind(
         "each call inside forward to be visible to Kagome, on several ranks",
         "a transform of torch.func (grad, vjp, jacrev, vmap), which hides its calls",

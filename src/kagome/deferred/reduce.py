@@ -65,7 +65,7 @@ def settled(value: Any) -> Any:
     """Compute a deferred sum as far as feature slices, if it is reduced in slices."""
     if not isinstance(value, LazyTensor) or value.value is not None or not isinstance(value.expr, Total):
         return value
-    if sliced_reduce.slicing_for(value.expr.message) is None:
+    if sliced_reduce.edge_layout_for(value.expr.message) is None:
         return value
     with torch._C.DisableTorchFunction():  # this is not the user's computation
         found = _linear_sum(value.expr.message, value.expr.how)
@@ -86,9 +86,9 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
     expr = value.expr if isinstance(value, LazyTensor) and value.value is None else None
     s = edges.structure
     if isinstance(expr, Shared) and how == "sum" and expr.message.one_ended and len(expr.shape) == 2:
-        slicing = sliced_reduce.slicing_for(expr.message)
-        if slicing is not None:
-            return sliced_reduce.column_softmax(expr.share.logits, expr.message, slicing)
+        edge_layout = sliced_reduce.edge_layout_for(expr.message)
+        if edge_layout is not None:
+            return sliced_reduce.column_softmax(expr.share.logits, expr.message, edge_layout)
         z, m = expr.share.logits.whole(), expr.message.whole()
         return edges.rows(edge_softmax.column_softmax(z, m, s))
     if isinstance(expr, EdgeTerm) and expr.target is None and how in ("sum", "mean"):
@@ -122,9 +122,9 @@ def _with_edges(term: EdgeTerm, how: Reduce) -> Tensor:
 
 
 def _extreme(message: Message, sign: int) -> Tensor:
-    slicing = sliced_reduce.slicing_for(message)
-    if slicing is not None:
-        return now(sliced_reduce.extreme(message, sign, slicing))
+    edge_layout = sliced_reduce.edge_layout_for(message)
+    if edge_layout is not None:
+        return now(sliced_reduce.extreme(message, sign, edge_layout))
     s = message.edges.structure
     return edge_sum.neighbor_extreme(flat(message.whole()), s, sign).view(s.own, *message.trailing)
 
@@ -160,7 +160,9 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         if narrow or (scope.constants.is_constant(linear.x) and scope.constants.is_constant(message.weight)):
             first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)
             cached = first.cached()
-            return dense.linear(now(_linear_sum(first.message, how)) if cached is None else cached, linear.weight)
+            return dense.linear(
+                now(_linear_sum(first.message, how)) if cached is None else cached, linear.weight
+            )
     rows = rows if sliced_reduce.in_slices(rows) is not None else now(rows)
     if not (scope.constants.is_constant(rows) and scope.constants.is_constant(message.weight)):
         return _sum(message, rows, how)
@@ -193,7 +195,7 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     """Compute the sum of constant rows, with the exchange that it needs."""
     source, weight, edges = message.source, message.weight, message.edges
     assert source is not None
-    if not multiplied or sliced_reduce.slicing_for(message) is not None or not is_thin(rows):
+    if not multiplied or sliced_reduce.edge_layout_for(message) is not None or not is_thin(rows):
         return now(_sum(message, rows, how))
     if not source.whole and edges.scope.ranks.size > 1:
         whole = edges.scope.reads.held(rows, edges.placement)
@@ -220,12 +222,12 @@ def _place(tensor: Tensor | None) -> Any:
 def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     edges, s, weight = message.edges, message.edges.structure, message.weight
     assert message.source is not None
-    slicing = sliced_reduce.slicing_for(message)
-    if slicing is not None:
-        return sliced_reduce.summed(message, rows, how, slicing)
+    edge_layout = sliced_reduce.edge_layout_for(message)
+    if edge_layout is not None:
+        return sliced_reduce.summed(message, rows, how, edge_layout)
     rows = now(rows)
     share = None if weight is None else sliced_attention.share_of(weight)
-    if share is not None and share.slicing is None:
+    if share is not None and share.edge_layout is None:
         weight, s = sliced_attention.flattened(share.walked(), rows), s.walked
     elif weight is not None:
         weight = sliced_attention.computed(weight, rows)
@@ -273,9 +275,9 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
         joint = expr.form == "leaky" or (expr.form == "sum" and expr.weight is None)
         if joint and expr.att is None:
             slope = expr.slope if expr.form == "leaky" else 1.0
-            shape, slicing = expr.shape, sliced_reduce.slicing_for(expr)
-            if slicing is not None:
-                return sliced_attention.put_off(expr, slope, slicing)
+            shape, edge_layout = expr.shape, sliced_reduce.edge_layout_for(expr)
+            if edge_layout is not None:
+                return sliced_attention.put_off(expr, slope, edge_layout)
             read = sliced_attention.ends(expr)
             if s.walked is not s:
                 return sliced_attention.put_off(expr, slope, None, read)

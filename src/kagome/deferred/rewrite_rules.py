@@ -3,8 +3,8 @@
 Where it sits: ``intercept.interceptor`` asks :func:`answer` for each torch call that was given a lazy tensor.
 A call without a rule gets the computed tensor, as if nothing had been deferred.
 
-To keep another call lazy: write a rule ``(placements, name, func, args, kwargs)`` -> result or NotImplemented,
-and add it to ``RULES``.
+To keep another call lazy: write a rule ``(placements, name, func, args, kwargs)`` -> result or
+NotImplemented, and add it to ``RULES``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ feature slices until something needs whole rows, so the next hop of a propagatio
 
 ::
 
-    own rows [n, D] ──apart──> [V, d] ──reduce over all edges──> [V, d] ──together──> [n, D]
+    own rows [n, D] ──split──> [V, d] ──reduce over all edges──> [V, d] ──gather──> [n, D]
                                  ^____________ next hop ____________│
 
 Source: NeutronTP, PVLDB 18(2), section 3; exact here also for layers that are not decoupled.
@@ -26,7 +26,7 @@ from kagome.deferred.lazy_tensor import LazyTensor, changed_in_place, supports
 from kagome.deferred.message import EdgeSet, Message, flat, width
 from kagome.deferred.sliced_attention import share_of
 from kagome.feature_parallel.all_to_all import SliceCut
-from kagome.feature_parallel.edge_layout import EdgeLayout, RowPlaces, places_of, slicing_of
+from kagome.feature_parallel.edge_layout import EdgeLayout, RowPlaces, edge_layout_of, places_of
 from kagome.feature_parallel.tiled_columns import ColumnSoftmax, Extreme, Reduction, by_chunk
 from kagome.feature_parallel.tiled_reduce import Hop, TileBound
 from kagome.halo.comm_recorder import RecordedRows
@@ -74,7 +74,9 @@ class SlicedReads:
             with torch._C.DisableTorchFunction(), self._channel.aside():
                 if view not in self._places:
                     self._places[view] = places_of(halo_exchange, self._tensor)
-                self._layouts[edges] = slicing_of(edges.structure, self._places[view], halo_exchange.channel)
+                self._layouts[edges] = edge_layout_of(
+                    edges.structure, self._places[view], halo_exchange.channel
+                )
         found: EdgeLayout = self._layouts[edges]
         return found
 
@@ -82,7 +84,7 @@ class SlicedReads:
         """Return the edge layouts that were fetched so far."""
         return list(self._layouts.values())
 
-    def roots(self, weight: Tensor | None, edges: EdgeSet, slicing: EdgeLayout) -> Tensor | None:
+    def roots(self, weight: Tensor | None, edges: EdgeSet, edge_layout: EdgeLayout) -> Tensor | None:
         """Return the factors of ``edges.roots`` for all ranks' rows; None if some rank's weights have none.
 
         Shapes:
@@ -97,31 +99,31 @@ class SlicedReads:
             own, count = edges.roots(weight), edges.halo_exchange.own
             told = weight.new_full((count, 1), nan) if own is None else own[:count].unsqueeze(1)
             with constants.once():
-                cut, site = slicing.everything(1), "roots of weights"
-                found = slicing.rows.apart(told, cut, self._forward.forward_pass, site)
-                found = self.beyond(found, slicing, site).view(-1)
+                cut, site = edge_layout.everything(1), "roots of weights"
+                found = edge_layout.rows.split(told, cut, self._forward.forward_pass, site)
+                found = self.beyond(found, edge_layout, site).view(-1)
                 doubt = found.isnan().any()
-                if slicing.halo is not None:  # all parts refuse what one part cannot do
+                if edge_layout.halo is not None:  # all parts refuse what one part cannot do
                     doubt = self._channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
             found = constants.cache(key, weight.new_empty(0) if bool(doubt) else found)
-        return found if found.numel() == slicing.structure.whole else None
+        return found if found.numel() == edge_layout.structure.whole else None
 
-    def apart(
-        self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
+    def split(
+        self, rows: Tensor, cut: SliceCut, edge_layout: EdgeLayout, site: str, *, of_edges: bool = False
     ) -> Tensor:
         """Return all ranks' rows in this rank's columns; rows that were read before need no exchange.
 
         Shapes:
             ``[n, ...]`` -> ``[V, d]``; with ``of_edges``, the rows are those of edges.
         """
-        way, constants = slicing.edges if of_edges else slicing.rows, self._constants
+        way, constants = edge_layout.edges if of_edges else edge_layout.rows, self._constants
         forward_pass = self._forward.forward_pass
         if constants.is_constant(rows):
-            key = ("apart", address(rows), tuple(rows.shape), cut, id(way))
+            key = ("split", address(rows), tuple(rows.shape), cut, id(way))
             found: Tensor | None = constants.cached(key)
             if found is None:
                 with constants.once():
-                    found = constants.cache(key, way.apart(flat(rows), cut, forward_pass, site))
+                    found = constants.cache(key, way.split(flat(rows), cut, forward_pass, site))
             return found
         # Keyed by the base tensor, since different views of it arrive here: attention is one for all hops.
         base = rows if rows._base is None else rows._base
@@ -130,25 +132,25 @@ class SlicedReads:
         shape = (rows.size(0), rows.numel()) if rows.is_contiguous() else (rows.shape, rows.stride())
         place = address(rows), shape, rows._version, grad
         if (place, cut, way) not in known:
-            known[place, cut, way] = way.apart(flat(rows), cut, forward_pass, site)
+            known[place, cut, way] = way.split(flat(rows), cut, forward_pass, site)
         return cast(Tensor, known[place, cut, way])
 
-    def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
+    def beyond(self, part: Tensor, edge_layout: EdgeLayout, site: str) -> Tensor:
         """Return all rows that the group's edges read, in this rank's columns: own rows, then other parts'.
 
         Shapes:
             ``[V, d]`` -> ``[whole, d]``.
         """
-        if slicing.halo is None:
+        if edge_layout.halo is None:
             return part
         constants, forward_pass = self._constants, self._forward.forward_pass
         if not constants.is_constant(part):
-            return slicing.halo.gather(part, forward_pass, site)
-        key = ("beyond", address(part), tuple(part.shape), id(slicing))
+            return edge_layout.halo.gather(part, forward_pass, site)
+        key = ("beyond", address(part), tuple(part.shape), id(edge_layout))
         found: Tensor | None = constants.cached(key)
         if found is None:
             with constants.once():
-                found = constants.cache(key, slicing.halo.gather(part, forward_pass, site))
+                found = constants.cache(key, edge_layout.halo.gather(part, forward_pass, site))
         return found
 
 
@@ -183,7 +185,7 @@ class InSlices:
         cut: Which columns they are.
         trailing: The shape of a whole row.
         edges: The edges it was reduced over.
-        slicing: The edge layout, which also converts slices back to own rows.
+        edge_layout: The edge layout, which also converts slices back to own rows.
         site: The name of the read.
 
     Shapes:
@@ -196,11 +198,11 @@ class InSlices:
         cut: SliceCut,
         trailing: tuple[int, ...],
         edges: EdgeSet,
-        slicing: EdgeLayout,
+        edge_layout: EdgeLayout,
         site: str,
     ) -> None:
         self._part, self.cut, self.trailing = part, cut, trailing
-        self.edges, self.slicing, self.site = edges, slicing, site
+        self.edges, self.edge_layout, self.site = edges, edge_layout, site
 
     @property
     def part(self) -> Tensor:
@@ -211,7 +213,7 @@ class InSlices:
 
     def of(self, part: Tensor) -> InSlices:
         """Return slices with other values in the same layout."""
-        return InSlices(part, self.cut, self.trailing, self.edges, self.slicing, self.site)
+        return InSlices(part, self.cut, self.trailing, self.edges, self.edge_layout, self.site)
 
     @property
     def shape(self) -> Sequence[int]:
@@ -232,7 +234,7 @@ class InSlices:
         if isinstance(self._part, SlicedWork):
             own = self._part.run(forward_pass, self.site, last=True)
         else:
-            own = self.slicing.rows.together(self._part, self.cut, forward_pass, self.site)
+            own = self.edge_layout.rows.gather(self._part, self.cut, forward_pass, self.site)
         return self.edges.rows(own.view(*self.shape))
 
     def lazy(self) -> Tensor:
@@ -281,7 +283,7 @@ def in_slices(value: Any) -> InSlices | None:
     return value.expr if found else None
 
 
-def slicing_for(message: Message) -> EdgeLayout | None:
+def edge_layout_for(message: Message) -> EdgeLayout | None:
     """Return the edges of all ranks if a message's columns are reduced in slices; None for a halo exchange.
 
     Rows that this layer has already read with their halo are not sliced.
@@ -297,7 +299,7 @@ def slicing_for(message: Message) -> EdgeLayout | None:
     return scope.sliced.layout(message.edges)
 
 
-def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Tensor:
+def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) -> Tensor:
     """Return the sum or mean over in-edges, in feature slices."""
     source, weight = message.source, message.weight
     assert source is not None
@@ -306,26 +308,26 @@ def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Ten
     if weight is not None and weight.dim() == 2:
         heads = weight.size(1)
         each = width(trailing) // max(heads, 1)
-        cut, of_weight = slicing.by_head(heads, each)
+        cut, of_weight = edge_layout.by_head(heads, each)
     else:
-        cut, of_weight = slicing.even(width(trailing)), slicing.everything(1)
+        cut, of_weight = edge_layout.even(width(trailing)), edge_layout.everything(1)
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, LazyTensor) else rows, None
     scope, site = edges.scope, source.site
-    root = scope.sliced.roots(weight, edges, slicing)
+    root = scope.sliced.roots(weight, edges, edge_layout)
     weight = weight if root is None else None
     if weight is not None:
         share = share_of(weight)
         if share is not None:
             weight = share.heads(of_weight)
         else:
-            taken = scope.sliced.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
+            taken = scope.sliced.split(weight, of_weight, edge_layout, f"{site} (weights)", of_edges=True)
             weight = taken.view(-1) if weight.dim() == 1 else taken
     scale = None
     if how == "mean":
-        scale = slicing.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()
+        scale = edge_layout.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()
     if root is not None:
-        own_root = root[: slicing.rows.total]
+        own_root = root[: edge_layout.rows.total]
         scale = own_root if scale is None else own_root * scale
     if scope.sliced.bound is not None:
         first = inside is None and not scope.constants.is_constant(rows)
@@ -335,44 +337,46 @@ def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Ten
             if own is not None
             else inside.part
             if inside
-            else scope.sliced.apart(rows, cut, slicing, site)
+            else scope.sliced.split(rows, cut, edge_layout, site)
         )
         hop = scope.sliced.bound.hop(
-            slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first
+            edge_layout, cut, weight, part.itemsize, scale=scale, factor=root, first=first
         )
         return InSlices(
-            SlicedWork(hop, part, weight, part._version), cut, trailing, edges, slicing, site
+            SlicedWork(hop, part, weight, part._version), cut, trailing, edges, edge_layout, site
         ).lazy()
-    part = inside.part if inside is not None else scope.sliced.apart(rows, cut, slicing, site)
-    part = scope.sliced.beyond(part, slicing, site)
+    part = inside.part if inside is not None else scope.sliced.split(rows, cut, edge_layout, site)
+    part = scope.sliced.beyond(part, edge_layout, site)
     if weight is not None and weight.dim() == 2:
         part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
-    out = edge_sum.neighbor_sum(part.contiguous(), slicing.structure, weight=weight, scale=scale, factor=root)
-    return InSlices(flat(out), cut, trailing, edges, slicing, source.site).lazy()
+    out = edge_sum.neighbor_sum(
+        part.contiguous(), edge_layout.structure, weight=weight, scale=scale, factor=root
+    )
+    return InSlices(flat(out), cut, trailing, edges, edge_layout, source.site).lazy()
 
 
-def extreme(message: Message, sign: int, slicing: EdgeLayout) -> Tensor:
+def extreme(message: Message, sign: int, edge_layout: EdgeLayout) -> Tensor:
     """Return the largest (sign 1) or smallest (-1) of the neighbours' rows, column by column."""
     return _by_column(
         (message,),
-        slicing,
+        edge_layout,
         Extreme(sign),
-        lambda part: edge_sum.neighbor_extreme(part, slicing.structure, sign),
+        lambda part: edge_sum.neighbor_extreme(part, edge_layout.structure, sign),
     )
 
 
-def column_softmax(logits: Message, message: Message, slicing: EdgeLayout) -> Tensor:
+def column_softmax(logits: Message, message: Message, edge_layout: EdgeLayout) -> Tensor:
     """Return sums weighted by a softmax of each column's own."""
     return _by_column(
         (logits, message),
-        slicing,
+        edge_layout,
         ColumnSoftmax(),
-        lambda z, m: edge_softmax.column_softmax(z, m, slicing.structure),
+        lambda z, m: edge_softmax.column_softmax(z, m, edge_layout.structure),
     )
 
 
 def _by_column(
-    messages: tuple[Message, ...], slicing: EdgeLayout, how: Reduction, do: Callable[..., Tensor]
+    messages: tuple[Message, ...], edge_layout: EdgeLayout, how: Reduction, do: Callable[..., Tensor]
 ) -> Tensor:
     """Reduce some columns of rows, at once or within the memory bound; the result stays in slices."""
     parts, cut, last = [], None, messages[-1]
@@ -380,20 +384,20 @@ def _by_column(
         message.check()
         assert message.source is not None
         rows = message.source.rows
-        cut = slicing.even(width(tuple(rows.shape[1:])))
+        cut = edge_layout.even(width(tuple(rows.shape[1:])))
         inside = in_slices(rows)
         scope, site = message.edges.scope, message.source.site
         if inside is not None and inside.cut == cut:
             part = inside.part
         else:
             rows = rows.now() if isinstance(rows, LazyTensor) else rows
-            part = scope.sliced.apart(rows, cut, slicing, site)
-        parts.append(scope.sliced.beyond(part, slicing, site))
+            part = scope.sliced.split(rows, cut, edge_layout, site)
+        parts.append(scope.sliced.beyond(part, edge_layout, site))
     assert cut is not None
     assert last.source is not None
     found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.sliced.bound
-    out = do(*found) if bound is None else by_chunk(bound, slicing, cut, how, found)
-    return InSlices(out, cut, last.trailing, last.edges, slicing, last.source.site).lazy()
+    out = do(*found) if bound is None else by_chunk(bound, edge_layout, cut, how, found)
+    return InSlices(out, cut, last.trailing, last.edges, edge_layout, last.source.site).lazy()
 
 
 # What keeps rows in feature slices ---------------------------------------------------------------
@@ -426,7 +430,7 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         other, factor = multiple.rows, multiple.factor
     if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.axes.of_each_vertex(other):
         return NotImplemented
-    part = scope.sliced.apart(other, inside.cut, inside.slicing, inside.site)
+    part = scope.sliced.split(other, inside.cut, inside.edge_layout, inside.site)
     part = part if factor == 1.0 else part * factor
     found = func(inside.part, part) if one is not None else func(part, inside.part)
     return inside.of(found).lazy()

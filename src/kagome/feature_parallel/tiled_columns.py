@@ -93,13 +93,13 @@ class ColumnSoftmax:
 
 
 def by_chunk(
-    bound: TileBound, slicing: EdgeLayout, cut: SliceCut, how: Reduction, parts: tuple[Tensor, ...]
+    bound: TileBound, edge_layout: EdgeLayout, cut: SliceCut, how: Reduction, parts: tuple[Tensor, ...]
 ) -> Tensor:
     """Reduce over all edges in this rank's columns, within the bound on working memory.
 
     Args:
         bound: The bound on working memory.
-        slicing: The edges of all ranks.
+        edge_layout: The edges of all ranks.
         cut: Columns of each rank. Chunks are sized for the widest, so that either all ranks refuse or none
             does.
         how: The reduction.
@@ -114,8 +114,8 @@ def by_chunk(
     Cost:
         Keeps the results of ``how``, on the device of the rows.
     """
-    width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
-    chunks = bound.chunks(slicing, width, parts[0].itemsize, how.room)
+    width = max(cut.taken(rank) for rank in range(len(edge_layout.rows.counts)))
+    chunks = bound.chunks(edge_layout, width, parts[0].itemsize, how.room)
     out: Tensor = _ByChunk.apply(bound, chunks, how, *parts)  # type: ignore[no-untyped-call]
     return out
 

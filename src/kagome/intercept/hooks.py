@@ -1,6 +1,6 @@
 """Hooks: forward hooks on a user's modules that tell the interceptor which module is running.
 
-Where it sits: ``components.parallelize`` installs them after the layer rules, and removes them cache.
+Where it sits: ``components.parallelize`` installs them after the layer rules, and removes them again.
 """
 
 from __future__ import annotations

@@ -50,7 +50,10 @@ def recompute(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
         Each layer's forward once more, without its exchanges. Between forward and backward the layers' inputs
         and what they received from peers are kept; beside these, one layer's inner tensors at a time.
     """
-    before, scope.layer_replay.on = scope.layer_replay.on, False  # the second pass has to save what the first saved
+    before, scope.layer_replay.on = (
+        scope.layer_replay.on,
+        False,
+    )  # the second pass has to save what the first saved
     undo = [
         _wrap(layer, scope) for layer in layers_of(model) if not isinstance(layer, torch.jit.ScriptModule)
     ]

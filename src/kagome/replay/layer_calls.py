@@ -190,7 +190,9 @@ class LayerReplay:
             self.scope.recorder = CallRecorder(self.scope, rows, fixed)
         return self.scope.recorder  # type: ignore[no-any-return]
 
-    def learn(self, recorder: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+    def learn(
+        self, recorder: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any
+    ) -> None:
         """Keep the recording of a call that has ended, if it is complete."""
         layer, scope = states.layer, self.scope
         with torch._C.DisableTorchFunction():
