@@ -223,7 +223,7 @@ def _no_reuse() -> None:
 
 def _no_thin() -> None:
     """Find no features that are worth a sparse product."""
-    sparse_features.is_thin = reduce.is_thin = lambda rows, edges=None: False
+    sparse_features.is_sparse = reduce.is_sparse = lambda rows, edges=None: False
 
 
 OFF: dict[str, Callable[[], None]] = {

@@ -26,7 +26,7 @@ from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes
 from kagome.sparse_ops.edge_view import EdgeView
-from kagome.sparse_ops.sparse_features import SparseFeatures, thin_of
+from kagome.sparse_ops.sparse_features import SparseFeatures, sparse_of
 
 SUMS = frozenset(("sum", "add", "mean"))
 """Reductions whose expected value a sample of rows preserves."""
@@ -67,15 +67,15 @@ class Deferral:
         self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
         self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
 
-    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
+    def as_sparse(self, rows: Tensor) -> Tensor | SparseFeatures:
         """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
         if not self.forward.fast or not self.constants.is_constant(rows):
             return rows
         with torch._C.DisableTorchFunction():  # this is not the user's computation
-            key = ("thin", address(rows), tuple(rows.shape))
+            key = ("sparse", address(rows), tuple(rows.shape))
             found = self.constants.cached(key)
             if found is None:
-                found = self.constants.cache(key, thin_of(rows) or ())
+                found = self.constants.cache(key, sparse_of(rows) or ())
         return found if isinstance(found, SparseFeatures) else rows
 
     def spread(self, value: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Deferral:
             self.constants.cache(key, every)
         return sliced_attention.dropped(share, draw, words, every)
 
-    def put_off(self, base: Tensor, index: Tensor, placement: Placement) -> Tensor | None:
+    def defer(self, base: Tensor, index: Tensor, placement: Placement) -> Tensor | None:
         """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""
         edges = self.edge_set(placement)
         if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:

@@ -235,7 +235,7 @@ def _multiplied(placements: Placements, one: Any, two: Any) -> EdgeMap | EdgeTer
         fits = message.one_ended and message.source is None and message.edges is term.message.edges
         if not fits or message.shape != term.shape:
             return None
-        return replace(term, target=message.target, roots=term.roots + message.roots)
+        return replace(term, target=message.target, versions=term.versions + message.versions)
     placement = placements.get(two)
     if placement is None or placement.kind is not PlacementKind.PAIRS or two.dim() != len(term.shape):
         return None

@@ -51,18 +51,18 @@ class Versioned:
     """An expression that refuses to be computed once a tensor it reads was written to in place.
 
     Args:
-        roots: Tensors that it reads, each with its version at the time of the user's call.
+        versions: Tensors that it reads, each with its version at the time of the user's call.
     """
 
-    roots: tuple[tuple[Tensor, int], ...] = ()
+    versions: tuple[tuple[Tensor, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Note the versions of tensors that were given to it now; others keep what was noted before."""
-        there = {id(tensor) for tensor, _ in self.roots}
+        there = {id(tensor) for tensor, _ in self.versions}
         new = [
             t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there
         ]
-        object.__setattr__(self, "roots", self.roots + tuple((tensor, tensor._version) for tensor in new))
+        object.__setattr__(self, "versions", self.versions + tuple((tensor, tensor._version) for tensor in new))
 
     def noted(self) -> Sequence[Tensor | None]:
         """Return the tensors whose versions are noted by the expression itself."""
@@ -70,7 +70,7 @@ class Versioned:
 
     def check(self) -> None:
         """Refuse tensors that were written to since: their earlier values are lost."""
-        if any(tensor._version != version for tensor, version in self.roots):
+        if any(tensor._version != version for tensor, version in self.versions):
             raise changed_in_place()
 
 

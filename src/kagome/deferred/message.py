@@ -26,7 +26,7 @@ from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.sparse_ops import edge_softmax, edge_sum, linear
-from kagome.sparse_ops.factored_weights import roots_of
+from kagome.sparse_ops.factored_weights import factors_of
 
 if TYPE_CHECKING:
     from kagome.deferred.deferral import Deferral
@@ -61,7 +61,7 @@ class EdgeSet:
         """Place a tensor as having one row per vertex."""
         return self.scope.placements.put(tensor, Placement(PlacementKind.ROWS))
 
-    def roots(self, weight: Tensor | None) -> Tensor | None:
+    def factors(self, weight: Tensor | None) -> Tensor | None:
         """Return one factor per row that edges read, whose products are the weights; None if there are none.
 
         Shapes:
@@ -70,11 +70,11 @@ class EdgeSet:
         constants = self.scope.constants
         if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
-        key = ("roots", address(weight), weight.numel(), id(self))
+        key = ("factors", address(weight), weight.numel(), id(self))
         found: Tensor | None = constants.cached(key)
         if found is None:
             with constants.once():
-                found = roots_of(weight, self.structure)
+                found = factors_of(weight, self.structure)
             constants.cache(key, found)
         return found if found.numel() == self.structure.whole else None
 
@@ -126,7 +126,7 @@ class Linear(Versioned):
         """Compute the product of rows and weight."""
         self.check()
         return self.scope.placements.put(
-            linear.linear(self.scope.thinned(self.x), self.weight), Placement(PlacementKind.ROWS)
+            linear.linear(self.scope.as_sparse(self.x), self.weight), Placement(PlacementKind.ROWS)
         )
 
 
@@ -143,7 +143,7 @@ class Message(Versioned):
             leaky_relu(a_i + b_j).
         slope: The negative slope of the leaky relu.
         att: A factor per column, applied after the form.
-        roots: The tensors that were gathered or multiplied with, each with its version at that time.
+        versions: The tensors that were gathered or multiplied with, each with its version at that time.
     """
 
     edges: EdgeSet
@@ -287,7 +287,7 @@ def message_of(value: Any) -> Message | None:
     return value.expr if isinstance(value, LazyTensor) and isinstance(value.expr, Message) else None
 
 
-def put_off(message: Message) -> Tensor:
+def defer(message: Message) -> Tensor:
     """Return a lazy tensor that stands for a message."""
     return message.edges.pairs(LazyTensor(message))
 
@@ -324,7 +324,7 @@ def with_rows(message: Message, target: Tensor | None, source: Tensor | None) ->
     if place is not None and source is not None and not place.whole:
         message.edges.rows(source)
     ends = None if place is None or source is None else replace(place, rows=source)
-    return replace(message, target=target, source=ends, roots=())
+    return replace(message, target=target, source=ends, versions=())
 
 
 def source_rows(m: Message) -> Tensor | None:

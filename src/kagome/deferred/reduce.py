@@ -20,7 +20,7 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import EdgeSet, Linear, Message, Shared, SoftmaxShare, flat
 from kagome.kernels.base.address import address
 from kagome.sparse_ops import edge_softmax, edge_sum, linear as dense
-from kagome.sparse_ops.sparse_features import SparseFeatures, is_thin, thin_of
+from kagome.sparse_ops.sparse_features import SparseFeatures, is_sparse, sparse_of
 
 Reduce = Literal["sum", "mean", "max", "min"]
 NAMES: dict[str, Reduce] = {
@@ -158,7 +158,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         linear.check()
         narrow = linear.weight.size(1) < linear.weight.size(0)
         if narrow or (scope.constants.is_constant(linear.x) and scope.constants.is_constant(message.weight)):
-            first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)
+            first = Total(replace(message, source=replace(source, rows=linear.x), versions=()), how)
             cached = first.cached()
             return dense.linear(
                 now(_linear_sum(first.message, how)) if cached is None else cached, linear.weight
@@ -184,7 +184,7 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
         with scope.constants.once():
             found = scope.constants.cache(key, _first_sum(message, rows, how, multiplied=multiplied))
     if isinstance(found, Tensor):
-        return scope.thinned(found) if multiplied else found
+        return scope.as_sparse(found) if multiplied else found
     if multiplied:
         return found
     whole: Tensor | None = scope.constants.cached(("whole", key))
@@ -195,7 +195,7 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     """Compute the sum of constant rows, with the exchange that it needs."""
     source, weight, edges = message.source, message.weight, message.edges
     assert source is not None
-    if not multiplied or sliced_reduce.edge_layout_for(message) is not None or not is_thin(rows):
+    if not multiplied or sliced_reduce.edge_layout_for(message) is not None or not is_sparse(rows):
         return now(_sum(message, rows, how))
     if not source.whole and edges.scope.ranks.size > 1:
         whole = edges.scope.reads.held(rows, edges.placement)
@@ -208,10 +208,10 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
             whole = torch.cat([rows, halo])
         rows = whole
     scale = edges.structure.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
-    thin = thin_of(rows, edges.structure, weight, scale)
-    if thin is not None:
-        return thin
-    known = replace(message, source=replace(source, rows=rows, whole=True), roots=())
+    sparse = sparse_of(rows, edges.structure, weight, scale)
+    if sparse is not None:
+        return sparse
+    known = replace(message, source=replace(source, rows=rows, whole=True), versions=())
     return now(_sum(known, rows, how))
 
 
@@ -236,7 +236,7 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
     shaped = shaped if headed else flat(rows)
     scale = s.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
-    factor = edges.roots(weight)
+    factor = edges.factors(weight)
     if factor is not None:
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
@@ -277,10 +277,10 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
             slope = expr.slope if expr.form == "leaky" else 1.0
             shape, edge_layout = expr.shape, sliced_reduce.edge_layout_for(expr)
             if edge_layout is not None:
-                return sliced_attention.put_off(expr, slope, edge_layout)
+                return sliced_attention.defer(expr, slope, edge_layout)
             read = sliced_attention.ends(expr)
             if s.walked is not s:
-                return sliced_attention.put_off(expr, slope, None, read)
+                return sliced_attention.defer(expr, slope, None, read)
             out: Tensor = edge_softmax.joint_softmax(*read, slope, s)
             return edges.pairs(out.view(*shape))
     if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:

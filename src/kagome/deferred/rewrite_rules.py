@@ -31,7 +31,7 @@ from kagome.deferred.message import (
     each,
     joined,
     message_of,
-    put_off,
+    defer,
     source_rows,
     widened,
     with_rows,
@@ -136,7 +136,7 @@ def spread(value: Tensor) -> Tensor:
     m = message_of(value)
     if m is None or m.form != "sum" or m.target is None or m.source is None:
         return value
-    return put_off(replace(m, target=None))
+    return defer(replace(m, target=None))
 
 
 def computed(values: Any) -> Any:
@@ -165,11 +165,11 @@ def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Tensor:
     """Return ``rows[source]`` or ``rows[target]`` as a deferred message."""
-    roots = ((rows, rows._version),)
+    versions = ((rows, rows._version),)
     if kind is PlacementKind.TARGET:
         rows = now(rows)
-        return put_off(Message(edges, rows, None, roots=((rows, rows._version),)))
-    return put_off(Message(edges, None, Source(rows, edges.halo_exchange.closed, site), roots=roots))
+        return defer(Message(edges, rows, None, versions=((rows, rows._version),)))
+    return defer(Message(edges, None, Source(rows, edges.halo_exchange.closed, site), versions=versions))
 
 
 # One message -------------------------------------------------------------------------------------
@@ -187,11 +187,11 @@ def _pointwise(
             kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if name == "leaky_relu" else 0.0
         )
         if m.weight is None and isinstance(slope, (int, float)) and slope >= 0.0:
-            return put_off(replace(m, form="leaky", slope=float(slope)))
+            return defer(replace(m, form="leaky", slope=float(slope)))
         return NotImplemented
     if not m.one_ended or any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
-    return put_off(each(m, lambda rows: func(rows, *args[1:], **kwargs)))
+    return defer(each(m, lambda rows: func(rows, *args[1:], **kwargs)))
 
 
 def _linear(
@@ -216,18 +216,18 @@ def _linear(
         return NotImplemented
     total: Message | None = None
     for m, part in zip(pieces, weight.split([m.shape[-1] for m in pieces], dim=1), strict=True):
-        mapped = each(m, partial(_mapped, m.edges.scope.thinned, part), narrows=part.size(0) < part.size(1))
+        mapped = each(m, partial(_mapped, m.edges.scope.as_sparse, part), narrows=part.size(0) < part.size(1))
         total = mapped if total is None else joined(total, mapped)
     assert total is not None
     if bias is not None and total.target is not None:
         total = with_rows(total, total.target + bias, source_rows(total))
     elif bias is not None and total.source is not None:
         total = with_rows(total, None, now(total.source.rows) + bias)
-    return put_off(total)
+    return defer(total)
 
 
-def _mapped(thinned: Callable[[Tensor], Tensor | SparseFeatures], weight: Tensor, rows: Tensor) -> Tensor:
-    return dense.linear(thinned(rows), weight)
+def _mapped(as_sparse: Callable[[Tensor], Tensor | SparseFeatures], weight: Tensor, rows: Tensor) -> Tensor:
+    return dense.linear(as_sparse(rows), weight)
 
 
 def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
@@ -264,17 +264,17 @@ def _binary(
     if m.form == "leaky":
         scales = what in ("mul", "rmul") and isinstance(other, Tensor) and m.att is None
         return (
-            put_off(replace(m, att=other.reshape(other.shape[-len(m.trailing) :])))
+            defer(replace(m, att=other.reshape(other.shape[-len(m.trailing) :])))
             if scales
             else NotImplemented
         )
     if m.form != "sum" or m.weight is not None:
         return NotImplemented
     if what in ("mul", "rmul") or (what in ("div", "true_divide") and lazy is one):
-        return put_off(each(m, lambda rows: func(rows, other)))
+        return defer(each(m, lambda rows: func(rows, other)))
     if not m.one_ended:
         return NotImplemented
-    return put_off(each(m, lambda rows: func(rows, other) if lazy is one else func(other, rows)))
+    return defer(each(m, lambda rows: func(rows, other) if lazy is one else func(other, rows)))
 
 
 def _keeps_shape(other: Any, m: Message) -> bool:
@@ -302,9 +302,9 @@ def _weighted(m: Message, weight: Tensor) -> Any:
     weight = weight.to(kind)
     inner = tuple(weight.shape[1:])
     if all(s == 1 for s in inner):
-        return put_off(replace(m, weight=weight.reshape(-1)))
+        return defer(replace(m, weight=weight.reshape(-1)))
     if dims == 3 and inner == (m.trailing[0], 1):
-        return put_off(replace(m, weight=weight.squeeze(-1)))
+        return defer(replace(m, weight=weight.squeeze(-1)))
     return NotImplemented
 
 
@@ -319,21 +319,21 @@ def _of_two(what: str, one: LazyTensor, two: LazyTensor) -> Any:
     if any(m.form != "sum" or m.weight is not None for m in (a, b)):
         return NotImplemented
     if what in ("add", "sub"):
-        return put_off(joined(a, b, 1 if what == "add" else -1))
+        return defer(joined(a, b, 1 if what == "add" else -1))
     if what != "mul" or not (a.one_ended and b.one_ended):
         return NotImplemented
     if a.source is None and b.source is not None:
-        return put_off(replace(b, target=a.target, form="product", roots=a.roots + b.roots))
+        return defer(replace(b, target=a.target, form="product", versions=a.versions + b.versions))
     if a.source is not None and b.source is None:
-        return put_off(replace(a, target=b.target, form="product", roots=a.roots + b.roots))
+        return defer(replace(a, target=b.target, form="product", versions=a.versions + b.versions))
     a.check()
     b.check()
     if a.target is not None and b.target is not None:
-        return put_off(with_rows(a, a.target * b.target, None))
+        return defer(with_rows(a, a.target * b.target, None))
     first, second = source_rows(widened(a)), source_rows(widened(b))
     assert first is not None
     assert second is not None
-    return put_off(with_rows(widened(a), None, first * second))
+    return defer(with_rows(widened(a), None, first * second))
 
 
 def _shared(share: SoftmaxShare, m: Message) -> Any:
@@ -367,13 +367,13 @@ def _shape(
             return NotImplemented
         if not all(i is None or isinstance(i, (int, slice)) for i in index[1:]):
             return NotImplemented
-        return put_off(each(m, lambda rows: rows[index], narrows=True))
+        return defer(each(m, lambda rows: rows[index], narrows=True))
     if name in ("unsqueeze", "squeeze"):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if not isinstance(dim, int):
             return NotImplemented
         dim = dim % (value.dim() + (1 if name == "unsqueeze" else 0))
-        return NotImplemented if dim == 0 else put_off(each(m, lambda rows: func(rows, dim), narrows=True))
+        return NotImplemented if dim == 0 else defer(each(m, lambda rows: func(rows, dim), narrows=True))
     shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
@@ -384,7 +384,7 @@ def _shape(
         inner = [width // given if size == -1 else size for size in inner]
     if shape[0] not in (-1, edges) or math.prod(inner) != width:
         return NotImplemented
-    return put_off(each(m, lambda rows: rows.reshape(rows.size(0), *inner), narrows=True))
+    return defer(each(m, lambda rows: rows.reshape(rows.size(0), *inner), narrows=True))
 
 
 def _inner(index: Any, dims: int) -> bool:
@@ -419,7 +419,7 @@ def _side_by_side(
     targets = [m.target for m in kept if m.target is not None]
     sources = [rows for m in kept if (rows := source_rows(m)) is not None]
     target = torch.stack(targets, dim) if targets else None
-    return put_off(with_rows(first, target, torch.stack(sources, dim) if sources else None))
+    return defer(with_rows(first, target, torch.stack(sources, dim) if sources else None))
 
 
 def _dotted(
@@ -436,7 +436,7 @@ def _dotted(
     if not isinstance(dim, int) or dim % dims != dims - 1 or dims < 2 or kwargs.get("dtype") is not None:
         return NotImplemented
     if m.one_ended:
-        return put_off(each(m, lambda rows: func(rows, rows.dim() - 1, keep), narrows=True))
+        return defer(each(m, lambda rows: func(rows, rows.dim() - 1, keep), narrows=True))
     if name != "sum" or m.target is None or m.source is None or dims > 3 or m.form == "sum":
         return NotImplemented
     if m.form == "leaky" and m.att is None:

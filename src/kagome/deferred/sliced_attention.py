@@ -131,7 +131,7 @@ def share_of(value: Any) -> JointShare | None:
     return value.expr if found else None
 
 
-def put_off(
+def defer(
     logits: Message, slope: float, edge_layout: EdgeLayout | None, read: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Defer the softmax of ``leaky_relu(a_i + b_j)``, computed later by head or in ``walked`` order."""

@@ -84,8 +84,8 @@ class SlicedReads:
         """Return the edge layouts that were fetched so far."""
         return list(self._layouts.values())
 
-    def roots(self, weight: Tensor | None, edges: EdgeSet, edge_layout: EdgeLayout) -> Tensor | None:
-        """Return the factors of ``edges.roots`` for all ranks' rows; None if some rank's weights have none.
+    def factors(self, weight: Tensor | None, edges: EdgeSet, edge_layout: EdgeLayout) -> Tensor | None:
+        """Return the factors of ``edges.factors`` for all ranks' rows; None if some rank's weights have none.
 
         Shapes:
             weight ``[E]`` -> ``[V]``.
@@ -93,10 +93,10 @@ class SlicedReads:
         constants = self._constants
         if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
-        key = ("roots of all", address(weight), weight.numel(), id(edges))
+        key = ("factors of all", address(weight), weight.numel(), id(edges))
         found: Tensor | None = constants.cached(key)
         if found is None:
-            own, count = edges.roots(weight), edges.halo_exchange.own
+            own, count = edges.factors(weight), edges.halo_exchange.own
             told = weight.new_full((count, 1), nan) if own is None else own[:count].unsqueeze(1)
             with constants.once():
                 cut, site = edge_layout.everything(1), "roots of weights"
@@ -314,7 +314,7 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, LazyTensor) else rows, None
     scope, site = edges.scope, source.site
-    root = scope.sliced.roots(weight, edges, edge_layout)
+    root = scope.sliced.factors(weight, edges, edge_layout)
     weight = weight if root is None else None
     if weight is not None:
         share = share_of(weight)

@@ -87,7 +87,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         and axis == 0
         and not rest
     ):
-        late = scope.deferral.put_off(base, index, placement)
+        late = scope.deferral.defer(base, index, placement)
         if late is not None:
             return late
     base = now(base)
@@ -287,7 +287,7 @@ def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | SparseFeatures
         return None
     if scope.axes.of(x) != 0 or scope.placements.get(weight) is not None:
         return None
-    rows = scope.deferral.thinned(x)
+    rows = scope.deferral.as_sparse(x)
     return x if isinstance(rows, SparseFeatures) and rows.dtype != weight.dtype else rows
 
 

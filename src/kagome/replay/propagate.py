@@ -67,9 +67,9 @@ class Recipe:
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the deferred sum of other rows."""
-        source, roots = Source(rows, self.whole, self.site), ((rows, rows._version),)
+        source, versions = Source(rows, self.whole, self.site), ((rows, rows._version),)
         return self.edges.rows(
-            LazyTensor(Total(Message(self.edges, None, source, self.weight, roots=roots), self.how))
+            LazyTensor(Total(Message(self.edges, None, source, self.weight, versions=versions), self.how))
         )
 
 

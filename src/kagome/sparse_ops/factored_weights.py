@@ -20,7 +20,7 @@ NEAR = 16
 """Largest difference between the product of two factors and the weight, in units of rounding."""
 
 
-def roots_of(weight: Tensor, edges: Structure) -> Tensor:
+def factors_of(weight: Tensor, edges: Structure) -> Tensor:
     """Return a factor for each row that edges read, whose products are the weights; empty if there are none.
 
     The factor of an own row is the root of its self-loop's weight. The factor of a halo row follows from any
