@@ -101,20 +101,20 @@ def test_another_question_is_refused() -> None:
     assert not taped.runs
 
 
-def test_what_is_kept_for_ever_is_asked_for_aside() -> None:
+def test_what_is_kept_for_ever_is_asked_for_unrecorded() -> None:
     peers, tape = Peers(), Tape()
     taped = RecordedRows(peers)
     with taped.writing(tape):
         rows(taped, "a")
-        with taped.aside():
+        with taped.unrecorded():
             assert rows(taped, "degrees") == 2
         assert rows(taped, "b") == 3
     assert [what for what, _ in tape] == ["a", "b"]
     with taped.reading(tape):
         assert rows(taped, "a") == 1
-        with taped.aside(), pytest.raises(ModelError, match="degrees"):
+        with taped.unrecorded(), pytest.raises(ModelError, match="degrees"):
             rows(taped, "degrees")  # it was to be found, and nobody answers now
         assert rows(taped, "b") == 3
-    with taped.aside():
+    with taped.unrecorded():
         assert rows(taped, "c") == 4
     assert peers.asked == ["a", "degrees", "b", "c"]

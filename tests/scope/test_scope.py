@@ -72,9 +72,9 @@ def test_values_of_constants_are_kept_until_they_are_written_to() -> None:
 
 
 def test_a_sample_of_rows_serves_sums_alone() -> None:
-    Part().reads.needs_all("a softmax over neighbours")
+    Part().reads.refuse_sample("a softmax over neighbours")
     with pytest.raises(ModelError, match="a softmax over neighbours"):
-        Part(sums_only=True).reads.needs_all("a softmax over neighbours")
+        Part(sums_only=True).reads.refuse_sample("a softmax over neighbours")
 
 
 def test_a_forward_counts_its_draws_and_names_reads_by_their_arguments() -> None:

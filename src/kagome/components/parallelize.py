@@ -200,7 +200,7 @@ class ParallelModel:
         it found, so the last is taken off first.
         """
         with ExitStack() as undo:
-            if not self.scope.aside:
+            if not self.scope.plain:
                 undo.callback(apply_rules(self.model, self.scope))
                 undo.callback(install(self.model, self.scope))
                 if self.options.recompute:

@@ -187,7 +187,7 @@ class Deferral:
         """Return the softmax over each row's in-edges if ``index`` holds the graph's targets; else None."""
         edges = self._by_target(value, index, dim)
         if self.axes.names_targets(index):
-            self.reads.needs_all("a softmax over neighbours")
+            self.reads.refuse_sample("a softmax over neighbours")
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():  # this is not the user's computation
@@ -198,7 +198,7 @@ class Deferral:
         self.axes.refuse_lost(value)
         edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
         if how not in SUMS and self.axes.names_targets(index):
-            self.reads.needs_all(f"the reduction {how} over neighbours")
+            self.reads.refuse_sample(f"the reduction {how} over neighbours")
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():

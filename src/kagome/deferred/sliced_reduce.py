@@ -71,7 +71,7 @@ class SlicedReads:
         """Return the edges of all ranks, fetched at the first call. All ranks make that call together."""
         if edges not in self._layouts:
             halo_exchange, view = edges.halo_exchange, edges.placement.view
-            with torch._C.DisableTorchFunction(), self._channel.aside():
+            with torch._C.DisableTorchFunction(), self._channel.unrecorded():
                 if view not in self._places:
                     self._places[view] = places_of(halo_exchange, self._tensor)
                 self._layouts[edges] = edge_layout_of(

@@ -20,7 +20,7 @@ from kagome.feature_parallel.tiled_reduce import (
     DestinationChunk,
     TileBound,
     WorkingMemory,
-    refuse_again,
+    refuse_second_derivative,
     walked,
 )
 from kagome.kernels import ops
@@ -151,7 +151,7 @@ class _ByChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_again()
+        refuse_second_derivative()
         bound: TileBound = ctx.bound
         parts, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         lies = [torch.zeros_like(part) for part in parts]

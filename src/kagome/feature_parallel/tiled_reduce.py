@@ -363,7 +363,7 @@ class _Hop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_again()
+        refuse_second_derivative()
         hop: Hop = ctx.hop
         weight, part = ctx.saved_tensors
         chunks, g = hop.chunks, grads[0].contiguous()
@@ -411,7 +411,7 @@ class _Hop(torch.autograd.Function):
         return g_rows, g_weight, torch.zeros_like(grads[1]), None
 
 
-def refuse_again() -> None:
+def refuse_second_derivative() -> None:
     """Raise ``ModelError`` if backward is itself to be differentiated: chunks keep no graph for that."""
     if torch.is_grad_enabled():
         raise ModelError(

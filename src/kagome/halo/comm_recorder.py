@@ -84,7 +84,7 @@ class RecordedRows:
             yield
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Keep operations inside the block out of the record.
 
         Their results are cached for all forward passes: a second run finds them and must not ask for them

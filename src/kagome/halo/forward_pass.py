@@ -63,7 +63,7 @@ class ForwardPass:
         self.token = torch.zeros((), device=device, requires_grad=grad)
         self.collectives = 0
         self.running = self.over = False
-        self.aside = False
+        self.once = False
         """Whether the running code's results are cached for all forward passes, so that later passes do not
         reach its reads."""
         self.seed = torch.initial_seed()
@@ -94,7 +94,7 @@ class ForwardPass:
                 hint="run it in forward, and return what the loss needs; or train on one rank",
             )
 
-    def refuse_again(self, where: str) -> None:
+    def refuse_rerun(self, where: str) -> None:
         """Refuse collectives in code that runs during backward, such as a layer that a checkpoint reruns."""
         if self.backward is not None:
             raise self.backward.refused()
@@ -112,7 +112,7 @@ class ForwardPass:
 
     def begin(self, site: str, *, grad: bool = False) -> Site:
         """Number the next collective of this forward pass. ``grad`` says whether backward will visit it."""
-        self.refuse_again(site)
+        self.refuse_rerun(site)
         self.refuse_outside(site)
         if self.grad and not torch.is_grad_enabled() and _in_checkpoint():
             # It would run the layer again in backward, in a separate graph that skips ours silently.
@@ -123,20 +123,20 @@ class ForwardPass:
                 hint=_NO_CHECKPOINT,
             )
         self.collectives += 1
-        name = f"{site} (kept)" if self.aside else site
+        name = f"{site} (kept)" if self.once else site
         self._named[name] += 1
         key = (name, self._named[name])
-        trains, grad = self.grad and not self.aside, grad and self.follows()
-        return Site(site, self.collectives, self.epoch, self.checked, grad, key, trains, self.aside)
+        trains, grad = self.grad and not self.once, grad and self.follows()
+        return Site(site, self.collectives, self.epoch, self.checked, grad, key, trains, self.once)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def reading_once(self) -> Iterator[None]:
         """Wrap reads whose results are cached for all forward passes, so that later passes skip them."""
-        before, self.aside = self.aside, True
+        before, self.once = self.once, True
         try:
             yield
         finally:
-            self.aside = before
+            self.once = before
 
     @contextmanager
     def asking(self, channel: RecordedRows, where: str) -> Iterator[None]:
@@ -144,8 +144,8 @@ class ForwardPass:
 
         The request is not part of the user's computation.
         """
-        self.refuse_again(where)
-        with torch._C.DisableTorchFunction(), channel.aside():
+        self.refuse_rerun(where)
+        with torch._C.DisableTorchFunction(), channel.unrecorded():
             yield
 
     @contextmanager
@@ -227,7 +227,7 @@ class RunningForward:
 
     def call(self) -> tuple[str, int]:
         """Return the running module's path and the number of this draw within the forward."""
-        self.forward_pass.refuse_again(self.where())
+        self.forward_pass.refuse_rerun(self.where())
         self.draws += 1
         return self.where(), self.draws
 

@@ -161,7 +161,7 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
             func(*args, **kwargs), Placement(PlacementKind.ROWS, placement.view, axis)
         )
     if placement.kind is PlacementKind.SOURCE and scope.size == 1:
-        scope.reads.goes_beyond("sums for neighbours' rows")
+        scope.reads.report_global_read("sums for neighbours' rows")
         return scope.placements.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, 0, axis))
     if scope.size == 1 or placement.kind is PlacementKind.LOCAL:
         return NotImplemented

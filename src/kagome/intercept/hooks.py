@@ -50,7 +50,7 @@ def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
                 forget(module)
             if scope.forward.forward_pass.outside:
                 return  # the loss runs this module: leave it to torch
-            scope.forward.forward_pass.refuse_again(name)
+            scope.forward.forward_pass.refuse_rerun(name)
             scope.forward.path.append(name)
             refuse_old_hooks(scope, module)
             if isinstance(module, MessagePassing):

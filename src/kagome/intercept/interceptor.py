@@ -95,7 +95,7 @@ class Interceptor(TorchFunctionMode):
         """Whether a result is kept where a model would recompute it in backward: see ``torch_checkpoint``."""
         self.within_once = 0
         """How many nested functions are running whose results are kept so."""
-        self.aside = False
+        self.plain = False
         """Whether forward runs as plain PyG runs it, because the whole graph is local."""
         self.numbered = False
         """Whether forward has told vertices apart by their positions."""
@@ -172,7 +172,7 @@ class Interceptor(TorchFunctionMode):
         forward_pass = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
         self.forward.begin(forward_pass)
         forward_pass.running = True
-        with nullcontext() if self.aside else self:
+        with nullcontext() if self.plain else self:
             yield forward_pass
         self.copies.end(self)
         self.keeping.end(self)

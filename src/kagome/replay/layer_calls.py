@@ -154,7 +154,7 @@ class LayerReplay:
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not learned.bare:
             return None
-        scope.forward.forward_pass.refuse_again(states.path)
+        scope.forward.forward_pass.refuse_rerun(states.path)
         passes = isinstance(layer, MessagePassing)
         scope.forward.layers += passes
         try:

@@ -79,7 +79,7 @@ class Constants:
     @contextmanager
     def once(self) -> Iterator[None]:
         """Surround the computation of a cached value: it has no gradient, and no second pass replays it."""
-        with torch.no_grad(), self._channel.aside(), self._forward.forward_pass.apart():
+        with torch.no_grad(), self._channel.unrecorded(), self._forward.forward_pass.reading_once():
             yield
 
     def forget(self) -> None:

@@ -127,7 +127,7 @@ class NeighborReads:
         self.parts: WeakTensorMap[Any] = WeakTensorMap()
         """What the layer has read in feature slices: see ``deferred.sliced_reduce``."""
         self._with_halo: WeakTensorMap[Any] = WeakTensorMap()
-        self._everyone: HaloExchange | None = None
+        self._all_rows: HaloExchange | None = None
         self._order = torch.empty(0, dtype=torch.int64)
 
     def read(self, rows: Tensor, axis: int, placement: Placement, site: str = "") -> Tensor:
@@ -148,7 +148,7 @@ class NeighborReads:
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
         # Rows made anew in each forward (dropped features) are exchanged again, though they need no gradient.
-        with forward.forward_pass.apart() if constant and constants.is_constant(rows) else nullcontext():
+        with forward.forward_pass.reading_once() if constant and constants.is_constant(rows) else nullcontext():
             whole = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
@@ -190,27 +190,27 @@ class NeighborReads:
                 self._constants.add(value)
         return self._views[1]
 
-    def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
+    def gather_all(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
         """Return the rows of all ranks, with gradient: in the graph's order, or own rows first."""
-        self.needs_all("attention over all vertices")
-        whole = self.knows_everyone().gather(rows, self._forward.forward_pass, self._forward.where())
+        self.refuse_sample("attention over all vertices")
+        whole = self.all_rows_exchange().gather(rows, self._forward.forward_pass, self._forward.where())
         return whole.index_select(0, self._order) if ordered else whole
 
-    def knows_everyone(self) -> HaloExchange:
+    def all_rows_exchange(self) -> HaloExchange:
         """Return the lists by which every rank reads all others' rows. All ranks first call it together."""
-        if self._everyone is None:
+        if self._all_rows is None:
             with self._forward.forward_pass.asking(self._channel, self._forward.where()):
-                self._everyone = all_rows(self._ids.own(), self._channel)
-                assert self._everyone.ids is not None
-                self._order = self._everyone.ids.argsort()
-        return self._everyone
+                self._all_rows = all_rows(self._ids.own(), self._channel)
+                assert self._all_rows.ids is not None
+                self._order = self._all_rows.ids.argsort()
+        return self._all_rows
 
-    def goes_beyond(self, what: str) -> None:
+    def report_global_read(self, what: str) -> None:
         """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
         none = torch.empty(0, 1, device=self._views[0].ids.device)
         self._channel.start(none, ExchangeRequest([0], [0], what, "other"))  # observers of the channel see it
 
-    def needs_all(self, what: str) -> None:
+    def refuse_sample(self, what: str) -> None:
         """Refuse a computation that a sample of rows would bias: the sample is unbiased for sums alone."""
         if self._sums_only:
             raise ModelError(
@@ -222,5 +222,5 @@ class NeighborReads:
 
     def held_lists(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept from one forward pass to the next."""
-        if self._everyone is not None:
-            yield from (self._everyone.send, self._order)
+        if self._all_rows is not None:
+            yield from (self._all_rows.send, self._order)

@@ -203,7 +203,7 @@ class _SumOverHalo(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         forward_pass = inside(ctx.forward_pass)
         if forward_pass is not None and torch.is_grad_enabled():
-            g_rows, g_weight = _SumOverHalo.again(ctx, forward_pass, grads[0])
+            g_rows, g_weight = _SumOverHalo.differentiable_backward(ctx, forward_pass, grads[0])
             return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
         weight, rows, halo = ctx.saved_tensors
         edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
@@ -226,7 +226,7 @@ class _SumOverHalo(torch.autograd.Function):
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
 
     @staticmethod
-    def again(ctx: Any, forward_pass: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def differentiable_backward(ctx: Any, forward_pass: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Compute a backward that can be differentiated, with separate exchange and sum.
 
         See [Note: again] in ``halo.exchange``.

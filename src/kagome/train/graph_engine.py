@@ -157,7 +157,7 @@ class GraphEngine:
     def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
         """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""
         self.scope.forward.fast = self.scope.forward.fast and way == "fast"
-        self.scope.aside = way == "aside"
+        self.scope.plain = way == "aside"
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error to raise for one that the user's forward raised."""
