@@ -62,7 +62,9 @@ class Versioned:
         new = [
             t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there
         ]
-        object.__setattr__(self, "versions", self.versions + tuple((tensor, tensor._version) for tensor in new))
+        object.__setattr__(
+            self, "versions", self.versions + tuple((tensor, tensor._version) for tensor in new)
+        )
 
     def noted(self) -> Sequence[Tensor | None]:
         """Return the tensors whose versions are noted by the expression itself."""

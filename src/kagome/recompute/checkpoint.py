@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
 
 from kagome.deferred.lazy_tensor import now
-from kagome.halo.comm_recorder import Tape
+from kagome.halo.comm_recorder import Record
 from kagome.intercept.hooks import replaced
 from kagome.intercept.interceptor import Interceptor
 from kagome.recompute.snapshot import Given, LayerSnapshot, Standing, mapped, pardoned
@@ -116,7 +116,7 @@ def _kept(
         args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing deferred enters or leaves the layer
         scope.reads.forget()
         given, standing, moment = Given(scope, args, kwargs), Standing(layer), LayerSnapshot(scope)
-    tape: Tape = []
+    record: Record = []
     ran = False
 
     def run(*tensors: Tensor) -> Any:
@@ -124,13 +124,13 @@ def _kept(
         hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
         if not ran:
             ran = True
-            with scope.channel.writing(tape), pardoned(scope.forward.forward_pass, hook):
+            with scope.channel.recording(record), pardoned(scope.forward.forward_pass, hook):
                 return mapped(inner(*args, **kwargs), now)
-        again, named = given.again(tensors)
+        restored, named = given.restored(tensors)
         with ExitStack() as stack:
-            for state in (moment.again(hook), standing.again(), scope.channel.reading(tape), scope):
+            for state in (moment.restored(hook), standing.restored(), scope.channel.replaying(record), scope):
                 stack.enter_context(state)
-            return mapped(inner(*again, **named), now)
+            return mapped(inner(*restored, **named), now)
 
     try:
         # Without a tensor, torch would not know which devices' generators to keep.

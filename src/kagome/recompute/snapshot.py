@@ -43,7 +43,7 @@ class LayerSnapshot:
         self._state, self._draws = self._read()
 
     @contextmanager
-    def again(self, hook: Any) -> Iterator[None]:
+    def restored(self, hook: Any) -> Iterator[None]:
         """Restore that state in a forward pass of its own, where torch's ``hook`` may run layers again."""
         scope, then = self._scope, self._forward_pass
         found, there = self._read(), scope.forward.forward_pass
@@ -128,7 +128,7 @@ class Standing:
         self._before, self._tensors = [], []
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the earlier buffers and attributes for a block, then the current ones.
 
         Raises:
@@ -183,7 +183,7 @@ class Given:
         # Containers are copied, because a layer may write its result into one that it was given.
         self._args, self._kwargs = mapped(args, self._keep, anew=True), mapped(kwargs, self._keep, anew=True)
 
-    def again(self, tensors: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
+    def restored(self, tensors: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments again, with the tensors that autograd kept, placed as before.
 
         Raises:

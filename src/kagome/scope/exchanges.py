@@ -148,7 +148,9 @@ class NeighborReads:
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
         # Rows made anew in each forward (dropped features) are exchanged again, though they need no gradient.
-        with forward.forward_pass.reading_once() if constant and constants.is_constant(rows) else nullcontext():
+        with (
+            forward.forward_pass.reading_once() if constant and constants.is_constant(rows) else nullcontext()
+        ):
             whole = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
         out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:

@@ -226,7 +226,9 @@ class _SumOverHalo(torch.autograd.Function):
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
 
     @staticmethod
-    def differentiable_backward(ctx: Any, forward_pass: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def differentiable_backward(
+        ctx: Any, forward_pass: ForwardPass, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Compute a backward that can be differentiated, with separate exchange and sum.
 
         See [Note: again] in ``halo.exchange``.
