@@ -67,7 +67,7 @@ def test_the_product_and_its_gradients_are_those_of_all_numbers(
     with at(ALL):
         found = sparse_features.sparse_of(x)
     assert found is not None
-    torch.testing.assert_close(found.whole(), x, rtol=0, atol=0)
+    torch.testing.assert_close(found.to_dense(), x, rtol=0, atol=0)
     ours = product(partial(dense.linear, found), weight, bias)
     theirs = product(partial(functional.linear, x), weight, bias)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -96,7 +96,7 @@ def test_the_product_of_a_sum_is_that_of_the_rows_summed(own, halo, edges, weigh
         found = sparse_features.sparse_of(x, Structure(source, target, own, own + halo), each, scale)
     assert found is not None
     weight = torch.randn(5, 17, dtype=torch.float64)
-    torch.testing.assert_close(found.whole(), rows, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.to_dense(), rows, rtol=0, atol=1e-12)
     ours = product(partial(dense.linear, found), weight, None)
     torch.testing.assert_close(ours, product(partial(functional.linear, rows), weight, None))
 

@@ -177,7 +177,7 @@ class Deferral:
             placement is not None
             and placement.kind is PlacementKind.PAIRS
             and placement.axis == 0
-            and placement.whole
+            and placement.is_complete
         )
         if not fits or not supports(x) or x.dtype != weight.dtype:
             return False

@@ -272,7 +272,7 @@ def _contracted(placements: Placements, args: tuple[Any, ...], kwargs: dict[str,
         return NotImplemented
     else:
         s, own = term.message.edges.structure, term.target.reshape(-1, heads, columns)
-        whole = term.message.whole().reshape(-1, heads, columns)
-        out = edge_softmax.dots(own, whole, s) + edge.dots(own, s)
+        with_halo = term.message.with_halo().reshape(-1, heads, columns)
+        out = edge_softmax.dots(own, with_halo, s) + edge.dots(own, s)
     out = out if dims == 3 else out.squeeze(-1)
     return placements.put(out.unsqueeze(-1) if keep else out, _pairs(placements, args))

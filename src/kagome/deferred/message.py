@@ -65,7 +65,7 @@ class EdgeSet:
         """Return one factor per row that edges read, whose products are the weights; None if there are none.
 
         Shapes:
-            weight ``[E]`` -> ``[whole]``.
+            weight ``[E]`` -> ``[num_sources]``.
         """
         constants = self.scope.constants
         if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
@@ -76,7 +76,7 @@ class EdgeSet:
             with constants.once():
                 found = factors_of(weight, self.structure)
             constants.cache(key, found)
-        return found if found.numel() == self.structure.whole else None
+        return found if found.numel() == self.structure.num_sources else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +85,12 @@ class Source:
 
     Args:
         rows: Own rows ``[n, ...]``, or all ``[n + H, ...]``.
-        whole: Whether halo rows are included.
+        has_halo: Whether halo rows are included.
         site: The name of the read.
     """
 
     rows: Tensor
-    whole: bool
+    has_halo: bool
     site: str
 
 
@@ -183,14 +183,14 @@ class Message(Versioned):
             self.form == "sum" and self.weight is None and (self.target is None) is not (self.source is None)
         )
 
-    def whole(self) -> Tensor:
+    def with_halo(self) -> Tensor:
         """Return all rows that the edges read, own and halo."""
         assert self.source is not None
         self.check()
         rows = now(self.source.rows)
         return (
             rows
-            if self.source.whole
+            if self.source.has_halo
             else self.edges.scope.reads.read(rows, 0, self.edges.placement, self.source.site)
         )
 
@@ -202,15 +202,15 @@ class Message(Versioned):
             assert self.target is not None
             out = edge_sum.gather(self.target, s, "target")
         elif self.target is None:
-            out = edge_sum.gather(self.whole(), s, "source")
+            out = edge_sum.gather(self.with_halo(), s, "source")
             if self.weight is not None:
                 weight = now(self.weight)
                 out = out * weight.view(*weight.shape, *[1] * (out.dim() - weight.dim()))
         elif self.form == "product":
-            out = edge_sum.gather(self.target, s, "target") * edge_sum.gather(self.whole(), s, "source")
+            out = edge_sum.gather(self.target, s, "target") * edge_sum.gather(self.with_halo(), s, "source")
         else:
             slope = self.slope if self.form == "leaky" else None
-            out = edge_softmax.join(self.target, self.whole(), slope, s)
+            out = edge_softmax.join(self.target, self.with_halo(), slope, s)
             out = out if self.att is None else out * self.att
         return self.edges.pairs(out)
 
@@ -298,10 +298,10 @@ def widened(message: Message) -> Message:
     In feature slices the operation applies to own rows, since rows are sent later.
     """
     source = message.source
-    if source is None or source.whole or message.edges.scope.sliced.on:
+    if source is None or source.has_halo or message.edges.scope.sliced.on:
         return message
-    whole = message.whole()
-    return replace(message, source=Source(whole, True, source.site))
+    with_halo = message.with_halo()
+    return replace(message, source=Source(with_halo, True, source.site))
 
 
 def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = False) -> Message:
@@ -321,7 +321,7 @@ def with_rows(message: Message, target: Tensor | None, source: Tensor | None) ->
     place = message.source
     if target is not None:
         message.edges.rows(target)
-    if place is not None and source is not None and not place.whole:
+    if place is not None and source is not None and not place.has_halo:
         message.edges.rows(source)
     ends = None if place is None or source is None else replace(place, rows=source)
     return replace(message, target=target, source=ends, versions=())
@@ -343,7 +343,7 @@ def joined(one: Message, two: Message, sign: int = 1) -> Message:
 
     one.check()
     two.check()
-    if one.source is not None and two.source is not None and one.source.whole is not two.source.whole:
+    if one.source is not None and two.source is not None and one.source.has_halo is not two.source.has_halo:
         one, two = widened(one), widened(two)
     place = replace(one, source=one.source or two.source)
     return with_rows(place, added(one.target, two.target), added(source_rows(one), source_rows(two)))

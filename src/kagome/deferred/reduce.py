@@ -89,7 +89,7 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
         edge_layout = sliced_reduce.edge_layout_for(expr.message)
         if edge_layout is not None:
             return sliced_reduce.column_softmax(expr.share.logits, expr.message, edge_layout)
-        z, m = expr.share.logits.whole(), expr.message.whole()
+        z, m = expr.share.logits.with_halo(), expr.message.with_halo()
         return edges.rows(edge_softmax.column_softmax(z, m, s))
     if isinstance(expr, EdgeTerm) and expr.target is None and how in ("sum", "mean"):
         return _with_edges(expr, how)
@@ -126,7 +126,7 @@ def _extreme(message: Message, sign: int) -> Tensor:
     if edge_layout is not None:
         return now(sliced_reduce.extreme(message, sign, edge_layout))
     s = message.edges.structure
-    return edge_sum.neighbor_extreme(flat(message.whole()), s, sign).view(s.own, *message.trailing)
+    return edge_sum.neighbor_extreme(flat(message.with_halo()), s, sign).view(s.own, *message.trailing)
 
 
 def _total(message: Message, how: Reduce) -> Tensor:
@@ -187,8 +187,8 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
         return scope.as_sparse(found) if multiplied else found
     if multiplied:
         return found
-    whole: Tensor | None = scope.constants.cached(("whole", key))
-    return scope.constants.cache(("whole", key), found.whole()) if whole is None else whole
+    dense_sum: Tensor | None = scope.constants.cached(("dense", key))
+    return scope.constants.cache(("dense", key), found.to_dense()) if dense_sum is None else dense_sum
 
 
 def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
@@ -197,21 +197,21 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     assert source is not None
     if not multiplied or sliced_reduce.edge_layout_for(message) is not None or not is_sparse(rows):
         return now(_sum(message, rows, how))
-    if not source.whole and edges.scope.ranks.size > 1:
-        whole = edges.scope.reads.held(rows, edges.placement)
-        if whole is None:
+    if not source.has_halo and edges.scope.ranks.size > 1:
+        with_halo = edges.scope.reads.held(rows, edges.placement)
+        if with_halo is None:
             halo = (
                 edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, source.site)
                 .fetch(rows)
                 .wait()
             )
-            whole = torch.cat([rows, halo])
-        rows = whole
+            with_halo = torch.cat([rows, halo])
+        rows = with_halo
     scale = edges.structure.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
     sparse = sparse_of(rows, edges.structure, weight, scale)
     if sparse is not None:
         return sparse
-    known = replace(message, source=replace(source, rows=rows, whole=True), versions=())
+    known = replace(message, source=replace(source, rows=rows, has_halo=True), versions=())
     return now(_sum(known, rows, how))
 
 
@@ -241,12 +241,12 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
     halo_work = None
-    if not message.source.whole and edges.scope.ranks.size > 1:
-        whole = edges.scope.reads.held(rows, edges.placement)
-        if whole is None:
+    if not message.source.has_halo and edges.scope.ranks.size > 1:
+        with_halo = edges.scope.reads.held(rows, edges.placement)
+        if with_halo is None:
             halo_work = edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, message.source.site)
         else:
-            shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
+            shaped = with_halo.reshape(with_halo.size(0), *shaped.shape[1:])
     out = edge_sum.neighbor_sum(
         shaped.contiguous(),
         s,

@@ -411,7 +411,7 @@ def _side_by_side(
             return NotImplemented
         return first.edges.pairs(LazyTensor(Beside(tuple(kept))))
     dim %= len(first.shape) + 1
-    ends = {(m.target is None, m.source is None, m.source is not None and m.source.whole) for m in kept}
+    ends = {(m.target is None, m.source is None, m.source is not None and m.source.has_halo) for m in kept}
     if dim == 0 or len(ends) != 1:
         return NotImplemented
     for one in kept:
@@ -442,13 +442,13 @@ def _dotted(
     if m.form == "leaky" and m.att is None:
         return NotImplemented
     s = m.edges.structure
-    own, whole = _three(m.target), _three(m.whole())
+    own, with_halo = _three(m.target), _three(m.with_halo())
     if m.form == "product":
-        out = edge_softmax.dots(own, whole, s)
+        out = edge_softmax.dots(own, with_halo, s)
     else:
         assert m.att is not None
         att = m.att.expand(m.trailing).reshape(own.shape[1:])
-        out = edge_softmax.leaky_dots(own, whole, att, m.slope, s)
+        out = edge_softmax.leaky_dots(own, with_halo, att, m.slope, s)
     out = out if dims == 3 else out.squeeze(-1)
     return m.edges.pairs(out.unsqueeze(-1) if keep else out)
 

@@ -142,13 +142,13 @@ def ends(logits: Message) -> tuple[Tensor, Tensor]:
     """Return the numbers of the rows that edges write, and of those that they read.
 
     Shapes:
-        ``[own, H]``, ``[whole, H]``.
+        ``[own, H]``, ``[num_sources, H]``.
 
     Cost:
         On several parts, an exchange of ``H`` numbers per halo row.
     """
     assert logits.target is not None
-    return flat(logits.target), flat(logits.whole())
+    return flat(logits.target), flat(logits.with_halo())
 
 
 def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

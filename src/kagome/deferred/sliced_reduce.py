@@ -106,7 +106,7 @@ class SlicedReads:
                 if edge_layout.halo is not None:  # all parts refuse what one part cannot do
                     doubt = self._channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
             found = constants.cache(key, weight.new_empty(0) if bool(doubt) else found)
-        return found if found.numel() == edge_layout.structure.whole else None
+        return found if found.numel() == edge_layout.structure.num_sources else None
 
     def split(
         self, rows: Tensor, cut: SliceCut, edge_layout: EdgeLayout, site: str, *, of_edges: bool = False
@@ -139,7 +139,7 @@ class SlicedReads:
         """Return all rows that the group's edges read, in this rank's columns: own rows, then other parts'.
 
         Shapes:
-            ``[V, d]`` -> ``[whole, d]``.
+            ``[V, d]`` -> ``[num_sources, d]``.
         """
         if edge_layout.halo is None:
             return part
@@ -289,7 +289,7 @@ def edge_layout_for(message: Message) -> EdgeLayout | None:
     Rows that this layer has already read with their halo are not sliced.
     """
     source, scope = message.source, message.edges.scope
-    if source is None or source.whole or not scope.sliced.on:
+    if source is None or source.has_halo or not scope.sliced.on:
         return None
     if (
         not isinstance(source.rows, LazyTensor)

@@ -185,11 +185,11 @@ def edge_layout_of(structure: Structure, places: RowPlaces, channel: Exchange) -
     source, target = _told(ends, places.tensor_group, channel).t().to(torch.int64).contiguous().unbind(0)
     total = sum(places.counts)
     counts = places.tensor_group.inside(_counts(structure.edges, channel))
-    whole = total + (0 if places.halo is None else places.halo.halo)
+    num_sources = total + (0 if places.halo is None else places.halo.halo)
     return EdgeLayout(
         AllToAll(places.counts, channel, source.device),
         AllToAll(counts, channel, source.device),
-        Structure(source, target, total, whole),
+        Structure(source, target, total, num_sources),
         places.tensor_group,
         places.halo,
     )

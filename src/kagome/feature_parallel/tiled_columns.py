@@ -122,7 +122,7 @@ def by_chunk(
 
 def _read(bound: TileBound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copy the rows of a chunk to the device, padded with zeros to the number of rows of its structure."""
-    more = chunk.structure.whole - chunk.reads.numel()
+    more = chunk.structure.num_sources - chunk.reads.numel()
     rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
     return tuple(torch.cat([each, each.new_zeros(more, each.size(1))]) if more else each for each in rows)
 

@@ -174,7 +174,7 @@ class _Watched:
         return (
             None
             if self.scope.forward.forward_pass.outside
-            else self.scope.layer_replay.whole(self.states, args, kwargs)
+            else self.scope.layer_replay.call_module(self.states, args, kwargs)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

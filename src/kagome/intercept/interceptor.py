@@ -112,7 +112,7 @@ class Interceptor(TorchFunctionMode):
     def _wire(self, tensor: int, *, fast: bool, sums_only: bool) -> None:
         """Make what handlers and layer rules ask of this part, each from those before it."""
         channel, views = self.channel, self.views
-        self.placements = placements = Placements(whole=not self.parted)
+        self.placements = placements = Placements(all_local=not self.parted)
         self.forward = forward = RunningForward(self.device, fast=fast)
         self.where = forward.where
         self.axes = axes = Axes(placements, self.vertices, forward)

@@ -81,7 +81,7 @@ class Placement:
     origin: str = ""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether there is one row for each own vertex or edge."""
         return self.subset is None and self.each == 1
 
@@ -113,16 +113,16 @@ class Placements:
     """The placements of all living tensors of one forward, and the rules by which they propagate.
 
     Args:
-        whole: Whether the whole graph is local, in its own order, so that ids mean what they mean to the
+        all_local: Whether the whole graph is local, in its own order, so that ids mean what they mean to the
             user.
     """
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, all_local: bool = False) -> None:
         self._table: WeakTensorMap[Placement] = WeakTensorMap()
         self._weights: WeakTensorMap[bool] = WeakTensorMap()
         self._memory: WeakTensorMap[Placement] = WeakTensorMap()
         self._loses = False
-        self.whole = whole
+        self.all_local = all_local
 
     def get(self, tensor: Any) -> Placement | None:
         """Return the placement of a tensor, or None; any other object has none."""
@@ -130,7 +130,7 @@ class Placements:
         if (
             placement is None
             and type(tensor) is nn.Parameter
-            and not self.whole
+            and not self.all_local
             and tensor not in self._weights
         ):
             return self._of_parameter(tensor)
@@ -158,7 +158,7 @@ class Placements:
     def put(self, tensor: Tensor, placement: Placement | None) -> Tensor:
         """Set or remove the placement of a tensor, and return the tensor."""
         if placement is not None and not (
-            self.whole and placement.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)
+            self.all_local and placement.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)
         ):
             self._table[tensor] = placement
             if placement.kind is PlacementKind.LOST:
@@ -190,7 +190,7 @@ class Placements:
                 if not out.is_floating_point() and out.dtype != torch.bool:
                     order = name == "argsort" or (name == "sort" and place)
                     self.put(out, Placement(PlacementKind.LOCAL) if order else mixed)
-                elif mixed.kind is PlacementKind.LOCAL and not self.whole:
+                elif mixed.kind is PlacementKind.LOCAL and not self.all_local:
                     _lose(self, name, out)
             return
         first = self.get(args[0]) if args else None
@@ -201,7 +201,7 @@ class Placements:
 
     def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement | None:
         """Return the placement of a lost tensor among a call's arguments; None if there is none."""
-        if self.whole or not self._loses:
+        if self.all_local or not self._loses:
             return None
         placements = map(self.get, tensors(args, kwargs))
         return next(
@@ -480,7 +480,7 @@ def _spread_rows(
         placements.put(result, placement)  # each row is written by the edges that end in it
         return
     with_edges = any(m.kind is PlacementKind.PAIRS for m in found)
-    if not placements.whole and (
+    if not placements.all_local and (
         (name in _PRODUCTS and _outer(placements, args))
         or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
         or (name.strip("_") in ELEMENTWISE and _crossed(placements, args, kwargs))
@@ -488,7 +488,9 @@ def _spread_rows(
         _lose(placements, name, result, PAIRS)
         return
     unlike = (
-        not placements.whole and placement.kind in VERTICES and _unlike(placements, placement, args, kwargs)
+        not placements.all_local
+        and placement.kind in VERTICES
+        and _unlike(placements, placement, args, kwargs)
     )
     for out in _outputs(result):
         place = None if unlike else place_of(name, args, kwargs, carrier, axis, rows, out)
@@ -512,7 +514,7 @@ def _spread_rows(
             and (new := merged(carrier, axis, placement.each, out))
         ):
             placements.put(out, replace(placement, axis=new[0], each=new[1]))
-        elif not placements.whole and (
+        elif not placements.all_local and (
             placement.kind is PlacementKind.PAIRS or not with_edges
         ):  # values of edges combined with those of loops are not lost
             _lose(placements, name, out)
@@ -523,7 +525,7 @@ def _unlike(
 ) -> bool:
     """Return True if the arguments' rows belong to different vertices."""
     others = [m for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES]
-    if placement.whole and all(other.whole for other in others):
+    if placement.is_complete and all(other.is_complete for other in others):
         return False
     subset = placement.subset
     return any(

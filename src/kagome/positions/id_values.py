@@ -231,7 +231,7 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
         return NotImplemented
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    whole = isinstance(least, SymbolicSize) and least.of_vertices and least.placement.whole
+    whole = isinstance(least, SymbolicSize) and least.of_vertices and least.placement.is_complete
     if not whole and int(least) != scope.vertices:
         raise refused(
             scope,

@@ -180,7 +180,7 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         return numbers(scope, name, func, args, kwargs)
     if from_library():
         return NotImplemented  # PyG makes ids of own rows this way
-    if not end.placement.whole:
+    if not end.placement.is_complete:
         raise refused(scope, "an arange that counts rows of some vertices, or several a vertex")
     named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
     placement = Placement(PlacementKind.NUMBERS)

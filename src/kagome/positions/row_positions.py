@@ -82,7 +82,7 @@ def _chosen(
         places = scope.ids.local_of(item)
         out = (
             rows_at(now(base), placement, places, whole=False)
-            if placement.whole and item.dim() == 1
+            if placement.is_complete and item.dim() == 1
             else NotImplemented
         )
         return out if out is NotImplemented else scope.placements.put(out, replace(placement))

@@ -39,7 +39,7 @@ def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         ):
             return NotImplemented
         placement = head.stop.placement
-        if not placement.whole or base.size(0) < scope.vertices:
+        if not placement.is_complete or base.size(0) < scope.vertices:
             return NotImplemented
         scope.numbered = True
         own = func(base, scope.ids.of(placement)) if scope.parted else func(base, head)
@@ -121,7 +121,7 @@ def original(
     held = scope.placements.get(table)
     if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
-    if held is not None and held.kind in VERTICES and not held.whole:
+    if held is not None and held.kind in VERTICES and not held.is_complete:
         raise refused(scope, "edges that read rows of some vertices only, by ids of all of them")
     if held is not None or table.size(axis) == scope.own:
         return None
@@ -147,7 +147,7 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
     held = scope.placements.get(base)
     if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
-    if held is not None and held.kind in VERTICES and not held.whole:
+    if held is not None and held.kind in VERTICES and not held.is_complete:
         raise refused(scope, "edges that write to rows of some vertices only, by ids of all of them")
     if not has_all(scope, base, axis) or base.size(axis) == scope.own:
         return base
@@ -249,7 +249,7 @@ def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
         placement = scope.placements.get(value)
         if placement is not None and placement.kind is PlacementKind.LOST:
             raise lost(scope, placement)
-        if placement is not None and placement.kind in VERTICES and not placement.whole:
+        if placement is not None and placement.kind in VERTICES and not placement.is_complete:
             raise refused(scope, f"{what} with rows of some vertices only, of shape {list(value.shape)}")
 
 
@@ -321,7 +321,7 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
         ),
         None,
     )
-    if placed is None or not placed[1].whole:
+    if placed is None or not placed[1].is_complete:
         return None
     right = placed[1].axis - placed[0].dim()
     # The result of an operator like += takes the place of its operand, so that is not a write to a table.

@@ -172,7 +172,7 @@ def _survey(graph: LayerGraph, net: ParallelModel) -> Survey:
         placement = scope.placements.get(value)
         if placement is None:
             return "fixed"
-        kind, rows = kinds.get(placement.kind, ("none", 0)) if placement.whole else ("none", 0)
+        kind, rows = kinds.get(placement.kind, ("none", 0)) if placement.is_complete else ("none", 0)
         return kind if placement.axis == 0 and value.dim() > 0 and value.size(0) == rows else "none"
 
     with one_pass(net):

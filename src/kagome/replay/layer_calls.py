@@ -148,7 +148,7 @@ class LayerReplay:
                 return None
             return learned.replay(scope, leaves)
 
-    def whole(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call_module(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Replay a call of the module itself without torch's hooks; None if one of them must run."""
         scope, layer = self.scope, states.layer
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))

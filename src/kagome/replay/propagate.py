@@ -41,7 +41,7 @@ class Recipe:
         state: The layer's settings at that time.
         place: The position of the rows that were summed.
         edges: The edges of the sum.
-        whole: Whether those were all rows, own and halo.
+        has_halo: Whether those were all rows, own and halo.
         site: The name of the read.
         weight: The weight of each edge.
         how: Sum or mean.
@@ -52,7 +52,7 @@ class Recipe:
     state: State
     place: int
     edges: EdgeSet
-    whole: bool
+    has_halo: bool
     site: str
     weight: Tensor | None
     how: Reduce
@@ -67,7 +67,7 @@ class Recipe:
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the deferred sum of other rows."""
-        source, versions = Source(rows, self.whole, self.site), ((rows, rows._version),)
+        source, versions = Source(rows, self.has_halo, self.site), ((rows, rows._version),)
         return self.edges.rows(
             LazyTensor(Total(Message(self.edges, None, source, self.weight, versions=versions), self.how))
         )
@@ -117,7 +117,7 @@ class PropagateCache:
                 return
             edges, weight, how = message.edges, message.weight, expr.how
             self._recipes[key] = Recipe(
-                given, layer, state_of(layer), place, edges, source.whole, source.site, weight, how
+                given, layer, state_of(layer), place, edges, source.has_halo, source.site, weight, how
             )
 
 

@@ -38,7 +38,7 @@ class Op:
 
     Args:
         run: The function that is called.
-        whole: Whether it takes its arguments as a tuple and a dict.
+        packed: Whether it takes its arguments as a tuple and a dict.
         args: Positional arguments.
         kwargs: Named arguments.
         path: The module in which the call was made, where that matters.
@@ -46,7 +46,7 @@ class Op:
     """
 
     run: Callable[..., Any]
-    whole: bool
+    packed: bool
     args: tuple[Part, ...]
     kwargs: tuple[tuple[str, Part], ...]
     path: str | None
@@ -56,7 +56,7 @@ class Op:
         """Repeat the call on other values."""
         args = tuple([filled(part, values) for part in self.args])
         kwargs = {name: filled(part, values) for name, part in self.kwargs} if self.kwargs else {}
-        if not self.whole:
+        if not self.packed:
             out = self.run(*args, **kwargs)
         elif self.path is None or self.path == scope.where():
             out = self.run(args, kwargs)
@@ -128,7 +128,7 @@ class CallRecorder:
         self._paused -= 1
 
     def _add(
-        self, run: Any, whole: bool, given: Any, passed: Any, out: Any, path: str | None, asked: bool
+        self, run: Any, packed: bool, given: Any, passed: Any, out: Any, path: str | None, asked: bool
     ) -> None:
         if self._paused or not self.sound:
             return
@@ -148,7 +148,7 @@ class CallRecorder:
             return
         single = isinstance(out, Tensor)
         self.ops.append(
-            Op(run, whole, args, kwargs, path, self.scope.placements.get(out) if single else None)
+            Op(run, packed, args, kwargs, path, self.scope.placements.get(out) if single else None)
         )
         self.sound = single or all(self.scope.placements.get(value) is None for value in outs)
         for value in outs:

@@ -91,8 +91,8 @@ class Constants:
         """Yield the tensors that are kept from one forward pass to the next."""
         for value, _ in self.computed.values():
             yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
-        for _, _, whole in self.with_halo.values():
-            yield whole
+        for _, _, rows in self.with_halo.values():
+            yield rows
         for tensor, _ in self._held.values():
             yield tensor
 

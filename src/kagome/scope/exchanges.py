@@ -151,8 +151,8 @@ class NeighborReads:
         with (
             forward.forward_pass.reading_once() if constant and constants.is_constant(rows) else nullcontext()
         ):
-            whole = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
-        out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
+            with_halo = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
+        out = with_halo.reshape(with_halo.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
             constants.with_halo[rows] = (rows._version, placement.view, known[2] if known and there else out)
         elif forward.fast and axis == 0:
@@ -195,8 +195,8 @@ class NeighborReads:
     def gather_all(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
         """Return the rows of all ranks, with gradient: in the graph's order, or own rows first."""
         self.refuse_sample("attention over all vertices")
-        whole = self.all_rows_exchange().gather(rows, self._forward.forward_pass, self._forward.where())
-        return whole.index_select(0, self._order) if ordered else whole
+        with_halo = self.all_rows_exchange().gather(rows, self._forward.forward_pass, self._forward.where())
+        return with_halo.index_select(0, self._order) if ordered else with_halo
 
     def all_rows_exchange(self) -> HaloExchange:
         """Return the lists by which every rank reads all others' rows. All ranks first call it together."""

@@ -109,14 +109,14 @@ class Axes:
     def of_each_vertex(self, tensor: Any) -> bool:
         """Return True if a tensor has one row for each own vertex."""
         placement = self.placements.get(tensor)
-        return placement is not None and placement.kind in VERTICES and placement.whole
+        return placement is not None and placement.kind in VERTICES and placement.is_complete
 
     def vertices_counted(self, value: Any) -> int | None:
         """Return the whole graph's vertex count if a value is the count of own vertices; else None."""
         counted = (
             isinstance(value, SymbolicSize)
             and value.placement.kind is PlacementKind.ROWS
-            and value.placement.whole
+            and value.placement.is_complete
         )
         return self.vertices if counted else None
 

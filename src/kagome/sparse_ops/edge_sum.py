@@ -59,8 +59,8 @@ def neighbor_sum(
         forward_pass: The forward pass whose token is passed along; needed with ``halo_work``.
 
     Shapes:
-        rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
-        ``[own]``; factor ``[whole]``; result ``[own, F]`` or ``[own, H, C]``.
+        rows ``[own or num_sources, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``;
+        scale ``[own]``; factor ``[num_sources]``; result ``[own, F]`` or ``[own, H, C]``.
 
     Cost:
         Keeps ``weight``, and the rows too if the weight has a gradient. Sends what ``halo_work`` states.
@@ -82,7 +82,7 @@ def gather(rows: Tensor, edges: Structure, end: Literal["source", "target"]) -> 
     """Return ``rows[end of each edge]``; backward sums over the edges by that end, without ``index_add``.
 
     Shapes:
-        ``[own or whole, ...]`` -> ``[E, ...]``.
+        ``[own or num_sources, ...]`` -> ``[E, ...]``.
     """
     out: Tensor = _Gather.apply(rows, edges, end)  # type: ignore[no-untyped-call]
     return out
@@ -111,16 +111,16 @@ def edge_extreme(values: Tensor, edges: Structure, sign: int) -> Tensor:
     return out
 
 
-def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
+def neighbor_extreme(with_halo: Tensor, edges: Structure, sign: int) -> Tensor:
     """Return the maximum (sign 1) or minimum (-1) of neighbours' rows by column; zeros without any.
 
     Shapes:
-        ``[whole, F]`` -> ``[own, F]``.
+        ``[num_sources, F]`` -> ``[own, F]``.
 
     Cost:
         Keeps the rows and two numbers an entry of the result; equal values share a gradient.
     """
-    out: Tensor = _NeighborExtreme.apply(whole, edges, sign)  # type: ignore[no-untyped-call]
+    out: Tensor = _NeighborExtreme.apply(with_halo, edges, sign)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -210,7 +210,7 @@ class _SumOverHalo(torch.autograd.Function):
         near, far = (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
-            beyond = slice(edges.own, edges.whole)
+            beyond = slice(edges.own, edges.num_sources)
             away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
             coming = halo_work.give(away)
             g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
@@ -237,17 +237,17 @@ class _SumOverHalo(torch.autograd.Function):
         edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         g = _times(grad, ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
-            lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.whole))
+            lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.num_sources))
             own = halo_work.exchange.reduced(
                 lies.reshape(lies.size(0), _width(lies)), forward_pass, halo_work.site
             )
             g_rows = own.view(-1, *lies.shape[1:])
         if ctx.needs_input_grad[1]:
-            whole = halo_work.exchange.gathered(
+            with_halo = halo_work.exchange.gathered(
                 rows.reshape(rows.size(0), _width(rows)), forward_pass, halo_work.site
             )
-            whole = _times(whole.view(-1, *rows.shape[1:]), ctx.factor)
-            g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, whole)).view_as(weight)
+            with_halo = _times(with_halo.view(-1, *rows.shape[1:]), ctx.factor)
+            g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, with_halo)).view_as(weight)
         return g_rows, g_weight
 
 
@@ -317,14 +317,14 @@ class _EdgeExtreme(torch.autograd.Function):
 
 class _NeighborExtreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, edges: Structure, sign: int) -> Tensor:
+    def forward(ctx: Any, with_halo: Tensor, edges: Structure, sign: int) -> Tensor:
         ctx.edges = edges
-        best, ties = ops.extreme_rows(edges.by_target, whole, sign)
-        ctx.save_for_backward(whole, best, ties)
+        best, ties = ops.extreme_rows(edges.by_target, with_halo, sign)
+        ctx.save_for_backward(with_halo, best, ties)
         return best
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole, best, ties = ctx.saved_tensors
+        with_halo, best, ties = ctx.saved_tensors
         g = grads[0].contiguous()
-        return ops.extreme_back(ctx.edges.by_source, whole, best, ties, g), None, None
+        return ops.extreme_back(ctx.edges.by_source, with_halo, best, ties, g), None, None

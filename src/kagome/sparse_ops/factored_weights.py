@@ -32,11 +32,11 @@ def factors_of(weight: Tensor, edges: Structure) -> Tensor:
         edges: This rank's edges.
 
     Shapes:
-        weight ``[E]`` -> ``[whole]``, or ``[0]``.
+        weight ``[E]`` -> ``[num_sources]``, or ``[0]``.
     """
     loops = edges.source == edges.target
     ends = edges.target[loops]
-    root = weight.new_zeros(edges.whole)
+    root = weight.new_zeros(edges.num_sources)
     root[ends] = weight[loops].clamp(min=0).sqrt()
     beyond = edges.source >= edges.own
     root[edges.source[beyond]] = weight[beyond] / root[edges.target[beyond]]

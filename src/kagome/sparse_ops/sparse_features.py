@@ -101,7 +101,7 @@ class SparseFeatures:
             left = ops.sum_rows(self.edges.by_source, left, self.weight)
         return ops.sum_rows(self.by_column, left, self.values, rows=slice(0, self.columns))
 
-    def whole(self) -> Tensor:
+    def to_dense(self) -> Tensor:
         """Return the rows as a dense tensor.
 
         Shapes:
@@ -132,7 +132,7 @@ def sparse_of(
         scale: A factor for each row of the sum; None for none.
 
     Shapes:
-        rows ``[n, F]``, or ``[whole, F]`` with edges; weight ``[E]``; scale ``[own]``.
+        rows ``[n, F]``, or ``[num_sources, F]`` with edges; weight ``[E]``; scale ``[own]``.
 
     Cost:
         A pass over the rows.
