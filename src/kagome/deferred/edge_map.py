@@ -209,7 +209,7 @@ def _added(placements: Placements, one: Any, two: Any) -> EdgeTerm | None:
     if not isinstance(edge, EdgeMap) or message is None or isinstance(two, LazyTensor) is False:
         return None
     fits = message.one_ended and message.source is not None and tuple(message.shape) == tuple(edge.shape)
-    if not fits or message.edges.scope.sliced.on or message.parts[0].dtype != edge.x.dtype:
+    if not fits or message.edges.deferral.sliced.on or message.parts[0].dtype != edge.x.dtype:
         return None
     return EdgeTerm(message, edge)
 

@@ -43,23 +43,23 @@ class EdgeSet:
         structure: The edges grouped by their ends.
         halo_exchange: The provider of halo rows.
         placement: The placement of their source ids.
-        scope: The deferral that made it.
+        deferral: The deferral that made it.
     """
 
     structure: Structure
     halo_exchange: HaloExchange
     placement: Placement
-    scope: Deferral
+    deferral: Deferral
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per edge."""
-        return self.scope.placements.put(
+        return self.deferral.placements.put(
             tensor, Placement(PlacementKind.PAIRS, self.placement.view, 0, self.placement.edges)
         )
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per vertex."""
-        return self.scope.placements.put(tensor, Placement(PlacementKind.ROWS))
+        return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS))
 
     def factors(self, weight: Tensor | None) -> Tensor | None:
         """Return one factor per row that edges read, whose products are the weights; None if there are none.
@@ -67,7 +67,7 @@ class EdgeSet:
         Shapes:
             weight ``[E]`` -> ``[num_sources]``.
         """
-        constants = self.scope.constants
+        constants = self.deferral.constants
         if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
         key = ("factors", address(weight), weight.numel(), id(self))
@@ -101,12 +101,12 @@ class Linear(Versioned):
     Args:
         x: The rows.
         weight: The weight matrix.
-        scope: The deferral that it is part of.
+        deferral: The deferral that it is part of.
     """
 
     x: Tensor
     weight: Tensor
-    scope: Deferral
+    deferral: Deferral
 
     @property
     def shape(self) -> Sequence[int]:
@@ -125,8 +125,8 @@ class Linear(Versioned):
     def compute(self) -> Tensor:
         """Compute the product of rows and weight."""
         self.check()
-        return self.scope.placements.put(
-            linear.linear(self.scope.as_sparse(self.x), self.weight), Placement(PlacementKind.ROWS)
+        return self.deferral.placements.put(
+            linear.linear(self.deferral.as_sparse(self.x), self.weight), Placement(PlacementKind.ROWS)
         )
 
 
@@ -191,7 +191,7 @@ class Message(Versioned):
         return (
             rows
             if self.source.has_halo
-            else self.edges.scope.reads.read(rows, 0, self.edges.placement, self.source.site)
+            else self.edges.deferral.reads.read(rows, 0, self.edges.placement, self.source.site)
         )
 
     def compute(self) -> Tensor:
@@ -298,7 +298,7 @@ def widened(message: Message) -> Message:
     In feature slices the operation applies to own rows, since rows are sent later.
     """
     source = message.source
-    if source is None or source.has_halo or message.edges.scope.sliced.on:
+    if source is None or source.has_halo or message.edges.deferral.sliced.on:
         return message
     with_halo = message.with_halo()
     return replace(message, source=Source(with_halo, True, source.site))
@@ -308,7 +308,7 @@ def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = Fa
     """Apply an operation to the rows at each end instead of to one row per edge."""
     message.check()
     if message.source is not None and not (
-        narrows and not message.edges.scope.constants.is_constant(message.source.rows)
+        narrows and not message.edges.deferral.constants.is_constant(message.source.rows)
     ):
         message = widened(message)
     target = None if message.target is None else do(message.target)

@@ -51,11 +51,11 @@ class Total:
 
     def cached(self) -> Tensor | SparseFeatures | None:
         """Return the sum, for a product with a weight, if it is constant across forward passes; else None."""
-        source, scope = self.message.source, self.message.edges.scope
+        source, deferral = self.message.source, self.message.edges.deferral
         assert source is not None
         self.message.check()
         if isinstance(source.rows, LazyTensor) or not (
-            scope.constants.is_constant(source.rows) and scope.constants.is_constant(self.message.weight)
+            deferral.constants.is_constant(source.rows) and deferral.constants.is_constant(self.message.weight)
         ):
             return None
         return _kept_sum(self.message, source.rows, self.how, multiplied=True)
@@ -149,7 +149,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
 
     Where columns are reduced separately, the result stays in feature slices.
     """
-    source, scope = message.source, message.edges.scope
+    source, deferral = message.source, message.edges.deferral
     assert source is not None
     message.check()
     rows = source.rows
@@ -157,14 +157,14 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         linear: Linear = rows.expr
         linear.check()
         narrow = linear.weight.size(1) < linear.weight.size(0)
-        if narrow or (scope.constants.is_constant(linear.x) and scope.constants.is_constant(message.weight)):
+        if narrow or (deferral.constants.is_constant(linear.x) and deferral.constants.is_constant(message.weight)):
             first = Total(replace(message, source=replace(source, rows=linear.x), versions=()), how)
             cached = first.cached()
             return dense.linear(
                 now(_linear_sum(first.message, how)) if cached is None else cached, linear.weight
             )
     rows = rows if sliced_reduce.in_slices(rows) is not None else now(rows)
-    if not (scope.constants.is_constant(rows) and scope.constants.is_constant(message.weight)):
+    if not (deferral.constants.is_constant(rows) and deferral.constants.is_constant(message.weight)):
         return _sum(message, rows, how)
     found = _kept_sum(message, rows, how, multiplied=False)
     assert isinstance(found, Tensor)
@@ -177,18 +177,18 @@ def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) 
     All ranks call this in the same order, and each exchanges rows the first time. Which form a rank caches is
     local, since it can produce both forms without another exchange.
     """
-    scope = message.edges.scope
+    deferral = message.edges.deferral
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
-    found: Tensor | SparseFeatures | None = scope.constants.cached(key)
+    found: Tensor | SparseFeatures | None = deferral.constants.cached(key)
     if found is None:
-        with scope.constants.once():
-            found = scope.constants.cache(key, _first_sum(message, rows, how, multiplied=multiplied))
+        with deferral.constants.once():
+            found = deferral.constants.cache(key, _first_sum(message, rows, how, multiplied=multiplied))
     if isinstance(found, Tensor):
-        return scope.as_sparse(found) if multiplied else found
+        return deferral.as_sparse(found) if multiplied else found
     if multiplied:
         return found
-    dense_sum: Tensor | None = scope.constants.cached(("dense", key))
-    return scope.constants.cache(("dense", key), found.to_dense()) if dense_sum is None else dense_sum
+    dense_sum: Tensor | None = deferral.constants.cached(("dense", key))
+    return deferral.constants.cache(("dense", key), found.to_dense()) if dense_sum is None else dense_sum
 
 
 def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
@@ -197,11 +197,11 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     assert source is not None
     if not multiplied or sliced_reduce.edge_layout_for(message) is not None or not is_sparse(rows):
         return now(_sum(message, rows, how))
-    if not source.has_halo and edges.scope.ranks.size > 1:
-        with_halo = edges.scope.reads.held(rows, edges.placement)
+    if not source.has_halo and edges.deferral.ranks.size > 1:
+        with_halo = edges.deferral.reads.held(rows, edges.placement)
         if with_halo is None:
             halo = (
-                edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, source.site)
+                edges.halo_exchange.start(rows, edges.deferral.forward.forward_pass, source.site)
                 .fetch(rows)
                 .wait()
             )
@@ -241,10 +241,10 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
     halo_work = None
-    if not message.source.has_halo and edges.scope.ranks.size > 1:
-        with_halo = edges.scope.reads.held(rows, edges.placement)
+    if not message.source.has_halo and edges.deferral.ranks.size > 1:
+        with_halo = edges.deferral.reads.held(rows, edges.placement)
         if with_halo is None:
-            halo_work = edges.halo_exchange.start(rows, edges.scope.forward.forward_pass, message.source.site)
+            halo_work = edges.halo_exchange.start(rows, edges.deferral.forward.forward_pass, message.source.site)
         else:
             shaped = with_halo.reshape(with_halo.size(0), *shaped.shape[1:])
     out = edge_sum.neighbor_sum(
@@ -254,7 +254,7 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         scale=scale,
         factor=factor,
         halo_work=halo_work,
-        forward_pass=edges.scope.forward.forward_pass,
+        forward_pass=edges.deferral.forward.forward_pass,
     )
     return out.reshape(s.own, *trailing)
 

@@ -98,12 +98,12 @@ class JointShare:
         if cut not in self.known:
             assert self.edge_layout is not None
             self.logits.check()
-            source, target, scope = self.logits.source, self.logits.target, self.logits.edges.scope
+            source, target, deferral = self.logits.source, self.logits.target, self.logits.edges.deferral
             assert source is not None
             assert target is not None
-            a = scope.sliced.split(target, cut, self.edge_layout, source.site)
-            b = scope.sliced.split(source.rows, cut, self.edge_layout, source.site)
-            b = scope.sliced.beyond(b, self.edge_layout, source.site)
+            a = deferral.sliced.split(target, cut, self.edge_layout, source.site)
+            b = deferral.sliced.split(source.rows, cut, self.edge_layout, source.site)
+            b = deferral.sliced.beyond(b, self.edge_layout, source.site)
             out = edge_softmax.joint_softmax(a, b, self.slope, self.edge_layout.structure)
             if self.drop is not None:
                 first = cut.begins[self.edge_layout.rows.channel.rank]

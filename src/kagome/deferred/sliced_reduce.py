@@ -208,7 +208,7 @@ class InSlices:
     def part(self) -> Tensor:
         """All rows in this rank's columns."""
         if isinstance(self._part, SlicedWork):
-            self._part = self._part.run(self.edges.scope.forward.forward_pass, self.site, last=False)
+            self._part = self._part.run(self.edges.deferral.forward.forward_pass, self.site, last=False)
         return self._part
 
     def of(self, part: Tensor) -> InSlices:
@@ -230,7 +230,7 @@ class InSlices:
 
     def compute(self) -> Tensor:
         """Compute own rows, whole, by an exchange of slices."""
-        forward_pass = self.edges.scope.forward.forward_pass
+        forward_pass = self.edges.deferral.forward.forward_pass
         if isinstance(self._part, SlicedWork):
             own = self._part.run(forward_pass, self.site, last=True)
         else:
@@ -288,15 +288,15 @@ def edge_layout_for(message: Message) -> EdgeLayout | None:
 
     Rows that this layer has already read with their halo are not sliced.
     """
-    source, scope = message.source, message.edges.scope
-    if source is None or source.has_halo or not scope.sliced.on:
+    source, deferral = message.source, message.edges.deferral
+    if source is None or source.has_halo or not deferral.sliced.on:
         return None
     if (
         not isinstance(source.rows, LazyTensor)
-        and scope.reads.held(source.rows, message.edges.placement) is not None
+        and deferral.reads.held(source.rows, message.edges.placement) is not None
     ):
         return None
-    return scope.sliced.layout(message.edges)
+    return deferral.sliced.layout(message.edges)
 
 
 def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) -> Tensor:
@@ -313,15 +313,15 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
         cut, of_weight = edge_layout.even(width(trailing)), edge_layout.everything(1)
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, LazyTensor) else rows, None
-    scope, site = edges.scope, source.site
-    root = scope.sliced.factors(weight, edges, edge_layout)
+    deferral, site = edges.deferral, source.site
+    root = deferral.sliced.factors(weight, edges, edge_layout)
     weight = weight if root is None else None
     if weight is not None:
         share = share_of(weight)
         if share is not None:
             weight = share.heads(of_weight)
         else:
-            taken = scope.sliced.split(weight, of_weight, edge_layout, f"{site} (weights)", of_edges=True)
+            taken = deferral.sliced.split(weight, of_weight, edge_layout, f"{site} (weights)", of_edges=True)
             weight = taken.view(-1) if weight.dim() == 1 else taken
     scale = None
     if how == "mean":
@@ -329,24 +329,24 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
     if root is not None:
         own_root = root[: edge_layout.rows.total]
         scale = own_root if scale is None else own_root * scale
-    if scope.sliced.bound is not None:
-        first = inside is None and not scope.constants.is_constant(rows)
+    if deferral.sliced.bound is not None:
+        first = inside is None and not deferral.constants.is_constant(rows)
         own = flat(rows) if first else None
         part = (
             own
             if own is not None
             else inside.part
             if inside
-            else scope.sliced.split(rows, cut, edge_layout, site)
+            else deferral.sliced.split(rows, cut, edge_layout, site)
         )
-        hop = scope.sliced.bound.hop(
+        hop = deferral.sliced.bound.hop(
             edge_layout, cut, weight, part.itemsize, scale=scale, factor=root, first=first
         )
         return InSlices(
             SlicedWork(hop, part, weight, part._version), cut, trailing, edges, edge_layout, site
         ).lazy()
-    part = inside.part if inside is not None else scope.sliced.split(rows, cut, edge_layout, site)
-    part = scope.sliced.beyond(part, edge_layout, site)
+    part = inside.part if inside is not None else deferral.sliced.split(rows, cut, edge_layout, site)
+    part = deferral.sliced.beyond(part, edge_layout, site)
     if weight is not None and weight.dim() == 2:
         part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
     out = edge_sum.neighbor_sum(
@@ -386,16 +386,16 @@ def _by_column(
         rows = message.source.rows
         cut = edge_layout.even(width(tuple(rows.shape[1:])))
         inside = in_slices(rows)
-        scope, site = message.edges.scope, message.source.site
+        deferral, site = message.edges.deferral, message.source.site
         if inside is not None and inside.cut == cut:
             part = inside.part
         else:
             rows = rows.now() if isinstance(rows, LazyTensor) else rows
-            part = scope.sliced.split(rows, cut, edge_layout, site)
-        parts.append(scope.sliced.beyond(part, edge_layout, site))
+            part = deferral.sliced.split(rows, cut, edge_layout, site)
+        parts.append(deferral.sliced.beyond(part, edge_layout, site))
     assert cut is not None
     assert last.source is not None
-    found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.sliced.bound
+    found, bound = tuple(part.contiguous() for part in parts), last.edges.deferral.sliced.bound
     out = do(*found) if bound is None else by_chunk(bound, edge_layout, cut, how, found)
     return InSlices(out, cut, last.trailing, last.edges, edge_layout, last.source.site).lazy()
 
@@ -421,16 +421,16 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return inside.of(found).lazy()
     if name.strip("_") not in ("add", "radd", "sub", "rsub") or tuple(other.shape) != tuple(inside.shape):
         return NotImplemented
-    scope, factor = inside.edges.scope, 1.0
+    deferral, factor = inside.edges.deferral, 1.0
     if isinstance(other, LazyTensor):
         multiple = other.expr
         if not isinstance(multiple, Scaled):
             return NotImplemented
         multiple.check()
         other, factor = multiple.rows, multiple.factor
-    if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.axes.of_each_vertex(other):
+    if type(other) is not Tensor or other.dtype != inside.part.dtype or not deferral.axes.of_each_vertex(other):
         return NotImplemented
-    part = scope.sliced.split(other, inside.cut, inside.edge_layout, inside.site)
+    part = deferral.sliced.split(other, inside.cut, inside.edge_layout, inside.site)
     part = part if factor == 1.0 else part * factor
     found = func(inside.part, part) if one is not None else func(part, inside.part)
     return inside.of(found).lazy()

@@ -61,7 +61,7 @@ class Recipe:
         """Return True if a call matches the recorded one."""
         return (
             fits(self.given, leaves)
-            and not self.edges.scope.constants.is_constant(leaves[self.place])
+            and not self.edges.deferral.constants.is_constant(leaves[self.place])
             and state_of(self.layer) == self.state
         )
 
