@@ -49,7 +49,7 @@ def as_it_is(channel: Channel) -> None:
             assert torch.equal(found, other)
             assert torch.equal(found, case.plain(channel.rank))
             assert sent == also == case.bytes(channel.rank, "none")
-    assert not way.known.lines
+    assert not way.known.all_stale_rows
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -73,7 +73,7 @@ def exact_beside(channel: Channel) -> None:
         assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
         assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
         assert way.all_reduce(torch.ones(1), action="b") == channel.size
-    assert not way.known.lines
+    assert not way.known.all_stale_rows
     assert way.take_counts().plain == 0
 
 
@@ -265,7 +265,7 @@ def sites_apart(channel: Channel) -> None:
             case = Case(channel.size, pattern, site=(site, 1), direction=direction, epoch=epoch)
             of = replace(case, epoch=max(epoch - 1, 1))
             assert torch.equal(case.begin(way).wait(), of.plain(rank))
-    assert len(way.known.lines) == len(cases)
+    assert len(way.known.all_stale_rows) == len(cases)
     way.settle()
 
 
@@ -340,7 +340,7 @@ def many_messages(channel: Channel) -> None:
         for epoch in range(3, 150):
             case = Case(channel.size, site="a", epoch=epoch)
             assert torch.equal(case.begin(way).wait(), case.plain(rank))
-    assert all(line.coming is None for line in way.known.lines.values())
+    assert all(line.coming is None for line in way.known.all_stale_rows.values())
 
 
 def test_rows_that_nobody_reads_any_more_hold_up_nothing(ranks):

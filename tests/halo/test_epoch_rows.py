@@ -52,14 +52,14 @@ def test_a_checkpoint_knows_how_far_rows_have_moved() -> None:
 def test_drift_is_of_rows_and_not_of_gradients() -> None:
     known = EpochRows()
     for direction, drift in ((0, 0.1), (1, 1.5), (2, 0.2), (3, 2.0)):
-        known.lines["site", direction] = StaleRows("site", 1, drift=drift)
+        known.all_stale_rows["site", direction] = StaleRows("site", 1, drift=drift)
     assert known.drifts == (0.2, 1.0)
 
 
 def test_a_part_without_neighbours_says_nothing_of_drift() -> None:
     # Once its 0 was among those of the mean, and others' rows looked stiller than they were.
     known = EpochRows()
-    known.lines["site", 0] = StaleRows("site", 1)
+    known.all_stale_rows["site", 0] = StaleRows("site", 1)
     assert known.drifts == (0.0, 0.0)
 
 

@@ -55,8 +55,8 @@ def crossed(
         begun = crossing.start(rows_of(channel.rank, epoch, moving=moving), request)
         heard.append(begun.wait().clone())
         sent.append(channel.take_bytes()["halo"])
-    for line in crossing.known.lines.values():
-        line.settle()
+    for stale_rows in crossing.known.all_stale_rows.values():
+        stale_rows.settle()
     return heard, sent
 
 

@@ -26,10 +26,10 @@ class LocalHaloWork:
         self.site = type("Site", (), {"grad": True})
         self.back: list[Tensor] = []
 
-    def fetch(self, rows: Tensor) -> Any:
+    def start_gather(self, rows: Tensor) -> Any:
         return self.coming
 
-    def give(self, away: Tensor) -> Any:
+    def start_reduce(self, away: Tensor) -> Any:
         self.back.append(away)
         return type("Gone", (), {"borrow": lambda _: torch.no_grad()})()
 

@@ -55,7 +55,8 @@ class Total:
         assert source is not None
         self.message.check()
         if isinstance(source.rows, LazyTensor) or not (
-            deferral.constants.is_constant(source.rows) and deferral.constants.is_constant(self.message.weight)
+            deferral.constants.is_constant(source.rows)
+            and deferral.constants.is_constant(self.message.weight)
         ):
             return None
         return _kept_sum(self.message, source.rows, self.how, multiplied=True)
@@ -157,7 +158,9 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         linear: Linear = rows.expr
         linear.check()
         narrow = linear.weight.size(1) < linear.weight.size(0)
-        if narrow or (deferral.constants.is_constant(linear.x) and deferral.constants.is_constant(message.weight)):
+        if narrow or (
+            deferral.constants.is_constant(linear.x) and deferral.constants.is_constant(message.weight)
+        ):
             first = Total(replace(message, source=replace(source, rows=linear.x), versions=()), how)
             cached = first.cached()
             return dense.linear(
@@ -201,8 +204,8 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
         with_halo = edges.deferral.reads.held(rows, edges.placement)
         if with_halo is None:
             halo = (
-                edges.halo_exchange.start(rows, edges.deferral.forward.forward_pass, source.site)
-                .fetch(rows)
+                edges.halo_exchange.halo_work(rows, edges.deferral.forward.forward_pass, source.site)
+                .start_gather(rows)
                 .wait()
             )
             with_halo = torch.cat([rows, halo])
@@ -244,7 +247,9 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     if not message.source.has_halo and edges.deferral.ranks.size > 1:
         with_halo = edges.deferral.reads.held(rows, edges.placement)
         if with_halo is None:
-            halo_work = edges.halo_exchange.start(rows, edges.deferral.forward.forward_pass, message.source.site)
+            halo_work = edges.halo_exchange.halo_work(
+                rows, edges.deferral.forward.forward_pass, message.source.site
+            )
         else:
             shaped = with_halo.reshape(with_halo.size(0), *shaped.shape[1:])
     out = edge_sum.neighbor_sum(

@@ -216,7 +216,9 @@ def _linear(
         return NotImplemented
     total: Message | None = None
     for m, part in zip(pieces, weight.split([m.shape[-1] for m in pieces], dim=1), strict=True):
-        mapped = each(m, partial(_mapped, m.edges.deferral.as_sparse, part), narrows=part.size(0) < part.size(1))
+        mapped = each(
+            m, partial(_mapped, m.edges.deferral.as_sparse, part), narrows=part.size(0) < part.size(1)
+        )
         total = mapped if total is None else joined(total, mapped)
     assert total is not None
     if bias is not None and total.target is not None:

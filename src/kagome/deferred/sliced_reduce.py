@@ -428,7 +428,11 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
             return NotImplemented
         multiple.check()
         other, factor = multiple.rows, multiple.factor
-    if type(other) is not Tensor or other.dtype != inside.part.dtype or not deferral.axes.of_each_vertex(other):
+    if (
+        type(other) is not Tensor
+        or other.dtype != inside.part.dtype
+        or not deferral.axes.of_each_vertex(other)
+    ):
         return NotImplemented
     part = deferral.sliced.split(other, inside.cut, inside.edge_layout, inside.site)
     part = part if factor == 1.0 else part * factor

@@ -90,33 +90,48 @@ class HaloExchange:
         if self.closed:
             return rows
         site = forward_pass.begin(name, grad=rows.requires_grad)
-        return through(rows, forward_pass, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
+        return through(
+            rows,
+            forward_pass,
+            lambda r: self.reduce_no_grad(r, site, 0),
+            lambda g: self.gather_no_grad(g, site, 1),
+        )
 
     def gathered(self, rows: Tensor, forward_pass: ForwardPass, site: Site) -> Tensor:
         """Do what :meth:`gather` does for a given site, also in backward: see [Note: again]."""
-        return through(rows, forward_pass, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
+        return through(
+            rows,
+            forward_pass,
+            lambda r: self.gather_no_grad(r, site, 0),
+            lambda g: self.reduce_no_grad(g, site, 1),
+        )
 
     def reduced(self, rows: Tensor, forward_pass: ForwardPass, site: Site) -> Tensor:
         """Do what :meth:`reduce` does for a given site, also in backward."""
-        return through(rows, forward_pass, lambda r: self.back(r, site, 1), lambda g: self.forth(g, site, 0))
+        return through(
+            rows,
+            forward_pass,
+            lambda r: self.reduce_no_grad(r, site, 1),
+            lambda g: self.gather_no_grad(g, site, 0),
+        )
 
-    def start(self, rows: Tensor, forward_pass: ForwardPass, name: str) -> HaloWork:
+    def halo_work(self, rows: Tensor, forward_pass: ForwardPass, name: str) -> HaloWork:
         """Return the exchange as two steps, for a caller that reduces own and halo rows separately."""
         return HaloWork(self, forward_pass.begin(name, grad=rows.requires_grad))
 
-    def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
+    def gather_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows, without gradient."""
         words = "halo forward" if direction == 0 else "halo backward"
-        with self.fetch(rows, site, words, direction).borrow() as halo:
+        with self.start_gather(rows, site, words, direction).borrow() as halo:
             return torch.cat([rows, halo])
 
-    def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
+    def reduce_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Send the values at halo rows to their owners, who add them; without gradient."""
         words = "halo sums forward" if direction == 0 else "halo backward"
-        with self.give(rows[self.own :].contiguous(), site, words, direction + 2).borrow() as come:
+        with self.start_reduce(rows[self.own :].contiguous(), site, words, direction + 2).borrow() as come:
             return self.add(come, rows[: self.own].clone())
 
-    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_gather(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
         """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
         request = site.request(
             words,
@@ -130,7 +145,7 @@ class HaloExchange:
         )
         return self.channel.start(rows, request)
 
-    def give(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_reduce(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
         """Begin to send values at halo rows ``[H, W]`` to their owners.
 
         :meth:`add` takes the received values.
@@ -170,15 +185,15 @@ class HaloWork:
     exchange: HaloExchange
     site: Site
 
-    def fetch(self, rows: Tensor) -> Work:
+    def start_gather(self, rows: Tensor) -> Work:
         """Begin to fetch the halo rows of own rows ``[n, ...]``: ``[H, W]``."""
         flat = rows.detach().reshape(rows.size(0), _columns(rows))
-        return self.exchange.fetch(flat, self.site, "halo forward", 0)
+        return self.exchange.start_gather(flat, self.site, "halo forward", 0)
 
-    def give(self, away: Tensor) -> Work:
+    def start_reduce(self, away: Tensor) -> Work:
         """Begin to send gradients at halo rows ``[H, ...]`` to their owners and receive those of own rows."""
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
-        return self.exchange.give(flat, self.site, "halo backward", 3)
+        return self.exchange.start_reduce(flat, self.site, "halo backward", 3)
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
         """Add received values to the own rows that were sent, in place."""
@@ -307,18 +322,18 @@ class _Summing(torch.autograd.Function):
     def forward(
         ctx: Any, token: Tensor, forward_pass: ForwardPass, ways: Any, *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        there, _, forth, _ = ctx.ways = ways
+        there, _, sum_there, _ = ctx.ways = ways
         ctx.forward_pass, ctx.count = ref(forward_pass), len(inputs)
-        out, kept = there(forth, *inputs)
+        out, kept = there(sum_there, *inputs)
         ctx.save_for_backward(*inputs, *kept)
         return out, torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        there, back, forth, sum_back = ctx.ways
+        there, back, sum_there, sum_back = ctx.ways
         forward_pass, saved = inside(ctx.forward_pass), ctx.saved_tensors
         if forward_pass is not None and torch.is_grad_enabled():
-            both = partial(through, forward_pass=forward_pass, there=forth, back=sum_back)
+            both = partial(through, forward_pass=forward_pass, there=sum_there, back=sum_back)
             wanted = ctx.needs_input_grad[3:]
             found = differentiated(partial(there, both), saved[: ctx.count], wanted, grads[0])
         else:

@@ -89,7 +89,7 @@ class HistoricalRows:
         }
         self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
         """Write own rows, exchange this step's rows, and return a view of the table's fresh and old rows."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.table(site, rows)
@@ -113,7 +113,7 @@ class HistoricalRows:
 
         return TableView(settle, self.sources[chunk.number], tables.by_edge)
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
         """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
@@ -197,7 +197,7 @@ class ExactRows:
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
         """Write own rows; once all chunks have, exchange halo rows and return a view of the table."""
         tables = self.tables
         table = tables.table(site, rows)
@@ -223,9 +223,9 @@ class ExactRows:
             self._meet(_place(site, words), settle)
             return current
 
-        return TableView(met, tables.whereabouts[chunk.number], tables.by_edge)
+        return TableView(met, tables.row_index[chunk.number], tables.by_edge)
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
         """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
         tables = self.tables
         table = tables.sites[site.key]

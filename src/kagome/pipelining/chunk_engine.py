@@ -391,9 +391,9 @@ class ChunkEngine:
             jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked, stale=leaves)
         else:
             stale = stale or (history is not None and history.careful)
-            supplier = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
-            tables.begin(epoch, supplier)
-            jobs = self.passes.one_by_one(epoch, supplier, checked=not self._checked)
+            provider = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
+            tables.begin(epoch, provider)
+            jobs = self.passes.one_by_one(epoch, provider, checked=not self._checked)
             with self.phases.phase("history", epoch):
                 tables.end()
         if plan.exact or plan.kind == "refresh":

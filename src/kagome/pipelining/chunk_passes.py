@@ -107,8 +107,8 @@ class ChunkPasses:
         tables = self.chunks.tables
         assert tables is not None
         jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
-        supplier = self.chunks.exact(epoch, training=training, stale=stale)
-        tables.begin(epoch, supplier)
+        provider = self.chunks.exact(epoch, training=training, stale=stale)
+        tables.begin(epoch, provider)
         shape = self._shape(tuple(range(len(self.chunks.scopes))))
         programs = self._needed(fill_drain(shape) if training else forward_only(shape))
         messages = self._messages(jobs, epoch, programs, self.codec if training else None)
@@ -121,14 +121,14 @@ class ChunkPasses:
                     mine = [job for (other, _), job in jobs.items() if other == stage]
                     ended.clear()
                     lockstep = Lockstep([job.forward if forward else job.backward for job in mine])
-                    supplier.lockstep = lockstep
+                    provider.lockstep = lockstep
                     with closing(lockstep):
                         yield from self._carrying(_rounds(shape, stage, ended, forward=forward))
 
         def compute(action: Action) -> None:
-            assert supplier.lockstep is not None
+            assert provider.lockstep is not None
             with moved.by(action.chunk, stays=action.chunk == 0):
-                done = supplier.lockstep.advance(action.chunk)
+                done = provider.lockstep.advance(action.chunk)
             if done:
                 ended.add(action.chunk)
                 if action.kind is ActionKind.F and training:

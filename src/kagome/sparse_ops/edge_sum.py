@@ -176,7 +176,7 @@ class _SumOverHalo(torch.autograd.Function):
         halo_work: HaloWork,
         forward_pass: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
-        coming = halo_work.fetch(rows)
+        coming = halo_work.start_gather(rows)
         near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
         given, rows = rows, _times(rows, near)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
@@ -212,7 +212,7 @@ class _SumOverHalo(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             beyond = slice(edges.own, edges.num_sources)
             away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
-            coming = halo_work.give(away)
+            coming = halo_work.start_reduce(away)
             g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
         if ctx.needs_input_grad[1]:
             g3, own3 = _headed(weight, g, _times(rows, near))
