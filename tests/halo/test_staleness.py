@@ -32,7 +32,7 @@ def sent(epoch: float, count: int = 3, width: int = 2) -> Begun:
 
 
 def epochs_of(stale_rows: StaleRows, epochs, synchronous=()) -> tuple[list[float], dict[int, Begun]]:
-    """Run a stale_rows through epochs: of which epoch the rows were that each was given."""
+    """Run stale rows through epochs: of which epoch the rows were that each was given."""
     begun, found = {}, []
     for epoch in epochs:
         begun[epoch] = sent(epoch)
