@@ -93,22 +93,24 @@ class MemoryRates:
     by_share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fault: str = ""
 
-    def at(self, counts: PartSize, *, keeps_best: bool = True, team: GroupSize | None = None) -> MemoryByKind:
+    def at(
+        self, counts: PartSize, *, keeps_best: bool = True, group_size: GroupSize | None = None
+    ) -> MemoryByKind:
         """Estimate the memory by kind of a rank with a part of this size.
 
         Args:
             counts: The size of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
-            team: The size of the group that slices features with this rank; None without feature slices.
+            group_size: The size of the group that slices features with this rank; None without feature slices.
         """
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
             return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
 
         known = {kind: bytes_of(rates, counts.units) for kind, rates in self.by_unit.items()}
-        if team is not None:
-            units = _slice_units(counts.rows, counts.halo, counts.edges, team)
-            kinds = self.by_share if team.halo else self.by_slice
+        if group_size is not None:
+            units = _slice_units(counts.rows, counts.halo, counts.edges, group_size)
+            kinds = self.by_share if group_size.halo else self.by_slice
             known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
             known |= {"halo": 0} if kinds else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
@@ -296,10 +298,10 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
 
 
-def _slice_units(rows: float, halo: float, edges: float, team: GroupSize) -> tuple[float, ...]:
+def _slice_units(rows: float, halo: float, edges: float, group_size: GroupSize) -> tuple[float, ...]:
     """Return the counts of each of :data:`SLICE_UNITS`; a rank's rows may be its equal share of all rows."""
-    each = [(whole, whole / team.ranks) for whole in (team.halo, team.edges)]
-    return (1.0, rows, halo, edges, team.rows, *chain.from_iterable(each))
+    each = [(whole, whole / group_size.ranks) for whole in (group_size.halo, group_size.edges)]
+    return (1.0, rows, halo, edges, group_size.rows, *chain.from_iterable(each))
 
 
 def _by_slice(
@@ -328,9 +330,9 @@ def _by_slice(
         each = split_counts(data.edge_index, owner, size)
         for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
             ranks = range(group * count, (group + 1) * count)
-            team = GroupSize(one.rows, one.edges, one.halo, count)
+            group_size = GroupSize(one.rows, one.edges, one.halo, count)
             halo, most = (max(getattr(each[rank], unit) for rank in ranks) for unit in ("halo", "edges"))
-            units.append(_slice_units(one.rows / count, halo, most, team))
+            units.append(_slice_units(one.rows / count, halo, most, group_size))
             found.append({kind: max(steps[rank].bytes[kind] for rank in ranks) for kind in SLICE_KINDS})
     table = np.array(units, dtype=np.float64)
     scale = np.maximum(table.max(axis=0), 1.0)

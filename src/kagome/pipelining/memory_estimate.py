@@ -90,7 +90,7 @@ def held_by_stages(
     parallel: Parallel,
     *,
     keeps_best: bool = True,
-    team: GroupSize | None = None,
+    group_size: GroupSize | None = None,
 ) -> MemoryByKind:
     """Estimate the memory by kind that a rank of a pipeline will hold.
 
@@ -100,9 +100,9 @@ def held_by_stages(
         share: What the rank's stages need of the model's memory.
         parallel: How the model and the graph are split.
         keeps_best: Whether a copy of the best epoch's weights is kept.
-        team: The size of the group that slices features with this rank; None without feature slices.
+        group_size: The size of the group that slices features with this rank; None without feature slices.
     """
-    whole = rates.at(counts, team=team)
+    whole = rates.at(counts, group_size=group_size)
     kept: float | None = whole.activations
     halo = None if whole.halo is None else whole.halo * share.kept
     if parallel.chunks != 1:

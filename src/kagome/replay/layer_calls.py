@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.placement.placement import Placement
-from kagome.replay.arguments import Rows, StandIns, State, fits, leaves_of, stand_ins, state_of
+from kagome.replay.arguments import Guards, Rows, State, fits, guards_of, leaves_of, state_of
 from kagome.replay.propagate import plain
 from kagome.replay.recorded_ops import CallRecorder, Op
 
@@ -37,7 +37,7 @@ class Learned:
     """A recorded call and what it did.
 
     Args:
-        given: The guard of each argument.
+        guards: The guard of each argument.
         rows: The positions of arguments that differ in each call, each tensor once.
         placements: The placements of those arguments.
         state: The state of the layer and of all modules in it.
@@ -46,7 +46,7 @@ class Learned:
         bare: Whether the layer has no other hooks than the interceptor's.
     """
 
-    given: StandIns
+    guards: Guards
     rows: tuple[int, ...]
     placements: tuple[Placement | None, ...]
     state: tuple[State, ...]
@@ -56,7 +56,7 @@ class Learned:
 
     def fits(self, scope: Any, leaves: Sequence[Any]) -> bool:
         """Return True if a call's arguments match the recorded ones."""
-        return fits(self.given, leaves) and all(
+        return fits(self.guards, leaves) and all(
             _same(scope.placements.get(leaves[place]), placement)
             and not scope.constants.is_constant(leaves[place])
             for place, placement in zip(self.rows, self.placements, strict=True)
@@ -182,10 +182,10 @@ class LayerReplay:
         with torch._C.DisableTorchFunction():
             self._tries[id(layer)] = self._tries.get(id(layer), 0) + 1
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, self.scope.constants.is_constant)
-            if given is None or not _plain(layer):
+            guards = guards_of(leaves, self.scope.constants.is_constant)
+            if guards is None or not _plain(layer):
                 return None
-            rows = [leaves[place] for place in _rows(given)]
+            rows = [leaves[place] for place in _rows(guards)]
             fixed = (*layer.parameters(), *layer.buffers())
             self.scope.recorder = CallRecorder(self.scope, rows, fixed)
         return self.scope.recorder  # type: ignore[no-any-return]
@@ -198,20 +198,20 @@ class LayerReplay:
         with torch._C.DisableTorchFunction():
             place = recorder.place_of(out)
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, scope.constants.is_constant)
-            if place is None or given is None:
+            guards = guards_of(leaves, scope.constants.is_constant)
+            if place is None or guards is None:
                 return
-            rows = _rows(given)
+            rows = _rows(guards)
             placements = tuple(scope.placements.get(leaves[at]) for at in rows)
             key = id(layer), layer.training, torch.is_grad_enabled()
             state = tuple(state_of(module) for module in layer.modules())
             self._learned[key] = Learned(
-                given, rows, placements, state, tuple(recorder.ops), place, _bare(layer)
+                guards, rows, placements, state, tuple(recorder.ops), place, _bare(layer)
             )
 
 
-def _rows(given: StandIns) -> tuple[int, ...]:
-    return tuple(at for at, one in enumerate(given) if isinstance(one, Rows) and one.first == at)
+def _rows(guards: Guards) -> tuple[int, ...]:
+    return tuple(at for at, one in enumerate(guards) if isinstance(one, Rows) and one.first == at)
 
 
 def _same(one: Placement | None, other: Placement | None) -> bool:

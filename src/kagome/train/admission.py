@@ -113,12 +113,14 @@ class Admission:
         keeps_best = any(offer.validates for offer in offers)
         size = len(offers) // parallel.pipe  # ranks of a stage
         stages = [offers[first : first + size] for first in range(0, len(offers), size)]
-        teams = [team for stage in stages for team in _teams(stage, tensor)]
+        group_sizes = [group_size for stage in stages for group_size in _group_sizes(stage, tensor)]
         held = [
-            rates.at(one.counts, keeps_best=keeps_best, team=team)
+            rates.at(one.counts, keeps_best=keeps_best, group_size=group_size)
             if one.share is None
-            else held_by_stages(rates, one.counts, one.share, parallel, keeps_best=keeps_best, team=team)
-            for one, team in zip(offers, teams, strict=True)
+            else held_by_stages(
+                rates, one.counts, one.share, parallel, keeps_best=keeps_best, group_size=group_size
+            )
+            for one, group_size in zip(offers, group_sizes, strict=True)
         ]
         self.predicted = held[channel.rank]
         # Offloaded activations do not stay on the device that computes them.
@@ -144,20 +146,20 @@ class Admission:
         return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
 
 
-def _teams(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]:
+def _group_sizes(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]:
     """Return, for each rank, the size of the group that slices features with it; None where none does."""
     if tensor == 1:
         return [None] * len(offers)
     vertices = sum(one.counts.rows for one in offers)
-    teams = []
+    group_sizes = []
     for first in range(0, len(offers), tensor):
         some = offers[first : first + tensor]
         rows, edges = sum(one.counts.rows for one in some), sum(one.counts.edges for one in some)
         # Ranks of a group may read the same row: the estimate assumes independent draws.
         rest = max(vertices - rows, 1)
         unread = math.prod(1 - one.outside / rest for one in some)
-        teams.append(GroupSize(rows, edges, round(rest * (1 - unread)), tensor))
-    return [teams[rank // tensor] for rank in range(len(offers))]
+        group_sizes.append(GroupSize(rows, edges, round(rest * (1 - unread)), tensor))
+    return [group_sizes[rank // tensor] for rank in range(len(offers))]
 
 
 def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts: int) -> str:
