@@ -101,7 +101,7 @@ class MemoryRates:
         Args:
             counts: The size of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
-            group_size: The size of the group that slices features with this rank; None without feature slices.
+            group_size: Size of the group that slices features with this rank; None without feature slices.
         """
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
