@@ -340,7 +340,7 @@ def many_messages(channel: Channel) -> None:
         for epoch in range(3, 150):
             case = Case(channel.size, site="a", epoch=epoch)
             assert torch.equal(case.begin(way).wait(), case.plain(rank))
-    assert all(line.coming is None for line in way.known.all_stale_rows.values())
+    assert all(line.in_flight is None for line in way.known.all_stale_rows.values())
 
 
 def test_rows_that_nobody_reads_any_more_hold_up_nothing(ranks):

@@ -47,8 +47,8 @@ def test_the_first_epoch_waits_and_later_ones_read_the_last():
     found, begun = epochs_of(stale_rows, range(1, 6))
     assert found == [1, 1, 2, 3, 4]
     assert [begun[epoch].waits for epoch in range(1, 6)] == [1, 1, 1, 1, 0]
-    assert stale_rows.coming is not None
-    assert stale_rows.coming[1] == 5
+    assert stale_rows.in_flight is not None
+    assert stale_rows.in_flight[1] == 5
 
 
 def test_age_counts_from_the_epoch_in_which_rows_were_sent():
@@ -139,7 +139,7 @@ def test_what_was_forgotten_is_not_read_nor_left_under_way():
     stale_rows.forget()
     assert begun[3].waits == 1
     assert stale_rows.rows is None
-    assert stale_rows.coming is None
+    assert stale_rows.in_flight is None
     assert stale_rows.drift is None
     with pytest.raises(CommError):
         stale_rows.read(3)
@@ -153,7 +153,7 @@ def test_settling_changes_nothing_that_is_read():
         read = [stale_rows.receive(Begun(rows), epoch, synchronous=epoch == 4) for stale_rows in (one, other)]
         assert torch.equal(*read)
         one.settle()
-        assert one.coming is None
+        assert one.in_flight is None
         one.settle()
     assert one.epoch == 5
     assert other.epoch == 4

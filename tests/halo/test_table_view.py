@@ -21,19 +21,19 @@ OWN, HALO, TABLE, EDGES = 7, 11, 40, 90
 class LocalHaloWork:
     """A way on which a chunk's halo lies in a table."""
 
-    def __init__(self, coming: Any, edges: Structure) -> None:
-        self.coming, self.edges = coming, edges
+    def __init__(self, work: Any, edges: Structure) -> None:
+        self.work, self.edges = work, edges
         self.site = type("Site", (), {"grad": True})
         self.back: list[Tensor] = []
 
     def start_gather(self, rows: Tensor) -> Any:
-        return self.coming
+        return self.work
 
     def start_reduce(self, away: Tensor) -> Any:
         self.back.append(away)
         return type("Gone", (), {"borrow": lambda _: torch.no_grad()})()
 
-    def add(self, come: Any, own: Tensor) -> Tensor:
+    def add(self, received: Any, own: Tensor) -> Tensor:
         return own
 
 
@@ -91,8 +91,8 @@ def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> Non
 
     lying = TableView(settle, TableIndex(places), WeakTensorMap())
     assert torch.equal(lying.wait(), table[places])
-    with lying.borrow() as come:
-        assert torch.equal(come, table[places])
+    with lying.borrow() as received:
+        assert torch.equal(received, table[places])
     assert lying.table() is table
     assert asked == [1]
 

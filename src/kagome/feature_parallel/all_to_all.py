@@ -206,8 +206,8 @@ class AllToAll:
             blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
         )
         numbers = torch.cat([rows[:, cut.of(peer)].reshape(-1) for peer in ranks])
-        begun = self.channel.start(numbers, request)
-        return _Shaped(begun, lambda come: come.view(sum(counts), mine))
+        work = self.channel.start(numbers, request)
+        return _Shaped(work, lambda received: received.view(sum(counts), mine))
 
     def start_gather(
         self, part: Tensor, cut: SliceCut, site: Site, direction: int, row_block: RowBlock | None = None
@@ -232,11 +232,11 @@ class AllToAll:
             kind="transpose",
             blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
         )
-        begun = self.channel.start(part.reshape(-1), request)
+        work = self.channel.start(part.reshape(-1), request)
 
-        def side_by_side(come: Tensor) -> Tensor:
+        def side_by_side(received: Tensor) -> Tensor:
             out = part.new_zeros(own, cut.width) if cut.overlaps else part.new_empty(own, cut.width)
-            for peer, piece in enumerate(come.split(comes)):
+            for peer, piece in enumerate(received.split(comes)):
                 place, piece = out[:, cut.of(peer)], piece.view(own, cut.taken(peer))
                 if cut.overlaps:
                     place += piece  # several ranks read these columns: their gradients add up
@@ -244,24 +244,24 @@ class AllToAll:
                     place.copy_(piece)
             return out
 
-        return _Shaped(begun, side_by_side)
+        return _Shaped(work, side_by_side)
 
 
 class _Shaped(Work):
     """An exchange in progress, with a function that shapes what is received."""
 
-    def __init__(self, begun: Work, do: Callable[[Tensor], Tensor]) -> None:
-        self._begun, self._do = begun, do
+    def __init__(self, work: Work, do: Callable[[Tensor], Tensor]) -> None:
+        self._work, self._do = work, do
 
     def wait(self) -> Tensor:
         """Wait for the exchange and return the shaped rows."""
-        return self._do(self._begun.wait())
+        return self._do(self._work.wait())
 
     @contextmanager
     def borrow(self) -> Iterator[Tensor]:
         """Yield the shaped rows for the length of a block."""
-        with self._begun.borrow() as come:
-            yield self._do(come)
+        with self._work.borrow() as received:
+            yield self._do(received)
 
 
 def _words(direction: int) -> str:

@@ -62,8 +62,8 @@ class StaleExchange:
         if state.mode.chooses:
             stale_rows.settle()  # the notes received with it say which rows come next
         late = replace(request, site=replace(site, late=True, whole=synchronous))
-        begun = self.inner.start(rows, late)
-        return DeferredWork(lambda: stale_rows.receive(begun, site.epoch, synchronous=synchronous))
+        work = self.inner.start(rows, late)
+        return DeferredWork(lambda: stale_rows.receive(work, site.epoch, synchronous=synchronous))
 
     def _synchronous(self, epoch: int) -> bool:
         """Return whether this epoch waits for rows that might be late."""
@@ -91,7 +91,7 @@ class StaleExchange:
         if site.epoch != self._epoch:
             self._epoch = site.epoch
             for stale_rows in all_stale_rows.values():
-                if stale_rows.coming is not None and stale_rows.coming[1] < site.epoch - 1:
+                if stale_rows.in_flight is not None and stale_rows.in_flight[1] < site.epoch - 1:
                     stale_rows.settle()
 
 

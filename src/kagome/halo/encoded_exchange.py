@@ -158,7 +158,7 @@ class EncodedExchange:
                 read(plan.out, peer, segment, message, restored)
 
         sizes, expected = plan.out.segments(width, dtype), plan.come.segments(width, dtype)
-        begun = way.start_bytes(BytesRequest(write, sizes, expected, action, request.kind, request.header))
+        work = way.start_bytes(BytesRequest(write, sizes, expected, action, request.kind, request.header))
         if restored is not None:
             lost = rows - restored
             # With few bits the error of a draw may exceed the row itself; accumulated, it would diverge.
@@ -167,4 +167,4 @@ class EncodedExchange:
         count = sum(plan.come.counts)
         buffer = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
         arrived = None if selection is None else partial(selection.arrived, epoch=site.epoch)
-        return incoming_rows(begun, plan.come, buffer, arrived)
+        return incoming_rows(work, plan.come, buffer, arrived)

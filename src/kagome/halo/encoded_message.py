@@ -176,7 +176,7 @@ def read(layout: MessageLayout, peer: int, segment: int, message: Tensor, out: T
 
 
 def incoming_rows(
-    begun: BytesWork,
+    work: BytesWork,
     layout: MessageLayout,
     rows: Tensor,
     arrived: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
@@ -184,7 +184,7 @@ def incoming_rows(
     """Return the rows of encoded messages in transit, which the first wait decodes as they arrive.
 
     Args:
-        begun: The bytes in transit.
+        work: The bytes in transit.
         layout: Layout of the messages.
         rows: Buffer for the decoded rows; rows that are not sent keep their values.
         arrived: Called with the rows and each peer's notes once they have arrived.
@@ -193,7 +193,7 @@ def incoming_rows(
     def decoded() -> Tensor:
         sizes = layout.segments(rows.size(1), rows.dtype)
         notes: dict[int, Tensor] = {}
-        for peer, segment, part in begun.parts(sizes):
+        for peer, segment, part in work.parts(sizes):
             noted = read(layout, peer, segment, part, rows)
             notes.setdefault(peer, noted)  # a message with notes has only one segment
         if arrived is not None:

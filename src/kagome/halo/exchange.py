@@ -128,8 +128,8 @@ class HaloExchange:
     def reduce_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Send the values at halo rows to their owners, who add them; without gradient."""
         words = "halo sums forward" if direction == 0 else "halo backward"
-        with self.start_reduce(rows[self.own :].contiguous(), site, words, direction + 2).borrow() as come:
-            return self.add(come, rows[: self.own].clone())
+        with self.start_reduce(rows[self.own :].contiguous(), site, words, direction + 2).borrow() as received:
+            return self.add(received, rows[: self.own].clone())
 
     def start_gather(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
         """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
@@ -164,9 +164,9 @@ class HaloExchange:
         """Return the part of a width that all ranks of the channel agree on."""
         return width
 
-    def add(self, come: Tensor, own: Tensor) -> Tensor:
+    def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to own rows, in place."""
-        return own.index_add_(0, self.send, come)
+        return own.index_add_(0, self.send, received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,9 @@ class HaloWork:
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
         return self.exchange.start_reduce(flat, self.site, "halo backward", 3)
 
-    def add(self, come: Tensor, own: Tensor) -> Tensor:
+    def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to the own rows that were sent, in place."""
-        self.exchange.add(come, own.view(own.size(0), come.size(1)))
+        self.exchange.add(received, own.view(own.size(0), received.size(1)))
         return own
 
 

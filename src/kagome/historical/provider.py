@@ -103,11 +103,11 @@ class HistoricalRows:
         tables.came(chunk, _place(site, words))
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
-        coming = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
+        work = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
 
         def settle() -> Tensor:
-            if coming is not None:
-                with coming.borrow() as halo:
+            if work is not None:
+                with work.borrow() as halo:
                     current.index_copy_(0, step.recv.to(tables.device), halo)
             return table.rows
 
@@ -123,12 +123,12 @@ class HistoricalRows:
         if self.left is not None:
             self.left.add(table, chunk.number, away)
         recv = step.recv
-        coming = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, words, 3)
+        work = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, words, 3)
 
         def add() -> Tensor:
-            if coming is not None:
-                with coming.borrow() as come:
-                    gradients.index_add_(0, step.send.to(tables.device), come)
+            if work is not None:
+                with work.borrow() as received:
+                    gradients.index_add_(0, step.send.to(tables.device), received)
             return gradients.narrow(0, chunk.first, chunk.own)
 
         return DeferredWork(add)
@@ -247,8 +247,8 @@ class ExactRows:
                     width=away.size(1),
                     stamps=tables.ids[chunks.own :],
                 )
-                with tables.channel.start(gradients[chunks.own :], request).borrow() as come:
-                    gradients.index_add_(0, tables.send, come)
+                with tables.channel.start(gradients[chunks.own :], request).borrow() as received:
+                    gradients.index_add_(0, tables.send, received)
 
         def add() -> Tensor:
             self._meet(_place(site, words), settle)

@@ -304,9 +304,9 @@ class ChunkRows(HaloExchange):
         assert tables.provider is not None
         return tables.provider.start_reduce(chunk, away, site, words)
 
-    def add(self, come: Tensor, own: Tensor) -> Tensor:
+    def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""
-        return own.add_(come)
+        return own.add_(received)
 
     def _known(self) -> tuple[Chunk, Tables]:
         assert self.chunk is not None

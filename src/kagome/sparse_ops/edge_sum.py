@@ -176,19 +176,19 @@ class _SumOverHalo(torch.autograd.Function):
         halo_work: HaloWork,
         forward_pass: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
-        coming = halo_work.start_gather(rows)
+        work = halo_work.start_gather(rows)
         near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
         given, rows = rows, _times(rows, near)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
-        halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
-        if isinstance(coming, TableView) and halo is None and rows.dim() == 2:
-            each = weight if factor is None else coming.weights(factor, edges)
-            ops.sum_rows(coming.where.layout(edges), coming.table(), each, scale, into=out)
+        halo = work.wait().view(-1, *rows.shape[1:]) if keep else None
+        if isinstance(work, TableView) and halo is None and rows.dim() == 2:
+            each = weight if factor is None else work.weights(factor, edges)
+            ops.sum_rows(work.where.layout(edges), work.table(), each, scale, into=out)
         else:
-            with coming.borrow() if halo is None else nullcontext(halo) as come:
-                come = _times(come.view(-1, *rows.shape[1:]), far)
-                ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
+            with work.borrow() if halo is None else nullcontext(halo) as received:
+                received = _times(received.view(-1, *rows.shape[1:]), far)
+                ops.sum_rows(edges.by_target, received, weight, scale, span="halo", offset=edges.own, into=out)
         ctx.edges, ctx.scale, ctx.factor, ctx.halo_work, ctx.forward_pass = (
             edges,
             scale,
@@ -212,7 +212,7 @@ class _SumOverHalo(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             beyond = slice(edges.own, edges.num_sources)
             away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
-            coming = halo_work.start_reduce(away)
+            work = halo_work.start_reduce(away)
             g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
         if ctx.needs_input_grad[1]:
             g3, own3 = _headed(weight, g, _times(rows, near))
@@ -221,8 +221,8 @@ class _SumOverHalo(torch.autograd.Function):
             ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
             g_weight = g_weight.view_as(weight)
         if g_rows is not None:
-            with coming.borrow() as come:
-                halo_work.add(come, g_rows)
+            with work.borrow() as received:
+                halo_work.add(received, g_rows)
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
 
     @staticmethod
