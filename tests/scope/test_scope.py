@@ -45,7 +45,7 @@ def test_rows_are_told_by_their_placement() -> None:
     turned = part.axes.like(torch.zeros(3, 2), x, 1)
     assert (part.axes.of(turned), part.axes.of_vertices(turned)) == (1, True)
     assert part.ranks.number_of(Placement(PlacementKind.ROWS), 2) == 4
-    assert part.ids.words_of(x).tolist() == part.ids.own().tolist() == [1, 3]
+    assert part.ids.row_counters(x).tolist() == part.ids.own().tolist() == [1, 3]
     assert part.ids.local_of(torch.tensor([3, 1])).tolist() == [1, 0]
 
 

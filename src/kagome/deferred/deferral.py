@@ -113,30 +113,30 @@ class Deferral:
         """Return True if a tensor is deferred attention, so that its dropout is deferred too."""
         return sliced_attention.share_of(value) is not None
 
-    def drop_shares(self, value: Tensor, draw: sliced_attention.Draw, words: Tensor) -> Tensor:
+    def drop_shares(self, value: Tensor, draw: sliced_attention.Draw, counters: Tensor) -> Tensor:
         """Apply dropout to deferred attention.
 
         Args:
             value: The deferred attention.
             draw: The function that drops values, given one random word per edge and the first head.
-            words: One random word for each of this rank's edges.
+            counters: One random word for each of this rank's edges.
         """
         share = sliced_attention.share_of(value)
         assert share is not None
         edges, edge_layout = share.logits.edges, share.edge_layout
-        key = ("words of all edges", id(edges if edge_layout is None else edge_layout), id(words))
+        key = ("words of all edges", id(edges if edge_layout is None else edge_layout), id(counters))
         every: Tensor | None = self.constants.cached(key)
         if every is None:
             with torch._C.DisableTorchFunction(), self.constants.once():
                 if edge_layout is None:
-                    every = words[edges.structure.by_target.edge.long()]
+                    every = counters[edges.structure.by_target.edge.long()]
                 else:
                     cut, way = edge_layout.everything(1), edge_layout.edges
                     every = way.split(
-                        words.unsqueeze(1), cut, self.forward.forward_pass, "words of edges"
+                        counters.unsqueeze(1), cut, self.forward.forward_pass, "words of edges"
                     ).view(-1)
             self.constants.cache(key, every)
-        return sliced_attention.dropped(share, draw, words, every)
+        return sliced_attention.dropped(share, draw, counters, every)
 
     def defer(self, base: Tensor, index: Tensor, placement: Placement) -> Tensor | None:
         """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""

@@ -121,20 +121,20 @@ class HaloExchange:
 
     def gather_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows, without gradient."""
-        words = "halo forward" if direction == 0 else "halo backward"
-        with self.start_gather(rows, site, words, direction).borrow() as halo:
+        label = "halo forward" if direction == 0 else "halo backward"
+        with self.start_gather(rows, site, label, direction).borrow() as halo:
             return torch.cat([rows, halo])
 
     def reduce_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Send the values at halo rows to their owners, who add them; without gradient."""
-        words = "halo sums forward" if direction == 0 else "halo backward"
-        with self.start_reduce(rows[self.own :].contiguous(), site, words, direction + 2).borrow() as received:
+        label = "halo sums forward" if direction == 0 else "halo backward"
+        with self.start_reduce(rows[self.own :].contiguous(), site, label, direction + 2).borrow() as received:
             return self.add(received, rows[: self.own].clone())
 
-    def start_gather(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
         request = site.request(
-            words,
+            label,
             direction,
             self.send_counts,
             self.recv_counts,
@@ -145,13 +145,13 @@ class HaloExchange:
         )
         return self.channel.start(rows, request)
 
-    def start_reduce(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to send values at halo rows ``[H, W]`` to their owners.
 
         :meth:`add` takes the received values.
         """
         request = site.request(
-            words,
+            label,
             direction,
             self.recv_counts,
             self.send_counts,
@@ -260,8 +260,8 @@ def total(
     site = forward_pass.begin(name, grad=part.requires_grad)
     agree(channel, site, part)
 
-    def summed(words: str) -> Way:
-        return lambda t: site.sum(channel, t, words)
+    def summed(label: str) -> Way:
+        return lambda t: site.sum(channel, t, label)
 
     return through(part, forward_pass, summed(f"{what} forward"), summed(f"{what} backward"))
 
@@ -303,8 +303,8 @@ def summing(
     site = forward_pass.begin(name, grad=first.requires_grad)
     agree(channel, site, first[:0])
 
-    def sum_of(words: str) -> Sum:
-        return lambda t: site.sum(channel, t, words)
+    def sum_of(label: str) -> Sum:
+        return lambda t: site.sum(channel, t, label)
 
     if not forward_pass.follows():
         return there(sum_of("statistics forward"), *inputs)[0]

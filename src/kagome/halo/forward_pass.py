@@ -308,7 +308,7 @@ class Site:
 
     def request(
         self,
-        words: str,
+        label: str,
         direction: int,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
@@ -323,7 +323,7 @@ class Site:
         """Return the request for the site's exchange in one direction.
 
         Args:
-            words: What is exchanged, for error messages: ``halo forward``.
+            label: What is exchanged, for error messages: ``halo forward``.
             direction: As in :class:`SiteExchange`, whose other arguments are the same too.
             send_counts: Number of rows for each rank.
             recv_counts: Number of rows from each rank.
@@ -337,20 +337,20 @@ class Site:
         return ExchangeRequest(
             send_counts,
             recv_counts,
-            self.action(words),
+            self.action(label),
             kind,
             self.header(direction, width),
             index,
             SiteExchange(self.key, direction, self.epoch, self.trains, stamps, reads, blocks),
         )
 
-    def sum(self, channel: Exchange, part: Tensor, words: str) -> Tensor:
+    def sum(self, channel: Exchange, part: Tensor, label: str) -> Tensor:
         """Return the sum of a tensor over the channel's ranks.
 
-        ``words`` that end in "backward" mark gradients.
+        ``label`` that end in "backward" mark gradients.
         """
-        key: SumKey = self.key, words
-        return channel.all_reduce(part, "sum", action=self.action(words), key=key)
+        key: SumKey = self.key, label
+        return channel.all_reduce(part, "sum", action=self.action(label), key=key)
 
 
 def of_gradients(key: Hashable) -> bool:

@@ -89,7 +89,7 @@ class HistoricalRows:
         }
         self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Write own rows, exchange this step's rows, and return a view of the table's fresh and old rows."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.table(site, rows)
@@ -97,13 +97,13 @@ class HistoricalRows:
             raise ModelError(
                 "rows of later chunks to be those of an earlier epoch",
                 "no earlier epoch that has read neighbours here",
-                where=site.action(words),
+                where=site.action(label),
                 hint="a forward that does the same in every epoch, or cross_chunk='exact'",
             )
-        tables.came(chunk, _place(site, words))
+        tables.came(chunk, _place(site, label))
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
-        work = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
+        work = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, label, 0)
 
         def settle() -> Tensor:
             if work is not None:
@@ -113,7 +113,7 @@ class HistoricalRows:
 
         return TableView(settle, self.sources[chunk.number], tables.by_edge)
 
-    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
         """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
@@ -123,7 +123,7 @@ class HistoricalRows:
         if self.left is not None:
             self.left.add(table, chunk.number, away)
         recv = step.recv
-        work = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, words, 3)
+        work = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, label, 3)
 
         def add() -> Tensor:
             if work is not None:
@@ -159,7 +159,7 @@ class HistoricalRows:
         sends: tuple[int, ...],
         comes: tuple[int, ...],
         site: Site,
-        words: str,
+        label: str,
         direction: int,
     ) -> Work | None:
         tables = self.tables
@@ -167,7 +167,7 @@ class HistoricalRows:
             return None
         index = index.to(tables.device)
         stamps, width = tables.ids[index], rows.size(1)
-        request = site.request(words, direction, sends, comes, width=width, stamps=stamps, index=index)
+        request = site.request(label, direction, sends, comes, width=width, stamps=stamps, index=index)
         return tables.channel.start(rows, request)
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,7 +197,7 @@ class ExactRows:
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
-    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Write own rows; once all chunks have, exchange halo rows and return a view of the table."""
         tables = self.tables
         table = tables.table(site, rows)
@@ -208,7 +208,7 @@ class ExactRows:
             chunks, size = tables.chunks, tables.channel.size
             if size > 1:
                 request = site.request(
-                    words,
+                    label,
                     0,
                     chunks.send_counts,
                     chunks.recv_counts,
@@ -220,12 +220,12 @@ class ExactRows:
                     current[chunks.own :].copy_(halo)
 
         def met() -> Tensor:
-            self._meet(_place(site, words), settle)
+            self._meet(_place(site, label), settle)
             return current
 
         return TableView(met, tables.row_index[chunk.number], tables.by_edge)
 
-    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
         """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
         tables = self.tables
         table = tables.sites[site.key]
@@ -240,7 +240,7 @@ class ExactRows:
             chunks, size = tables.chunks, tables.channel.size
             if size > 1:
                 request = site.request(
-                    words,
+                    label,
                     3,
                     chunks.recv_counts,
                     chunks.send_counts,
@@ -251,7 +251,7 @@ class ExactRows:
                     gradients.index_add_(0, tables.send, received)
 
         def add() -> Tensor:
-            self._meet(_place(site, words), settle)
+            self._meet(_place(site, label), settle)
             return gradients.narrow(0, chunk.first, chunk.own)
 
         return DeferredWork(add)
@@ -277,9 +277,9 @@ class ExactRows:
         self.lockstep.meet(at, settle)
 
 
-def _place(site: Site, words: str) -> Place:
+def _place(site: Site, label: str) -> Place:
     """Return the place of a read, by which chunks compare where they are."""
-    return site.action(words), site.key
+    return site.action(label), site.key
 
 
 def _join(op: Op, one: Tensor, other: Tensor) -> Tensor:

@@ -67,10 +67,10 @@ class SiteTable:
 class Provider(Protocol):
     """The provider that answers the chunks' reads, gradients and sums in an epoch."""
 
-    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
-    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
         """Take the gradients of rows that a chunk read; return those of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
@@ -285,13 +285,13 @@ class ChunkRows(HaloExchange):
     chunk: Chunk | None = None
     tables: Tables | None = None
 
-    def start_gather(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:
         """Start to fetch the rows that this chunk reads in other chunks and parts."""
         chunk, tables = self._known()
         assert tables.provider is not None
-        return tables.provider.start_gather(chunk, rows.detach(), site, words)
+        return tables.provider.start_gather(chunk, rows.detach(), site, label)
 
-    def start_reduce(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Pass on the gradients of the rows that this chunk read."""
         chunk, tables = self._known()
         if direction == 2:
@@ -302,7 +302,7 @@ class ChunkRows(HaloExchange):
                 hint="chunks=1, or the edges turned round before training",
             )
         assert tables.provider is not None
-        return tables.provider.start_reduce(chunk, away, site, words)
+        return tables.provider.start_reduce(chunk, away, site, label)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""

@@ -148,7 +148,7 @@ class Interceptor(TorchFunctionMode):
             self.constants.add(value)
         self.matrix = sparse_adjacency.matrix_of(self)
         if self.matrix is not None:
-            del inputs[self.matrix.told.name]
+            del inputs[self.matrix.adjacency.name]
             inputs["adj_t"] = self.matrix.given
         # A tensor made with this many rows has one row per vertex of this part.
         count = SymbolicSize(self.own, Placement(PlacementKind.ROWS), lambda: self.vertices)

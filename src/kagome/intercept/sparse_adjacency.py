@@ -45,7 +45,7 @@ class Matrix:
 
     Args:
         given: The tensor that the model is given in place of the matrix.
-        told: The adjacency as the data held it.
+        adjacency: The adjacency as the data held it.
         values: One value per edge of view 0, in its order.
         source: Ids that edges read.
         target: Ids of own rows.
@@ -54,7 +54,7 @@ class Matrix:
     """
 
     given: Tensor
-    told: Adjacency
+    adjacency: Adjacency
     values: Tensor
     source: Tensor
     target: Tensor
@@ -83,8 +83,8 @@ class MatrixScope(Protocol):
 def matrix_of(scope: MatrixScope) -> Matrix | None:
     """Return the stand-in for the matrix of view 0; None if the data was given as edges."""
     view = scope.views[0]
-    told = adjacency_of(view.attributes)
-    if told is None:
+    adjacency = adjacency_of(view.attributes)
+    if adjacency is None:
         return None
     source, target = view.edge_index
     pointer = torch.zeros(scope.own + 1, dtype=torch.int64, device=source.device)
@@ -93,10 +93,10 @@ def matrix_of(scope: MatrixScope) -> Matrix | None:
         size = (scope.own, view.ids.numel())
         order = target.argsort(stable=True)
         given = torch.sparse_csr_tensor(
-            pointer, source[order], told.values[order], size, check_invariants=False
+            pointer, source[order], adjacency.values[order], size, check_invariants=False
         )
     else:
-        given = told.matrix(view.edge_index, scope.own)
+        given = adjacency.matrix(view.edge_index, scope.own)
     scope.placements.put(given, Placement(PlacementKind.MATRIX))
     scope.placements.put(source, Placement(PlacementKind.SOURCE, edges=view.edge_index))
     scope.placements.put(target, Placement(PlacementKind.TARGET, edges=view.edge_index))
@@ -104,7 +104,7 @@ def matrix_of(scope: MatrixScope) -> Matrix | None:
     ends = scope.placements.put(torch.stack([target, source]), Placement(PlacementKind.EDGES, swapped=True))
     for value in (source, target, ends):
         scope.constants.add(value)
-    return Matrix(given, told, told.values, source, target, ends, pointer)
+    return Matrix(given, adjacency, adjacency.values, source, target, ends, pointer)
 
 
 def _product(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -220,11 +220,11 @@ def swap(scope: MatrixScope, module: nn.Module, args: Args, kwargs: Kwargs) -> t
     if not any(value is matrix.given for value in (*args, *kwargs.values())):
         return None
     weighted = {}
-    if matrix.told.kind != "ones":
+    if matrix.adjacency.kind != "ones":
         names = inspect.signature(type(module).forward).parameters
         place = list(names).index("edge_weight") - 1 if "edge_weight" in names else -1
         taken = "edge_weight" in kwargs or len(args) > place
-        if matrix.told.kind == "loops" or not scope.parted or place < 0 or taken:
+        if matrix.adjacency.kind == "loops" or not scope.parted or place < 0 or taken:
             return None
         weighted = {"edge_weight": matrix.values}
     edges = scope.views[0].edge_index

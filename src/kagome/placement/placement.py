@@ -86,7 +86,7 @@ class Placement:
         return self.subset is None and self.each == 1
 
     @property
-    def told(self) -> tuple[Any, ...]:
+    def fields(self) -> tuple[Any, ...]:
         """All fields but ``edges`` and ``subset``, for comparison."""
         return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin
 

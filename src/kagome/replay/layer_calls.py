@@ -222,7 +222,7 @@ def _same(one: Placement | None, other: Placement | None) -> bool:
         return False
     if one.subset is not other.subset and not (one.subset is not None and one.subset.same(other.subset)):
         return False
-    return one.told == other.told
+    return one.fields == other.fields
 
 
 def _cast() -> bool:

@@ -204,7 +204,7 @@ class VertexIds:
         """Count own vertices up to the last one of the whole graph that has an edge."""
         return int((self.own() <= self.last_vertex).sum())
 
-    def words_of(self, tensor: Tensor) -> Tensor:
+    def row_counters(self, tensor: Tensor) -> Tensor:
         """Return one number per entry along the row axis, equal on any ranks: vertex and its entry.
 
         Shapes:
@@ -218,7 +218,7 @@ class VertexIds:
         with torch._C.DisableTorchFunction():
             return (ids[:, None] * placement.each + torch.arange(placement.each, device=ids.device)).view(-1)
 
-    def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
+    def edge_counters(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
         """Return ``word(source, target, copy)`` per row of an edge tensor, by original ids, if known."""
         placement = self._placements.get(tensor)
         edges = placement.edges if placement is not None else None
@@ -234,8 +234,8 @@ class VertexIds:
             first, second = (second, first) if ends.view == 1 else (first, second)
             with torch._C.DisableTorchFunction():
                 self._edge_keys[edges] = word(first, second, pair_ids(first, second))
-        words: Tensor = self._edge_keys[edges]
-        return words if words.numel() == tensor.size(placement.axis if placement is not None else 0) else None
+        counters: Tensor = self._edge_keys[edges]
+        return counters if counters.numel() == tensor.size(placement.axis if placement is not None else 0) else None
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept from one forward pass to the next."""

@@ -118,7 +118,7 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
         path, index = scope.forward.call()
         word, ids = (
             dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index),
-            scope.ids.words_of(query),
+            scope.ids.row_counters(query),
         )
         # Each key is a column, in the order of the graph.
         drop = lambda weights, p: dropout.dropout(weights, ids, word, p, weights.dim() - 2)  # noqa: E731

@@ -35,14 +35,14 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     key = dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index)
     axis = scope.axes.of(x)
     if axis is not None and not scope.axes.of_vertices(x):
-        words = scope.ids.pair_words(x, dropout.edge_ids)
-        if words is None:
+        counters = scope.ids.edge_counters(x, dropout.edge_ids)
+        if counters is None:
             raise draw_refused(scope, what, f"it is not known of which edges the {x.size(axis)} rows are")
-        return words, key, axis
+        return counters, key, axis
     unmarked = axis is None and not isinstance(x, torch.nn.Parameter) and x.dim()
     if axis is not None or (unmarked and x.size(0) == scope.own):
         # Without a placement (after an operation that torch does not show), rows are likely vertices.
-        return scope.ids.own() if axis is None else scope.ids.words_of(x), key, axis or 0
+        return scope.ids.own() if axis is None else scope.ids.row_counters(x), key, axis or 0
     # Neither vertices nor edges, but a virtual node or a weight: equal on every rank, so drawn alike.
     return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
 
@@ -72,7 +72,7 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if name == "dropout" and scope.deferral.drops_shares(x):
         ids, key, _ = _ids(scope, x, name)
         return scope.deferral.drop_shares(
-            x, lambda part, words, first: dropout.dropout(part, words, key, p, 0, first), ids
+            x, lambda part, counters, first: dropout.dropout(part, counters, key, p, 0, first), ids
         )
     if not name.startswith(("feature", "alpha")) and not in_place:
         ids, key, axis = _ids(scope, x, name)

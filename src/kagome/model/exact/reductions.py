@@ -221,7 +221,7 @@ def _picked(sign: int) -> Callable[..., Any]:
             return NotImplemented
         best = _highest(scope, x, dims, sign).to(x.dtype)
         shape = [-1 if d in dims else 1 for d in range(x.dim())]
-        ids = scope.ids.words_of(x).view(shape).expand(x.shape)
+        ids = scope.ids.row_counters(x).view(shape).expand(x.shape)
         far = torch.full_like(ids, torch.iinfo(torch.long).max)
         first = _highest(scope, torch.where(x.detach() == best, ids, far), dims, -1)
         if x.requires_grad:
