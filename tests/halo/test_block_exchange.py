@@ -111,8 +111,8 @@ def test_rows_too_narrow_for_a_header_and_one_s_own_go_uncoded() -> None:
 
 def counted(channel: Channel, codec: CodecName) -> tuple[int, int]:
     """Bytes sent there and back, both ways, and those that were spared, before codecs."""
-    crossing = CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
-    way, counts = AllToAll(COUNTS[channel.size], crossing), COUNTS[channel.size]
+    compressed_exchange = CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
+    way, counts = AllToAll(COUNTS[channel.size], compressed_exchange), COUNTS[channel.size]
     mine = torch.randn(counts[channel.rank], WIDTH, requires_grad=True)
     forward_pass, cut = (
         ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True),
@@ -121,7 +121,7 @@ def counted(channel: Channel, codec: CodecName) -> tuple[int, int]:
     channel.take_bytes()
     back = way.gather(way.split(mine, cut, forward_pass, "site"), cut, forward_pass, "site")
     (back.square().sum() + forward_pass.token).backward()
-    return channel.take_bytes()["transpose"], crossing.take_counts().sliced
+    return channel.take_bytes()["transpose"], compressed_exchange.take_counts().sliced
 
 
 def expected(counts: tuple[int, ...], cut: SliceCut, rank: int, codec: CodecName) -> int:

@@ -30,7 +30,7 @@ def counts_between(size: int, pattern: str) -> list[list[int]]:
     return [[0 if a == b else (a * 5 + b * 3 + 1) % 8 for b in range(size)] for a in range(size)]
 
 
-def trip(
+def site_exchange(
     epoch: int, stamps: Tensor, direction: int = 0, site: Any = ("conv1.x", 1), training: bool = True
 ) -> SiteExchange:
     return SiteExchange(site, direction, epoch, training, stamps, reads=stamps.new_empty(0))
@@ -72,14 +72,14 @@ class Case:
         """The vertices that are sent; gradients of one may come from several ranks."""
         return self.pick(rank) + (1000 * rank if self.direction == 0 else 0)
 
-    def trip(self, rank: int) -> SiteExchange:
-        return trip(self.epoch, self.stamps(rank), self.direction, self.site, self.training)
+    def site_exchange(self, rank: int) -> SiteExchange:
+        return site_exchange(self.epoch, self.stamps(rank), self.direction, self.site, self.training)
 
     def begin(self, carrier: CompressedExchange | Channel) -> Any:
         rank = carrier.rank
         sends, comes = self.counts(rank)
         pick = self.pick(rank) if self.direction == 0 else None
-        request = ExchangeRequest(sends, comes, "halo of conv1.x", index=pick, site=self.trip(rank))
+        request = ExchangeRequest(sends, comes, "halo of conv1.x", index=pick, site=self.site_exchange(rank))
         return carrier.start(self.rows(rank), request)
 
     def sent(self, peer: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class Case:
         """What a peer sends to a rank, coded and restored here."""
         codec, (rows, stamps) = Codec(name), self.sent(peer, rank)
         message = torch.empty(codec.size(*rows.shape, rows.dtype), dtype=torch.uint8)
-        codec.encode(rows, None, stamps, draws(self.trip(peer), peer), message, where="")
+        codec.encode(rows, None, stamps, draws(self.site_exchange(peer), peer), message, where="")
         return codec.decode(message, torch.empty_like(rows))
 
     def by_hand(self, rank: int, name: CodecName) -> Tensor:
@@ -116,5 +116,5 @@ def draws(site: SiteExchange, rank: int) -> int:
     return CompressionState(Parallel(), SEED, ExchangeMode.of(Parallel())).draws_of(site, rank)
 
 
-def crossing(channel: Channel, **settings: Any) -> CompressedExchange:
+def compressed_exchange(channel: Channel, **settings: Any) -> CompressedExchange:
     return CompressedExchange(channel, Parallel(**settings), SEED)

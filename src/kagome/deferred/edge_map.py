@@ -254,7 +254,7 @@ def _contracted(placements: Placements, args: tuple[Any, ...], kwargs: dict[str,
     term = expression(args[0])
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if term is None or not isinstance(dim, int) or kwargs.get("dtype") is not None:
         return NotImplemented
     term.check()
@@ -275,4 +275,4 @@ def _contracted(placements: Placements, args: tuple[Any, ...], kwargs: dict[str,
         with_halo = term.message.with_halo().reshape(-1, heads, columns)
         out = edge_softmax.dots(own, with_halo, s) + edge.dots(own, s)
     out = out if dims == 3 else out.squeeze(-1)
-    return placements.put(out.unsqueeze(-1) if keep else out, _pairs(placements, args))
+    return placements.put(out.unsqueeze(-1) if keepdim else out, _pairs(placements, args))

@@ -434,11 +434,11 @@ def _dotted(
     m.check()
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    dims, keep = len(m.shape), kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    dims, keepdim = len(m.shape), kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if not isinstance(dim, int) or dim % dims != dims - 1 or dims < 2 or kwargs.get("dtype") is not None:
         return NotImplemented
     if m.one_ended:
-        return defer(each(m, lambda rows: func(rows, rows.dim() - 1, keep), narrows=True))
+        return defer(each(m, lambda rows: func(rows, rows.dim() - 1, keepdim), narrows=True))
     if name != "sum" or m.target is None or m.source is None or dims > 3 or m.form == "sum":
         return NotImplemented
     if m.form == "leaky" and m.att is None:
@@ -452,7 +452,7 @@ def _dotted(
         att = m.att.expand(m.trailing).reshape(own.shape[1:])
         out = edge_softmax.leaky_dots(own, with_halo, att, m.slope, s)
     out = out if dims == 3 else out.squeeze(-1)
-    return m.edges.pairs(out.unsqueeze(-1) if keep else out)
+    return m.edges.pairs(out.unsqueeze(-1) if keepdim else out)
 
 
 def _three(rows: Tensor) -> Tensor:

@@ -128,7 +128,9 @@ class HaloExchange:
     def reduce_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Send the values at halo rows to their owners, who add them; without gradient."""
         label = "halo sums forward" if direction == 0 else "halo backward"
-        with self.start_reduce(rows[self.own :].contiguous(), site, label, direction + 2).borrow() as received:
+        with self.start_reduce(
+            rows[self.own :].contiguous(), site, label, direction + 2
+        ).borrow() as received:
             return self.add(received, rows[: self.own].clone())
 
     def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:

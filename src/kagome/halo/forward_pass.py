@@ -347,7 +347,7 @@ class Site:
     def sum(self, channel: Exchange, part: Tensor, label: str) -> Tensor:
         """Return the sum of a tensor over the channel's ranks.
 
-        ``label`` that end in "backward" mark gradients.
+        A ``label`` that ends in "backward" marks gradients.
         """
         key: SumKey = self.key, label
         return channel.all_reduce(part, "sum", action=self.action(label), key=key)

@@ -218,7 +218,9 @@ class VertexIds:
         with torch._C.DisableTorchFunction():
             return (ids[:, None] * placement.each + torch.arange(placement.each, device=ids.device)).view(-1)
 
-    def edge_counters(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
+    def edge_counters(
+        self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor | None:
         """Return ``word(source, target, copy)`` per row of an edge tensor, by original ids, if known."""
         placement = self._placements.get(tensor)
         edges = placement.edges if placement is not None else None
@@ -235,7 +237,11 @@ class VertexIds:
             with torch._C.DisableTorchFunction():
                 self._edge_keys[edges] = word(first, second, pair_ids(first, second))
         counters: Tensor = self._edge_keys[edges]
-        return counters if counters.numel() == tensor.size(placement.axis if placement is not None else 0) else None
+        return (
+            counters
+            if counters.numel() == tensor.size(placement.axis if placement is not None else 0)
+            else None
+        )
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept from one forward pass to the next."""

@@ -188,7 +188,9 @@ class _SumOverHalo(torch.autograd.Function):
         else:
             with work.borrow() if halo is None else nullcontext(halo) as received:
                 received = _times(received.view(-1, *rows.shape[1:]), far)
-                ops.sum_rows(edges.by_target, received, weight, scale, span="halo", offset=edges.own, into=out)
+                ops.sum_rows(
+                    edges.by_target, received, weight, scale, span="halo", offset=edges.own, into=out
+                )
         ctx.edges, ctx.scale, ctx.factor, ctx.halo_work, ctx.forward_pass = (
             edges,
             scale,
