@@ -59,7 +59,7 @@ class Total:
             and deferral.constants.is_constant(self.message.weight)
         ):
             return None
-        return _kept_sum(self.message, source.rows, self.how, multiplied=True)
+        return _cached_sum(self.message, source.rows, self.how, multiplied=True)
 
 
 def settled(value: Any) -> Any:
@@ -169,12 +169,12 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
     rows = rows if sliced_reduce.in_slices(rows) is not None else now(rows)
     if not (deferral.constants.is_constant(rows) and deferral.constants.is_constant(message.weight)):
         return _sum(message, rows, how)
-    found = _kept_sum(message, rows, how, multiplied=False)
+    found = _cached_sum(message, rows, how, multiplied=False)
     assert isinstance(found, Tensor)
     return found
 
 
-def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
+def _cached_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
     """Return a sum of constant rows, computed once. For a product with a weight it may be sparse.
 
     All ranks call this in the same order, and each exchanges rows the first time. Which form a rank caches is

@@ -46,7 +46,7 @@ class Left:
 
     def __init__(self, tables: Tables, steps: Sequence[ChunkStep]) -> None:
         self.tables, self.steps = tables, {step.chunk: step for step in steps}
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._cached: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, table: SiteTable, chunk: int, away: Tensor) -> None:
         """Accumulate a chunk's gradients of rows that the next epoch will read as historical rows.
@@ -59,12 +59,12 @@ class Left:
         Cost:
             A pass over about half of the gradients.
         """
-        if chunk not in self._kept:
+        if chunk not in self._cached:
             old = torch.ones(away.size(0), dtype=torch.bool)
             old[self.steps[chunk].fresh] = False
             ids = old.nonzero().view(-1).to(self.tables.device)
-            self._kept[chunk] = self.tables.reads[chunk][ids], ids
-        place, ids = self._kept[chunk]
+            self._cached[chunk] = self.tables.reads[chunk][ids], ids
+        place, ids = self._cached[chunk]
         ops.add_rows(self.tables.due(table), place, away, ids, away.new_ones(ids.numel()))
 
 
@@ -87,7 +87,7 @@ class HistoricalRows:
             step.chunk: TableIndex(((step.source + tables.now * places) % (2 * places)).to(device))
             for step in steps
         }
-        self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+        self._cached: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
     def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Write own rows, exchange this step's rows, and return a view of the table's fresh and old rows."""
@@ -172,12 +172,12 @@ class HistoricalRows:
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return where a chunk's fresh reads are in the table, their indices, and their gradient factors."""
-        if (chunk, dtype) not in self._kept:
+        if (chunk, dtype) not in self._cached:
             step, device = self.steps[chunk], self.tables.device
             fresh = step.fresh.to(device)
-            kept = self.tables.reads[chunk][fresh], fresh, step.scale.to(device, dtype)
-            self._kept[chunk, dtype] = kept
-        return self._kept[chunk, dtype]
+            cached = self.tables.reads[chunk][fresh], fresh, step.scale.to(device, dtype)
+            self._cached[chunk, dtype] = cached
+        return self._cached[chunk, dtype]
 
 
 class ExactRows:

@@ -483,7 +483,7 @@ def _spread_rows(
     if not placements.all_local and (
         (name in _PRODUCTS and _outer(placements, args))
         or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
-        or (name.strip("_") in ELEMENTWISE and _crossed(placements, args, kwargs))
+        or (name.strip("_") in ELEMENTWISE and _pairwise(placements, args, kwargs))
     ):
         _lose(placements, name, result, PAIRS)
         return
@@ -545,7 +545,7 @@ def _outer(placements: Placements, args: tuple[Any, ...]) -> bool:
     return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
 
 
-def _crossed(placements: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _pairwise(placements: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an element-wise call has rows of vertices along two axes: ``x[:, None] - x[None]``."""
     held = [
         (t, m) for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES

@@ -77,22 +77,22 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if not name.startswith(("feature", "alpha")) and not in_place:
         ids, key, axis = _ids(scope, x, name)
         return scope.axes.like(dropout.dropout(x, ids, key, p, axis), x)
-    keep = _kept(scope, x, name, p)
+    keep_mask = _keep_mask(scope, x, name, p)
     shift: Tensor | float = 0.0
     if "alpha" in name:
         length = _SELU / math.sqrt((_SELU**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-        kept = keep * (1 - p)
-        keep, shift = kept * (length / _SELU), (kept - (1 - p)) * length
+        kept = keep_mask * (1 - p)
+        keep_mask, shift = kept * (length / _SELU), (kept - (1 - p)) * length
     if in_place:
-        return x.mul_(keep).add_(shift) if "alpha" in name else x.mul_(keep)
-    return scope.axes.like(x * keep + shift if "alpha" in name else x * keep, x)
+        return x.mul_(keep_mask).add_(shift) if "alpha" in name else x.mul_(keep_mask)
+    return scope.axes.like(x * keep_mask + shift if "alpha" in name else x * keep_mask, x)
 
 
 _SELU: Final = 1.7580993408473766
 """Absolute value of a dropped entry in a self-normalising network before rescaling; it is negative."""
 
 
-def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
+def _keep_mask(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
     """Return 0 where an entry, or a whole channel ``x[i, j]``, is dropped, else ``1 / (1 - p)``."""
     if not name.startswith("feature") or x.dim() < 3:
         ids, key, axis = _ids(scope, x, name)

@@ -23,8 +23,8 @@ from kagome.errors import ModelError
 from kagome.model.exact.layer_shortcuts import (
     LayerScope,
     Settings,
+    cached_call,
     reduced_by_kernels,
-    remembered,
     spread_of_messages,
     with_shortcuts,
 )
@@ -86,7 +86,7 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
             lambda_max = 2.0 * scope.ranks.greatest(weight.detach().amax() if weight.numel() else low)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
 
-    return [(module, "__norm__", remembered(norm, scope, "ChebConv"))]
+    return [(module, "__norm__", cached_call(norm, scope, "ChebConv"))]
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:

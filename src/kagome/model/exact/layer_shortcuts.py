@@ -34,7 +34,7 @@ class LayerScope(Scope, Protocol):
 Settings = list[tuple[nn.Module, str, Any]]
 
 
-def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
+def cached_call(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
     """Cache a function of the graph alone, such as degrees, or self-loops of constant edges.
 
     The first call runs under the interceptor like any other, so that its degrees are those of the whole
@@ -82,7 +82,7 @@ def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Call
 
 def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
     """EGConv has the number of vertices guessed from the edges, which are only the part's: pass it."""
-    once = remembered(function, scope, name)
+    once = cached_call(function, scope, name)
 
     def call(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scope.constants.is_constant(edge_index) and len(args) < 3:
@@ -93,9 +93,9 @@ def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callab
 
 
 _STAND_INS: dict[str, tuple[Callable[..., Any], Callable[..., Callable[..., Any]]]] = {
-    "gcn_norm": (gcn_norm, remembered),
-    "add_self_loops": (utils.add_self_loops, remembered),
-    "remove_self_loops": (utils.remove_self_loops, remembered),
+    "gcn_norm": (gcn_norm, cached_call),
+    "add_self_loops": (utils.add_self_loops, cached_call),
+    "remove_self_loops": (utils.remove_self_loops, cached_call),
     "add_remaining_self_loops": (utils.add_remaining_self_loops, _loops),
     "softmax": (utils.softmax, _softmax),
 }

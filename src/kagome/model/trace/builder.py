@@ -75,12 +75,12 @@ def _cure(value: Any, words: Words) -> str:
     return words.several
 
 
-def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> LayerGraph:
+def steps_of(model: nn.Module, fx_graph: fx.Graph, words: Words = OF_GRAPHS) -> LayerGraph:
     """Turn the recorded calls of one mode into steps.
 
     Args:
         model: The user's module.
-        notes: Recorded calls.
+        fx_graph: Recorded calls.
         words: Terms and hints for error messages.
 
     Raises:
@@ -106,7 +106,7 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
             raise ForeignError
         return Ref(names[item])
 
-    for node in notes.nodes:
+    for node in fx_graph.nodes:
         if node.op == "output":
             returned = node.args[0]
             if not isinstance(returned, fx.Node):
