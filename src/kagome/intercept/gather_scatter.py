@@ -175,21 +175,28 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
             hint="sum or mean, or let messages flow from source to target",
         )
     if placement.kind is PlacementKind.SOURCE:
-        halo_exchange = scope.views[placement.view].rows
-        shape = list(base.shape)
-        if shape[axis] != halo_exchange.own:
-            return NotImplemented
-        shape[axis] = halo_exchange.own + halo_exchange.halo
-        sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
-        return scope.placements.put(
-            _add(base, scope.reads.write(sums, axis, placement), name), Placement(PlacementKind.ROWS, 0, axis)
-        )
+        return _add_at_sources(scope, name, base, axis, index, value, placement)
     if adds:
         return _add(
             base, scope.ranks.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name
         )
     best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
     return base.copy_(best) if name.endswith("_") else best
+
+
+def _add_at_sources(
+    scope: Reader, name: str, base: Tensor, axis: int, index: Tensor, value: Tensor, placement: Placement
+) -> Any:
+    """Add values at source ids: sums on halo rows go to their owners."""
+    halo_exchange = scope.views[placement.view].rows
+    shape = list(base.shape)
+    if shape[axis] != halo_exchange.own:
+        return NotImplemented
+    shape[axis] = halo_exchange.own + halo_exchange.halo
+    sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
+    return scope.placements.put(
+        _add(base, scope.reads.write(sums, axis, placement), name), Placement(PlacementKind.ROWS, 0, axis)
+    )
 
 
 def _by_place(

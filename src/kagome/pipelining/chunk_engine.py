@@ -107,9 +107,7 @@ class ChunkEngine:
         self.chunks = chunked(part, mesh.graph, parallel, options)
         self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
         self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.tell)
-        self.offload = Offload(
-            parallel, device, lambda tensor: self.current.get().constants.is_constant(tensor)
-        )
+        self.offload = Offload(parallel, device, lambda t: self.current.get().constants.is_constant(t))
         self.saving = ChunkActivations(self.offload, self.chunks, model)
         self.owners = ParameterOwnership(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
         self.foreign = self.owners.foreign()
