@@ -221,7 +221,7 @@ def _no_reuse() -> None:
     forward_reuse.ForwardReuse.__init__ = begin  # type: ignore[method-assign]
 
 
-def _no_thin() -> None:
+def _no_sparse() -> None:
     """Find no features that are worth a sparse product."""
     sparse_features.is_sparse = reduce.is_sparse = lambda rows, edges=None: False
 
@@ -234,5 +234,5 @@ OFF: dict[str, Callable[[], None]] = {
     "exponential": _no_exponential,
     "vector steps of codecs": _no_codec_vectors,
     "forward reuse": _no_reuse,
-    "thin features": _no_thin,
+    "thin features": _no_sparse,
 }
