@@ -156,8 +156,8 @@ class HistoricalRows:
         self,
         rows: Tensor,
         index: Tensor,
-        sends: tuple[int, ...],
-        comes: tuple[int, ...],
+        send_counts: tuple[int, ...],
+        recv_counts: tuple[int, ...],
         site: Site,
         label: str,
         direction: int,
@@ -167,7 +167,9 @@ class HistoricalRows:
             return None
         index = index.to(tables.device)
         stamps, width = tables.ids[index], rows.size(1)
-        request = site.request(label, direction, sends, comes, width=width, stamps=stamps, index=index)
+        request = site.request(
+            label, direction, send_counts, recv_counts, width=width, stamps=stamps, index=index
+        )
         return tables.channel.start(rows, request)
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,11 +116,13 @@ class Tables:
         if channel.size == 1:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, len(chunks.pieces), dtype=torch.bool)
         mine = chunks.chunk_of[chunks.send].unsqueeze(1).to(self.device)
-        sends, comes = chunks.send_counts, chunks.recv_counts
-        halo_chunk = channel.start(mine, ExchangeRequest(sends, comes, "chunks of the halo", "other")).wait()
+        send_counts, recv_counts = chunks.send_counts, chunks.recv_counts
+        halo_chunk = channel.start(
+            mine, ExchangeRequest(send_counts, recv_counts, "chunks of the halo", "other")
+        ).wait()
         readers = chunks.read_by.to(torch.uint8).to(self.device)
         sent = channel.start(
-            readers, ExchangeRequest(comes, sends, "readers of what is sent", "other")
+            readers, ExchangeRequest(recv_counts, send_counts, "readers of what is sent", "other")
         ).wait()
         return halo_chunk.squeeze(1).cpu(), sent.cpu().bool()
 

@@ -122,7 +122,7 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     """
     view = scope.views[1]
     assert view.across is not None
-    assert view.pick is not None
+    assert view.across_index is not None
     with torch._C.DisableTorchFunction():
         last = scope.constants.is_constant(values)
         key = ("turned", address(values), tuple(values.shape), axis)
@@ -137,7 +137,7 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
                     every = view.across.gather(rows, scope.forward.forward_pass, "flipped edges")
             else:
                 every = view.across.gather(rows, scope.forward.forward_pass, f"{scope.where()}.flipped")
-            picked = every.index_select(0, view.pick).to(values.dtype)
+            picked = every.index_select(0, view.across_index).to(values.dtype)
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:
                 scope.constants.cache(key, found)
