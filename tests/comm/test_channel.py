@@ -420,7 +420,7 @@ def apart(channel: Channel) -> tuple[list[Tensor], float, bool, int]:
     sent = channel.traffic.bytes["halo"] - before
     same = channel.patient is other
     channel.barrier("all is read")
-    channel._patient = other._wire = other._group = None  # its shelf is the channel's own
+    channel._patient = other._transport = other._group = None  # its shared memory is the channel's own
     dist.destroy_process_group(group)
     return found, total, same, sent
 

@@ -85,8 +85,10 @@ class MeshGroups:
                 staged=self._staged,
             )
             channels.append(made)
-            shelf = open_shelf(made, wanted=shared_memory, beside=None if world is None else world.shelf)
-            made.lay_on(shelf)
+            memory = open_shared_memory(
+                made, wanted=shared_memory, beside=None if world is None else world.shared_memory
+            )
+            made.attach_shared_memory(memory)
             return made
 
         world = channel(everyone, None if split else back)
@@ -116,7 +118,7 @@ class MeshGroups:
         return self._made[-1]
 
 
-def open_shelf(
+def open_shared_memory(
     channel: Channel, *, wanted: bool = True, beside: SharedMemory | None = None
 ) -> SharedMemory | None:
     """Find out which ranks can read each other's memory. All ranks of the group call this.
@@ -131,25 +133,27 @@ def open_shelf(
     """
     if channel.size == 1:
         return None
-    box: Mailbox | None = None
-    if wanted and channel.wire.type == "cpu":
+    mailbox: Mailbox | None = None
+    if wanted and channel.send_device.type == "cpu":
         with suppress(OSError):
-            box = Mailbox(channel.rank, channel.size, None if beside is None else beside.box)
-    offers: list[Any] = channel.gather_objects(box and box.offer, "show memory to the ranks of this host")
+            mailbox = Mailbox(channel.rank, channel.size, None if beside is None else beside.mailbox)
+    offers: list[Any] = channel.gather_objects(
+        mailbox and mailbox.offer, "show memory to the ranks of this host"
+    )
     seen = [
-        box is not None and offer is not None and rank != channel.rank and box.open(rank, offer)
+        mailbox is not None and offer is not None and rank != channel.rank and mailbox.open(rank, offer)
         for rank, offer in enumerate(offers)
     ]
     found: list[Any] = channel.gather_objects(seen, "find the ranks of this host")
     peers = frozenset(rank for rank in range(channel.size) if seen[rank] and found[rank][channel.rank])
-    if box is None or not peers:
-        if box is not None:
-            box.close()
+    if mailbox is None or not peers:
+        if mailbox is not None:
+            mailbox.close()
         return None
-    box.keep(tuple(peers))
+    mailbox.keep(tuple(peers))
     if beside is not None:
-        return SharedMemory(box, peers, beside.allowance)
+        return SharedMemory(mailbox, peers, beside.allowance)
     free = available_bytes()
     return SharedMemory(
-        box, peers, MemoryAllowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1)))
+        mailbox, peers, MemoryAllowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1)))
     )
