@@ -442,8 +442,8 @@ def _builder(
         wide, labels, names = columns or 0, meta.labels, (tuple(part.nodes), tuple(part.shared))
         if columns is None and labels is not None:  # refuse invalid labels before they set the output's width
             labels = labels_that_count(labels, part, train, channel)
-            aim = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
-            wide = aim.outputs
+            objective = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
+            wide = objective.outputs
         return build_model(
             settings,
             in_channels=meta.features,

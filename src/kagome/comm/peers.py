@@ -34,7 +34,7 @@ class PeerGroup:
         watch: The watchdog, which knows what each peer is doing; without it errors do not say so.
         lane: Tag of this channel: messages with different tags never match.
         traffic: Counters to add to; new ones if None.
-        shared_memory: Memory that other ranks of this host read. With gloo, large messages to them go through it.
+        shared_memory: Memory that other ranks of this host read. With gloo, large messages to them use it.
         back: With nccl, a second group of the same ranks: see
             :class:`kagome.comm.transport.process_group.Transport`.
         name: This rank in the world, used if ``group`` is None.

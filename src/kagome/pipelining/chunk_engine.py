@@ -46,7 +46,7 @@ from kagome.model.state import state_of
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import LossWeights
-from kagome.objective.optimizers import Aim
+from kagome.objective.optimizers import Criteria
 from kagome.pipelining.chunk_memory import ChunkActivations, ledger_of_chunks
 from kagome.pipelining.chunk_passes import ChunkPasses, Jobs
 from kagome.pipelining.chunking import chunked
@@ -73,7 +73,7 @@ class ChunkEngine:
         mesh: All ranks.
         parallel: How to split, with every choice made.
         settings: The seed, gradient clipping and mixed precision.
-        aim: The loss and the metric.
+        criteria: The loss and the metric.
         phases: Records the time of each action.
         fast: Whether messages are deferred and reduced by kernels.
 
@@ -89,12 +89,12 @@ class ChunkEngine:
         *,
         parallel: Parallel,
         settings: Train,
-        aim: Aim,
+        criteria: Criteria,
         phases: PhaseTimer,
         fast: bool = True,
     ) -> None:
         self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
-        self.aim, self.phases, self.channel = aim, phases, mesh.graph
+        self.criteria, self.phases, self.channel = criteria, phases, mesh.graph
         device = mesh.device
         options = PartOptions.of(settings, device, fast=fast)
         self.staging = stage_model(model, part, mesh.world, parallel, options)
@@ -102,7 +102,7 @@ class ChunkEngine:
         read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
         self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
-        part = needed(self.mine, part, aim.objective.uses)
+        part = needed(self.mine, part, criteria.objective.uses)
         options = PartOptions.of(settings, device, parallel, fast=self.fast)
         self.chunks = chunked(part, mesh.graph, parallel, options)
         self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
@@ -118,13 +118,13 @@ class ChunkEngine:
             )
             for stage in self.mine
         }
-        kept = {name for name in part.nodes if name.endswith("_mask")} | aim.objective.uses
+        kept = {name for name in part.nodes if name.endswith("_mask")} | criteria.objective.uses
         self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
         self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
         self.gradients = Gradients(
             self.owners.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
-        self._weighed = LossWeights(aim.objective, mesh.graph)
+        self._weighed = LossWeights(criteria.objective, mesh.graph)
         self._settle()
         self.undo = Rollback(model, self.owners.parameters, self.owners.moving())
         self.exchange, codec = (
@@ -155,14 +155,14 @@ class ChunkEngine:
 
     def _settle(self) -> None:
         """Find the sum of the loss weights; a user's loss that returns weights is called with zero scores."""
-        target = self.aim.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
+        target = self.criteria.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
         value = self.staging.survey.values[self.staging.graph.output]
         out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
         self._weighed.settle(target, out)
 
     def _read_by_loss(self, part: Partition) -> tuple[str, ...]:
         """Find the weights that the loss reads, by calling it on made-up rows of the output."""
-        value, objective = self.staging.survey.values[self.staging.graph.output], self.aim.objective
+        value, objective = self.staging.survey.values[self.staging.graph.output], self.criteria.objective
         if value.dtype is None:
             return ()
         device, known = self.mesh.device, {**part.nodes, **part.shared}
@@ -180,7 +180,7 @@ class ChunkEngine:
         with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
             # Checked here on all ranks: within an epoch only the last stage could refuse the loss.
             objective.check(out, target, trains=True, apart=self._apart)
-        self.aim.metric.check(out)
+        self.criteria.metric.check(out)
         if self.parallel.pipe == 1:
             return ()
         with objective.tried():
@@ -191,7 +191,7 @@ class ChunkEngine:
         """How the loss is called, for errors; empty if once an epoch on all ranks that need what it keeps."""
         if self.parallel.chunks != 1:
             return "once for each chunk"
-        by_loss = self.aim.metric.name == "loss" or self.aim.metric.guessed
+        by_loss = self.criteria.metric.name == "loss" or self.criteria.metric.guessed
         return "on the last stage alone, while all score by it" if by_loss and self.parallel.pipe > 1 else ""
 
     def _said(self) -> str:
@@ -348,7 +348,7 @@ class ChunkEngine:
     def _probed(self, epoch: int, plan: EpochPlan) -> float:
         """Compute the gradient of the plan's guess, then the exact one, which stays, and compare the two."""
         assert plan.guess is not None
-        with self.owners.buffers.unmoved(), self.aim.objective.tried():
+        with self.owners.buffers.unmoved(), self.criteria.objective.tried():
             self._gradient(epoch, plan.guess, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
         with self.report.aside():
@@ -410,15 +410,15 @@ class ChunkEngine:
         if out is None:
             return
         rows = job.scope.inputs["train_mask"].nonzero().view(-1)
-        target, shown = self.aim.objective.target(job.scope.inputs, rows), out[rows]
+        target, shown = self.criteria.objective.target(job.scope.inputs, rows), out[rows]
         if not self._checked:
             with RefusesKept(lambda tensor: job.scope.axes.of(tensor) is not None, self.model):
-                self.aim.objective.check(shown, target, trains=True, apart=self._apart)
-            self.aim.metric.check(out)
+                self.criteria.objective.check(shown, target, trains=True, apart=self._apart)
+            self.criteria.metric.check(out)
         if not rows.numel():
             return
         with watched(self.foreign, "the loss"):
-            lost = self._weighed.mean(*self.aim.objective.lost(shown, target))
+            lost = self._weighed.mean(*self.criteria.objective.lost(shown, target))
         job.lost = float(lost.detach())
         job.roots.append((lost, None))
 

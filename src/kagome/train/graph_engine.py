@@ -41,7 +41,7 @@ from kagome.model.buffers import Buffers
 from kagome.model.forward_call import failed
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_weights import LossWeights
-from kagome.objective.optimizers import Aim, step_optimizer
+from kagome.objective.optimizers import Criteria, step_optimizer
 from kagome.records.memory import MemoryByKind
 from kagome.user_frame import raised_at
 
@@ -56,7 +56,7 @@ class GraphEngine:
         weights: The channel on which gradients are summed.
         parallel: How rows are exchanged, and how stale they may be.
         settings: Seed, clipping, mixed precision.
-        aim: The loss and the metric.
+        criteria: The loss and the metric.
         phases: Receives the time of each phase.
         fast: Whether messages are deferred and reduced by kernels.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
@@ -71,13 +71,13 @@ class GraphEngine:
         weights: Channel,
         parallel: Parallel,
         settings: Train,
-        aim: Aim,
+        criteria: Criteria,
         phases: PhaseTimer,
         fast: bool = True,
         recompute: bool = False,
     ) -> None:
         self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
-        self.aim, self.objective = aim, aim.objective
+        self.criteria, self.objective = criteria, criteria.objective
         self.exchange = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
         options = PartOptions.of(settings, channel.device, parallel, fast=fast, recompute=recompute)
         self.net = parallelize(model, part, self.exchange, options, tell=channel.tell)
@@ -310,7 +310,7 @@ class GraphEngine:
     def _check(self, shown: Any, out: Any) -> None:
         with self._without_kept():
             self.objective.check(shown, self.target, trains=True)
-        self.aim.metric.check(out)
+        self.criteria.metric.check(out)
 
     def _refuse_own_numbers(self, out: Any) -> None:
         """Refuse numbers beside rows that differ between ranks: they must be those of the whole graph.

@@ -52,7 +52,7 @@ from kagome.run_dir.run_dir import RunWriter, earlier_records
 from kagome.train import data as source
 from kagome.train.admission import Admission
 from kagome.train.callbacks import Callbacks
-from kagome.train.engines import engine_for
+from kagome.train.engines import build_engine
 from kagome.train.graph_engine import GraphEngine
 from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
@@ -209,18 +209,27 @@ class Trainer:
         refuse_unlike_codes(self.world, {"loss": wishes.loss, "metric": wishes.metric})
         self._labelled = self.meta.labels is not None
         if self._labelled:
-            self.aim, self.part = optimizers.aim_of(wishes, self.part, self.meta, self.settings, self.mesh)
+            self.criteria, self.part = optimizers.criteria_of(
+                wishes, self.part, self.meta, self.settings, self.mesh
+            )
         else:  # it is scored and never trained on: nothing reads these labels
-            self.aim, self.part = optimizers.no_aim(), unlabelled(self.part)
-        self._say_all(self.aim.notes)
-        self._say_all(asks(self.model, self.part, self.aim.objective.uses))
+            self.criteria, self.part = optimizers.no_criteria(), unlabelled(self.part)
+        self._say_all(self.criteria.notes)
+        self._say_all(asks(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
         self.optimizer = optimizers.optimizer_of(self.model, self.settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
-        self.scheduler = optimizers.scheduler_of(self.optimizer, scheduler, higher=self.aim.metric.higher)
+        self.scheduler = optimizers.scheduler_of(
+            self.optimizer, scheduler, higher=self.criteria.metric.higher
+        )
         self.costs = EpochTimer(self.world)
-        self.engine = engine_for(
-            self.model, self.part, self.mesh, settings=self.settings, aim=self.aim, phases=self.spans
+        self.engine = build_engine(
+            self.model,
+            self.part,
+            self.mesh,
+            settings=self.settings,
+            criteria=self.criteria,
+            phases=self.spans,
         )
         self.accounts = Admission(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
@@ -284,7 +293,9 @@ class Trainer:
             self.writer.open(self.records, after=self.epoch)
         self._callbacks.tell("on_fit_start", self)
         shown = self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(epochs, done=self.epoch, metric_name=lambda: self.aim.metric.name, enabled=shown)
+        progress = Progress(
+            epochs, done=self.epoch, metric_name=lambda: self.criteria.metric.name, enabled=shown
+        )
         heard = self._callbacks.hear("on_epoch_end")
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
@@ -438,7 +449,7 @@ class Trainer:
 
     def _compare(self, changed: bool, *, whole: bool) -> bool:
         """Return whether weights were changed on some rank; ranks must agree on settings and weights."""
-        rules = facts_of(self.optimizer, self.scheduler, self.aim.objective.trial)
+        rules = facts_of(self.optimizer, self.scheduler, self.criteria.objective.trial)
         return compared(self.world, self.model, rules, changed, whole=whole)
 
     def _join_weights(self) -> None:
@@ -460,7 +471,7 @@ class Trainer:
         evaluates = self._evaluates(loop, stop)
         val = self._evaluate_epoch(last=stop or self.epoch == loop.epochs) if evaluates else None
         if self.scheduler is not None:
-            higher = self.aim.metric.higher
+            higher = self.criteria.metric.higher
             optimizers.step_scheduler(self.scheduler, loss, val, higher=higher, seen=evaluates)
         stop |= self.world.size == 1 and bool(loop.asked)  # in this epoch; no other rank needs to know
         saves = stop or bool(self.train.save_every and self.epoch % self.train.save_every == 0)
@@ -494,7 +505,7 @@ class Trainer:
                 out = self.engine.look_ahead(self.epoch + 1)
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores(out)
-        self._best.see(self.epoch, found["val"], self.model, higher=self.aim.metric.higher)
+        self._best.see(self.epoch, found["val"], self.model, higher=self.criteria.metric.higher)
         self.costs.scored(found["train"], found["val"], best_epoch=self._best.epoch)
         return found["val"]
 
@@ -508,9 +519,9 @@ class Trainer:
         out = self.engine.evaluate(self.epoch) if out is None else out
         inputs = self.engine.inputs
         masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"
-        target = self.aim.objective.target(inputs, slice(None))
-        self.aim = self.aim.fitted(out, self._say)
-        return self.aim.metric.scores(out, target, masks, self.channel, action)
+        target = self.criteria.objective.target(inputs, slice(None))
+        self.criteria = self.criteria.fitted(out, self._say)
+        return self.criteria.metric.scores(out, target, masks, self.channel, action)
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -563,7 +574,7 @@ class Trainer:
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
-            "metric_name": self.aim.metric.name,
+            "metric_name": self.criteria.metric.name,
             "epochs": self.epoch,
             "best_epoch": self._best.epoch or None,
             "weights_epoch": (self.epoch if self._last is None else self._best.epoch) or None,
@@ -582,7 +593,9 @@ class Trainer:
             scores = self.predict()
             target = original_order(self.engine.inputs["y"], self.part, self.channel, "labels")
             if target is not None and self.mesh.rank == 0:
-                self.writer.finish(values, spans, scores, self.aim.metric.labels(scores), target, self.model)
+                self.writer.finish(
+                    values, spans, scores, self.criteria.metric.labels(scores), target, self.model
+                )
         return values
 
     def _say_all(self, notes: tuple[str, ...]) -> None:

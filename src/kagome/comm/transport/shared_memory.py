@@ -89,7 +89,7 @@ class SharedMemory:
     """One rank's segments for one group, and the segments of its peers that it has opened.
 
     Args:
-        mailbox: The mailbox for its tokens, which knows the mailboxes of peers that can read this rank's memory.
+        mailbox: The mailbox for its tokens, which knows the mailboxes of peers that read its memory.
         peers: Those peers, by rank of the group.
         allowance: Limit in bytes, shared with this rank's other groups.
 
