@@ -85,7 +85,7 @@ class EpochController:
         kind: Epoch = "exact" if self.parallel.cross_chunk == "exact" else "history"
         if self.history is not None:
             kind = self.history.next()
-        level = self.precision.rung
+        level = self.precision.level
         if kind == "probe":
             return EpochPlan(kind, EXACT, EpochPlan("history", level))
         if self.precision.probes():
