@@ -48,7 +48,7 @@ from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Criteria
 from kagome.pipelining.chunk_memory import ChunkActivations, ledger_of_chunks
-from kagome.pipelining.chunk_passes import ChunkPasses, Jobs
+from kagome.pipelining.chunk_passes import ChunkPasses, StageRuns
 from kagome.pipelining.chunking import chunked
 from kagome.pipelining.foreign_weights import (
     read_by_loss,
@@ -108,13 +108,15 @@ class ChunkEngine:
         self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
         self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.tell)
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().constants.lasting(tensor))
-        self.saving = ChunkActivations(self.offload, self.chunks, model)
-        self.owners = ParameterOwnership(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
-        self.foreign = self.owners.foreign()
+        self.activations = ChunkActivations(self.offload, self.chunks, model)
+        self.ownership = ParameterOwnership(
+            model, self.staging.stages, mesh.pipe, self.staging.survey.changed
+        )
+        self.foreign = self.ownership.foreign()
         self.codes = {
             stage.number: StageCode(
                 *(model, self.staging.graph, self.staging.survey, stage, self.current, self.net.cast),
-                *(self.saving.saving, self.foreign),
+                *(self.activations.saving, self.foreign),
             )
             for stage in self.mine
         }
@@ -122,11 +124,11 @@ class ChunkEngine:
         self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
         self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
         self.gradients = Gradients(
-            self.owners.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
+            self.ownership.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
         self._weighed = LossWeights(criteria.objective, mesh.graph)
         self._settle()
-        self.undo = Rollback(model, self.owners.parameters, self.owners.moving())
+        self.rollback = Rollback(model, self.ownership.parameters, self.ownership.moving())
         self.exchange, codec = (
             self.chunks.exchange,
             StageCodec(parallel.codec_stage, settings.seed, mesh.stage),
@@ -136,8 +138,16 @@ class ChunkEngine:
         history = None if self.chunks.tables is None else history_controller(parallel)
         self.controller = EpochController(parallel, self.report, self._say, history=history)
         self._drifts: tuple[float, ...] = ()
-        self.passes = ChunkPasses(
-            *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
+        self.chunk_passes = ChunkPasses(
+            *(
+                self.codes,
+                mesh,
+                self.chunks,
+                self.staging.stages,
+                phases,
+                self.ownership.isolation,
+                self._lose,
+            ),
             codec,
         )
         self._checked = self._stepped = False
@@ -218,7 +228,7 @@ class ChunkEngine:
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fill this rank's model, or a copy of its weights, with those of all stages. All ranks call it."""
         state = state_of(self.model) if weights is None else weights
-        self.owners.share(state, "weights of all stages")
+        self.ownership.share(state, "weights of all stages")
 
     @contextmanager
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -226,15 +236,15 @@ class ChunkEngine:
         self.join_weights()
         if best is not None:
             self.join_weights(best)
-        self.owners.share_optimizer(optimizer)
+        self.ownership.share_optimizer(optimizer)
         yield
-        self.owners.forget_others(optimizer)
+        self.ownership.forget_others(optimizer)
 
     def carried(self, epoch: int) -> EpochState:
         """Return what the next epoch may read of this one: rows of other chunks, and controller states."""
         tables, entries = self.chunks.tables, [*self.exchange.known.carried(epoch)]
         if self.controller.history is not None and tables is not None:
-            entries += [*tables.carried(epoch), *self.undo.carried()]
+            entries += [*tables.carried(epoch), *self.rollback.carried()]
         return EpochState.of(self.layout, self.controller.state_dict(), entries)
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
@@ -247,7 +257,7 @@ class ChunkEngine:
         Returns:
             A message on how training continues with history and late rows.
         """
-        self.owners.forget_others(optimizer)
+        self.ownership.forget_others(optimizer)
         self.controller.load_state_dict(told.guards)
         history = self.controller.history
         recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
@@ -258,7 +268,7 @@ class ChunkEngine:
                 recall = None
                 self._forget(NOTHING)
         if history is not None:
-            kept = self.undo.recall(recall or NOTHING, told.epoch)
+            kept = self.rollback.recall(recall or NOTHING, told.epoch)
             every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
             history.go_on(rows=recall is not None, kept=every)
         return said_of(recall, late=self.exchange.late, history=history is not None)
@@ -276,9 +286,9 @@ class ChunkEngine:
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """Return the memory by kind that this rank holds between epochs, and its activations within one."""
-        copies = [*(best or {}).values(), *self.undo.tensors]
+        copies = [*(best or {}).values(), *self.rollback.tensors]
         ledger = ledger_of_chunks(self.chunks, self.model, copies)
-        return account(ledger, self.model, optimizer, self.saving.bytes)
+        return account(ledger, self.model, optimizer, self.activations.bytes)
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -300,12 +310,12 @@ class ChunkEngine:
         self.model.train(True)
         plan = self.controller.plan()
         lost = self._gradient(epoch, plan) if plan.guess is None else self._probed(epoch, plan)
-        self.saving.done()
+        self.activations.done()
         self._checked = True
         value, stops = self._summed(epoch, lost, stop=stop)
         task.check_finite(value, epoch)
         weights = self.controller.observe(epoch, plan, value)
-        if not self.undo.heed(weights, optimizer):
+        if not self.rollback.heed(weights, optimizer):
             return value, stops
         with self.phases.phase("optimizer", epoch):
             self._step(optimizer)
@@ -331,7 +341,7 @@ class ChunkEngine:
     def _step(self, optimizer: Optimizer) -> None:
         """Clip the gradients and make the optimizer's step."""
         if self.settings.clip is not None:
-            self.owners.clip(self.gradients.parameters, self.settings.clip)
+            self.ownership.clip(self.gradients.parameters, self.settings.clip)
         if self._stepped:
             self._step_own(optimizer)
         else:  # one rank may refuse the optimizer where others do not
@@ -348,12 +358,12 @@ class ChunkEngine:
     def _probed(self, epoch: int, plan: EpochPlan) -> float:
         """Compute the gradient of the plan's guess, then the exact one, which stays, and compare the two."""
         assert plan.guess is not None
-        with self.owners.buffers.unmoved(), self.criteria.objective.tried():
+        with self.ownership.buffers.unmoved(), self.criteria.objective.tried():
             self._gradient(epoch, plan.guess, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
         with self.report.aside():
             lost = self._gradient(epoch, plan)
-        agreed = agreement(*self.owners.products(self.gradients.parameters, guess))
+        agreed = agreement(*self.ownership.products(self.gradients.parameters, guess))
         drift = 0.0
         if plan.kind == "probe":
             assert self.chunks.tables is not None
@@ -370,64 +380,66 @@ class ChunkEngine:
             self.controller.using(plan, probes=probes),
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
-            jobs = self._trained(epoch, plan)
+            stage_runs = self._trained(epoch, plan)
         self._weighed.done()
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
-            self.owners.sum_shared()
+            self.ownership.sum_shared()
             self.gradients.tell_hooks()
-        return sum(job.lost for job in jobs.values())
+        return sum(stage_run.lost for stage_run in stage_runs.values())
 
-    def _trained(self, epoch: int, plan: EpochPlan) -> Jobs:
+    def _trained(self, epoch: int, plan: EpochPlan) -> StageRuns:
         """Run all chunks forward and backward, by the pass for this kind of epoch."""
         tables = self.chunks.tables
         if tables is None or self.parallel.cross_chunk == "drop":
-            return self.passes.one_by_one(epoch, None, checked=not self._checked)
+            return self.chunk_passes.one_by_one(epoch, None, checked=not self._checked)
         history, stale = self.controller.history, self.parallel.stale_gradients
         if plan.exact:
             leaves = history is not None and (stale or history.watch)
-            jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked, stale=leaves)
+            stage_runs = self.chunk_passes.in_lockstep(
+                epoch, training=True, checked=not self._checked, stale=leaves
+            )
         else:
             stale = stale or (history is not None and history.careful)
             supplier = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
             tables.begin(epoch, supplier)
-            jobs = self.passes.one_by_one(epoch, supplier, checked=not self._checked)
+            stage_runs = self.chunk_passes.one_by_one(epoch, supplier, checked=not self._checked)
             with self.phases.phase("history", epoch):
                 tables.end()
         if plan.exact or plan.kind == "refresh":
             tables.keep()
-        return jobs
+        return stage_runs
 
     def _say(self, said: str) -> None:
         if said:
             self._notes.append(said)
 
-    def _lose(self, job: StageRun) -> None:
+    def _lose(self, stage_run: StageRun) -> None:
         """Compute the loss of a stage run after its forward, if its stage computes the output."""
-        self.saving.look()
+        self.activations.look()
         self._drifts = self._drifts or self.exchange.drifts
-        out = self._out(job)
+        out = self._out(stage_run)
         if out is None:
             return
-        rows = job.scope.inputs["train_mask"].nonzero().view(-1)
-        target, shown = self.criteria.objective.target(job.scope.inputs, rows), out[rows]
+        rows = stage_run.scope.inputs["train_mask"].nonzero().view(-1)
+        target, shown = self.criteria.objective.target(stage_run.scope.inputs, rows), out[rows]
         if not self._checked:
-            with RefusesKept(lambda tensor: job.scope.axes.of(tensor) is not None, self.model):
+            with RefusesKept(lambda tensor: stage_run.scope.axes.of(tensor) is not None, self.model):
                 self.criteria.objective.check(shown, target, trains=True, apart=self._apart)
             self.criteria.metric.check(out)
         if not rows.numel():
             return
         with watched(self.foreign, "the loss"):
             lost = self._weighed.mean(*self.criteria.objective.lost(shown, target))
-        job.lost = float(lost.detach())
-        job.roots.append((lost, None))
+        stage_run.lost = float(lost.detach())
+        stage_run.roots.append((lost, None))
 
-    def _out(self, job: StageRun) -> Tensor | None:
+    def _out(self, stage_run: StageRun) -> Tensor | None:
         """Return the model's output for a chunk; None if the run's stage does not compute it."""
-        name = job.code.stage.output
+        name = stage_run.code.stage.output
         if name is None:
             return None
-        out = task.check_rows(job.outs[name], job.scope.own, self.mesh.rank)
+        out = task.check_rows(stage_run.outs[name], stage_run.scope.own, self.mesh.rank)
         shown: Tensor = task.in_float32(out) if self.net.options.amp else out
         return shown
 
@@ -451,10 +463,10 @@ class ChunkEngine:
         self.model.train(False)
         self.exchange.settle()  # any number of evaluations may follow
         if self.chunks.count > 1:
-            jobs = self.passes.in_lockstep(epoch, training=False)
+            stage_runs = self.chunk_passes.in_lockstep(epoch, training=False)
         else:
-            jobs = self.passes.forward(epoch)
-        found = [self._out(job) for job in jobs.values()]
+            stage_runs = self.chunk_passes.forward(epoch)
+        found = [self._out(stage_run) for stage_run in stage_runs.values()]
         rows = [out for out in found if out is not None]
         value = self.staging.survey.values[self.staging.graph.output]
         if rows:

@@ -61,10 +61,10 @@ def share_of(pipeline: ChunkEngine, counts: PartSize, optimizer: Optimizer) -> S
         counts: The size of its part.
         optimizer: The optimizer of the model's parameters.
     """
-    rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.owners.parameters
+    rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.ownership.parameters
     flight = 1.0
     if chunks.count > 1 and pipeline.parallel.cross_chunk == "drop":
-        programs = pipeline.passes.programs(1)
+        programs = pipeline.chunk_passes.programs(1)
         flight = simulate(programs, lambda _: 1.0).held[rank] / (chunks.count * len(pipeline.mine))
     own = sum(p.nbytes for p in learning)
     several = pipeline.mesh.weights.size > 1
