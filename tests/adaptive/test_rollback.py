@@ -77,7 +77,7 @@ def test_it_goes_by_way_of_a_checkpoint_whole_or_not_at_all():
     undo, other = (Rollback(mine, mine.parameters(), mine.buffers()) for _ in range(2))
     undo.keep(optimizer)
     expected = steps(mine, optimizer, range(10, 14))
-    entries = {(kind, key): state for kind, key, state in undo.carried()}
+    entries = {(kind, key): state for kind, key, state in undo.state_entries()}
     assert other.recall(Remembered(entries), 4)
     assert not other.heed("undo", optimizer)
     assert steps(mine, optimizer, range(10, 14)) == expected

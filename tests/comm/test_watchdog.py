@@ -101,15 +101,15 @@ def test_a_rank_never_seen(two):
 
 def test_what_ends_a_rank_is_told_to_those_who_wait_for_it(two):
     first, second, _ = two
-    assert second.told() is None
+    assert second.reported() is None
     first.tell(CommError("an answer", "a closed connection"))  # an echo of another's fault
     first.tell(ValueError("a fault of the user's own"))
-    assert second.told() is None
+    assert second.reported() is None
     first.tell(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
-    word = second.told()
+    word = second.reported()
     assert isinstance(word, ModelError)
     assert str(word) == str(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
-    assert first.told() is None
+    assert first.reported() is None
 
 
 def test_one_rank_has_no_thread():

@@ -90,7 +90,7 @@ class Rollback:
                 if state:
                     optimizer.state[tensor] = deepcopy(state)
 
-    def carried(self) -> Iterator[Entry]:
+    def state_entries(self) -> Iterator[Entry]:
         """Yield the entries that a checkpoint stores."""
         for name, (value, state) in self._kept.items():
             yield KIND, name, {"value": value, **{f"state {key}": each for key, each in state.items()}}

@@ -217,5 +217,5 @@ class BytesExchange(Exchange, Protocol):
 def swap_counts(exchange: Exchange, counts: Sequence[int], action: str) -> list[int]:
     """Tell each rank a number, and return the number that each rank tells this one."""
     ones = [1] * exchange.size
-    told = torch.tensor(counts, dtype=torch.int64).unsqueeze(1)
-    return exchange.start(told, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()
+    counted = torch.tensor(counts, dtype=torch.int64).unsqueeze(1)
+    return exchange.start(counted, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()

@@ -181,9 +181,9 @@ class PeerGroup:
 
         If a rank reported its own error, that error is returned unchanged.
         """
-        told = None if self.watch is None else self.watch.told()
-        if told is not None:
-            return told
+        reported = None if self.watch is None else self.watch.reported()
+        if reported is not None:
+            return reported
         late = failures.is_late(error)
         if late:
             elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]

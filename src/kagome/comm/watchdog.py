@@ -139,7 +139,7 @@ class Watchdog:
         with suppress(RuntimeError):  # the store's host has ended
             self._asked(lambda: self._store.set(f"told/{self.rank}", word))
 
-    def told(self) -> KagomeError | None:
+    def reported(self) -> KagomeError | None:
         """Return the error that ended another rank, if that rank published one."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         with suppress(RuntimeError, ValueError):

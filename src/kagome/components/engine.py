@@ -50,7 +50,7 @@ class Engine(Protocol):
         """Inputs of own rows by name, with labels and masks."""
 
     @property
-    def ahead(self) -> ForwardReuse:
+    def forward_reuse(self) -> ForwardReuse:
         """Whether an evaluation may be the next epoch's forward pass."""
 
     @property
@@ -84,7 +84,7 @@ class Engine(Protocol):
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
         """Join the weights, the optimizer's state and the best weights of all stages for a block."""
 
-    def carried(self, epoch: int) -> EpochState:
+    def epoch_state(self, epoch: int) -> EpochState:
         """Return the state of an epoch that the next epoch may read."""
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:

@@ -64,7 +64,7 @@ class SiteTable:
     kept: bool = False
 
 
-class Supplier(Protocol):
+class Provider(Protocol):
     """The provider that answers the chunks' reads, gradients and sums in an epoch."""
 
     def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
@@ -100,7 +100,7 @@ class Tables:
         self.now = 0
         """Index of the half of each table that holds rows of this epoch: 0 or 1."""
         self.epoch = self.passes = 0
-        self.supplier: Supplier | None = None
+        self.provider: Provider | None = None
         self.recall: ResumedRows = NOTHING
         self._calls: dict[int, Counter[Hashable]] = {}
         self._came: Counter[tuple[Place, int]] = Counter()
@@ -129,9 +129,9 @@ class Tables:
         """Number of rows in one half of a table."""
         return self.chunks.table
 
-    def begin(self, epoch: int, supplier: Supplier) -> None:
+    def begin(self, epoch: int, provider: Provider) -> None:
         """Begin an epoch or an evaluation with the provider that answers its reads."""
-        self.epoch, self.supplier = epoch, supplier
+        self.epoch, self.provider = epoch, provider
         self.passes += 1
         self.gathered = {}
         self._calls, self._came = {}, Counter()
@@ -158,7 +158,7 @@ class Tables:
         if state["due"] is not None:
             table.due, table.due_in = state["due"], state["due_in"]
 
-    def carried(self, epoch: int) -> Iterator[Entry]:
+    def state_entries(self, epoch: int) -> Iterator[Entry]:
         """Yield the entries that the epoch after this one may read: the state for a checkpoint."""
         for key, table in self.sites.items():
             due = table.due if table.due_in == epoch + 1 else None
@@ -288,8 +288,8 @@ class ChunkRows(HaloExchange):
     def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
         """Start to fetch the rows that this chunk reads in other chunks and parts."""
         chunk, tables = self._known()
-        assert tables.supplier is not None
-        return tables.supplier.fetch(chunk, rows.detach(), site, words)
+        assert tables.provider is not None
+        return tables.provider.fetch(chunk, rows.detach(), site, words)
 
     def give(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
         """Pass on the gradients of the rows that this chunk read."""
@@ -301,8 +301,8 @@ class ChunkRows(HaloExchange):
                 where=site.name,
                 hint="chunks=1, or the edges turned round before training",
             )
-        assert tables.supplier is not None
-        return tables.supplier.give(chunk, away, site, words)
+        assert tables.provider is not None
+        return tables.provider.give(chunk, away, site, words)
 
     def add(self, come: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""
@@ -353,5 +353,5 @@ class ChunkChannel:
         key: Hashable = None,
     ) -> Tensor:
         """Return the sum, maximum or minimum over all chunks of all parts, or the last one known."""
-        assert self.tables.supplier is not None
-        return self.tables.supplier.reduce(self.chunk, tensor.detach(), op, action, kind, key)
+        assert self.tables.provider is not None
+        return self.tables.provider.reduce(self.chunk, tensor.detach(), op, action, kind, key)

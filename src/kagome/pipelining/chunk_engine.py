@@ -151,7 +151,7 @@ class ChunkEngine:
             codec,
         )
         self._checked = self._stepped = False
-        self.ahead = ForwardReuse(model)
+        self.forward_reuse = ForwardReuse(model)
         ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
         steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
         self.layout = StateLayout.of(
@@ -240,11 +240,11 @@ class ChunkEngine:
         yield
         self.ownership.forget_others(optimizer)
 
-    def carried(self, epoch: int) -> EpochState:
+    def epoch_state(self, epoch: int) -> EpochState:
         """Return what the next epoch may read of this one: rows of other chunks, and controller states."""
-        tables, entries = self.chunks.tables, [*self.exchange.known.carried(epoch)]
+        tables, entries = self.chunks.tables, [*self.exchange.known.state_entries(epoch)]
         if self.controller.history is not None and tables is not None:
-            entries += [*tables.carried(epoch), *self.rollback.carried()]
+            entries += [*tables.state_entries(epoch), *self.rollback.state_entries()]
         return EpochState.of(self.layout, self.controller.state_dict(), entries)
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
@@ -401,9 +401,9 @@ class ChunkEngine:
             )
         else:
             stale = stale or (history is not None and history.careful)
-            supplier = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
-            tables.begin(epoch, supplier)
-            stage_runs = self.chunk_passes.one_by_one(epoch, supplier, checked=not self._checked)
+            provider = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
+            tables.begin(epoch, provider)
+            stage_runs = self.chunk_passes.one_by_one(epoch, provider, checked=not self._checked)
             with self.phases.phase("history", epoch):
                 tables.end()
         if plan.exact or plan.kind == "refresh":

@@ -109,8 +109,8 @@ class ChunkPasses:
         tables = self.chunks.tables
         assert tables is not None
         stage_runs = self._make_stage_runs(self.chunks.scopes, epoch, training=training, checked=checked)
-        supplier = self.chunks.exact(epoch, training=training, stale=stale)
-        tables.begin(epoch, supplier)
+        provider = self.chunks.exact(epoch, training=training, stale=stale)
+        tables.begin(epoch, provider)
         shape = self._shape(tuple(range(len(self.chunks.scopes))))
         programs = self._needed(fill_drain(shape) if training else forward_only(shape))
         messages = self._messages(stage_runs, epoch, programs, self.codec if training else None)
@@ -125,14 +125,14 @@ class ChunkPasses:
                     lockstep = Lockstep(
                         [stage_run.forward if forward else stage_run.backward for stage_run in mine]
                     )
-                    supplier.lockstep = lockstep
+                    provider.lockstep = lockstep
                     with closing(lockstep):
                         yield from self._carrying(_rounds(shape, stage, ended, forward=forward))
 
         def compute(action: Action) -> None:
-            assert supplier.lockstep is not None
+            assert provider.lockstep is not None
             with isolation.by(action.chunk, stays=action.chunk == 0):
-                done = supplier.lockstep.advance(action.chunk)
+                done = provider.lockstep.advance(action.chunk)
             if done:
                 ended.add(action.chunk)
                 if action.kind is ActionKind.F and training:

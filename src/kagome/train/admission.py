@@ -127,10 +127,10 @@ class Admission:
         far = [want for want in wants if want.need > BEYOND * want.left]
         if far and train.check:
             raise far[0].refusal(parallel, recomputes=engine.recompute or share is not None)
-        told = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
-        return (_said(held, rates), *told)
+        notes = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
+        return (_said(held, rates), *notes)
 
-    def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
+    def memory_report(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
         """Return the measured peak, and the memory held now beside the prediction.
 
         The memory held now includes what the first forward pass saved.

@@ -104,9 +104,9 @@ class GraphEngine:
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
         self.report = ExchangeReport(channel, self.exchange, self.gradients)
         self.controller = EpochController(parallel, self.report, self._say, alone=channel.size == 1)
-        self.ahead = ForwardReuse(model)
+        self.forward_reuse = ForwardReuse(model)
         if not self.exchange.exact:
-            self.ahead.allowed = False  # training reads approximate rows, evaluation exact ones
+            self.forward_reuse.allowed = False  # training reads approximate rows, evaluation exact ones
         self._checked = False
         self.saved: Mapping[str, int] | None = None
         assert "edge_index" in inputs
@@ -135,9 +135,11 @@ class GraphEngine:
         """Enter a block that needs the weights of all stages: this rank has them already."""
         yield
 
-    def carried(self, epoch: int) -> EpochState:
+    def epoch_state(self, epoch: int) -> EpochState:
         """Return the state that the next epoch may read, and that of the precision controller."""
-        return EpochState.of(self.layout, self.controller.state_dict(), self.exchange.known.carried(epoch))
+        return EpochState.of(
+            self.layout, self.controller.state_dict(), self.exchange.known.state_entries(epoch)
+        )
 
     def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
         """Continue from a checkpoint whose weights and optimizer state were loaded. All ranks call it.
@@ -207,7 +209,7 @@ class GraphEngine:
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
         rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
         if not isinstance(rows, Tensor):
-            self.ahead.allowed = False
+            self.forward_reuse.allowed = False
         return in_float32(rows) if self.net.options.amp else rows
 
     @while_attached
@@ -257,12 +259,12 @@ class GraphEngine:
         self, epoch: int, plan: EpochPlan, stop: bool, *, probes: bool = False
     ) -> tuple[float, float]:
         """Run forward, backward and the sum of gradients; return the loss and the number of stop requests."""
-        compares = self.ahead.asks
+        compares = self.forward_reuse.asks
         with (
             draws_of(self.settings.seed, epoch),
             self.controller.using(plan, probes=probes),
         ):
-            forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
+            forward = self.forward_reuse.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
                 out = forward.out
                 rows = self.train_rows
@@ -279,7 +281,7 @@ class GraphEngine:
             notes = (
                 0.0 if lost is None else lost.detach(),
                 float(stop),
-                float(compares and self.ahead.differs(forward)),
+                float(compares and self.forward_reuse.differs(forward)),
                 *self.exchange.drifts,
             )
             with (
@@ -296,7 +298,7 @@ class GraphEngine:
             self.gradients.tell_hooks()
         self.exchange.moved(drift, epoch)
         if compares:
-            self.ahead.allowed = not doubts
+            self.forward_reuse.allowed = not doubts
         return value, stops
 
     def _backward(self, whole: Tensor) -> None:
@@ -367,14 +369,14 @@ class GraphEngine:
     def _kept(self, epoch: int, saved: SavedMemory | None, *, watched: bool) -> Forward:
         with (
             self.phases.phase("forward", epoch),
-            self.ahead.watching(watched) as unchanged,
+            self.forward_reuse.watching(watched) as unchanged,
             saved or nullcontext(),
             self.offload.saving(),
         ):
             out = self.forward(epoch, training=True)
         self.saved = self.saved if saved is None else saved.bytes
         plain = unchanged[0] and self.scope.forward.draws == 0
-        return Forward(epoch, out, self.scope.forward.turn.token, plain, self.ahead.state())
+        return Forward(epoch, out, self.scope.forward.turn.token, plain, self.forward_reuse.state())
 
     def look_ahead(self, epoch: int) -> Tensor | None:
         """Run the forward pass of the coming epoch, keep it for that epoch's update, and return its scores.
@@ -388,7 +390,7 @@ class GraphEngine:
         Shapes:
             ``[n, C]``.
         """
-        if not self.ahead.allowed:
+        if not self.forward_reuse.allowed:
             return None
         buffers = Buffers(self.model)
         tensors, before = buffers.now(), buffers.copies()
@@ -396,10 +398,10 @@ class GraphEngine:
             forward = self._train_forward(epoch, watched=True)
         doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
         if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
-            self.ahead.allowed = False
+            self.forward_reuse.allowed = False
             buffers.restore(tensors, before)  # the coming epoch runs this forward pass again
             return None
-        self.ahead.keep(forward)
+        self.forward_reuse.keep(forward)
         found: Tensor = forward.out.detach()
         return found
 
@@ -413,7 +415,7 @@ class GraphEngine:
         self.exchange.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
         if isinstance(out, Tensor):
-            self.ahead.evaluated(out)
+            self.forward_reuse.evaluated(out)
         return out
 
 

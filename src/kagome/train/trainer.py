@@ -222,7 +222,7 @@ class Trainer:
         self.scheduler = optimizers.scheduler_of(
             self.optimizer, scheduler, higher=self.criteria.metric.higher
         )
-        self.costs = EpochTimer(self.world)
+        self.timer = EpochTimer(self.world)
         self.engine = build_engine(
             self.model,
             self.part,
@@ -231,9 +231,9 @@ class Trainer:
             criteria=self.criteria,
             phases=self.spans,
         )
-        self.accounts = Admission(self.engine, self.optimizer, self.settings)
+        self.admission = Admission(self.engine, self.optimizer, self.settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
-            self.engine.ahead.allowed = False  # a user's own might write to the weights unseen
+            self.engine.forward_reuse.allowed = False  # a user's own might write to the weights unseen
         self.epoch, self._best, self._was_checked, self._is_whole = 0, BestWeights(), False, True
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
@@ -271,7 +271,7 @@ class Trainer:
         check_kind("epochs", epochs, int | None, least=0)
         epochs = self.train.epochs if epochs is None else int(epochs)
         self._go_on()
-        self.engine.ahead.anew()
+        self.engine.forward_reuse.anew()
         if resume is not None:
             self._resume(resume)
         if self.writer is not None:
@@ -285,7 +285,7 @@ class Trainer:
         self._check()
         if self.part.nodes:
             with self.spans.phase("check"):
-                self._say_all(self.accounts.foresee(self.part, self.world))
+                self._say_all(self.admission.foresee(self.part, self.world))
             self._say_all(self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine holds its own inputs
         set_up = time.perf_counter() - self._begun
@@ -299,13 +299,13 @@ class Trainer:
         heard = self._callbacks.hear("on_epoch_end")
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
-        self._is_whole, ending, heap = False, self.costs.ending(noting), set_aside(epochs - self.epoch)
+        self._is_whole, ending, heap = False, self.timer.ending(noting), set_aside(epochs - self.epoch)
         with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.net:
             loop = EpochLoop(epochs, asked, noting, delays=self.settings.parallel.max_age > 0 and not heard)
             while self.epoch < epochs and self._one_epoch(loop):
                 pass
-        self.engine.ahead.drop()
-        self.costs.drop()
+        self.engine.forward_reuse.drop()
+        self.timer.drop()
         if self.writer is not None and self.epoch:
             self._save()
         self._join_weights()
@@ -460,7 +460,7 @@ class Trainer:
     def _tell_callbacks(self, record: EpochRecord) -> None:
         self.engine.join_weights()  # a callback may read the model: an average of weights, a norm
         if self._callbacks.tell("on_epoch_end", record):
-            self.engine.ahead.anew()  # the forward pass kept for the next epoch used the old model
+            self.engine.forward_reuse.anew()  # the forward pass kept for the next epoch used the old model
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -475,7 +475,7 @@ class Trainer:
             optimizers.step_scheduler(self.scheduler, loss, val, higher=higher, seen=evaluates)
         stop |= self.world.size == 1 and bool(loop.asked)  # in this epoch; no other rank needs to know
         saves = stop or bool(self.train.save_every and self.epoch % self.train.save_every == 0)
-        self.costs.tell(loop.noting, keep=loop.delays and not saves)
+        self.timer.tell(loop.noting, keep=loop.delays and not saves)
         if saves:
             self._save()
         if stop:
@@ -486,12 +486,12 @@ class Trainer:
     def _train_epoch(self, loop: EpochLoop) -> tuple[float, bool]:
         """Make the epoch's weight update; return the loss before it, and whether a rank was asked to stop."""
         self.mesh.doing(f"epoch {self.epoch}")
-        with self.costs.training():
+        with self.timer.training():
             loss, stop = self.engine.train(self.epoch, self.optimizer, stop=bool(loop.asked))
             if self._evaluates(loop, stop):
                 self.engine.exchange.settle()  # waiting for late rows counts to this epoch
         self._say_all(self.engine.take_notes())
-        self.costs.end(self.epoch, loss, self.engine.take_uncoded())
+        self.timer.end(self.epoch, loss, self.engine.take_uncoded())
         return loss, stop
 
     def _evaluates(self, loop: EpochLoop, stop: bool) -> bool:
@@ -501,12 +501,12 @@ class Trainer:
         """Score the epoch's weights and keep the best ones; return the validation score."""
         out = None
         if not last:
-            with self.costs.training():  # the forward pass of the next epoch, which counts as training
+            with self.timer.training():  # the forward pass of the next epoch, which counts as training
                 out = self.engine.look_ahead(self.epoch + 1)
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores(out)
         self._best.see(self.epoch, found["val"], self.model, higher=self.criteria.metric.higher)
-        self.costs.scored(found["train"], found["val"], best_epoch=self._best.epoch)
+        self.timer.scored(found["train"], found["val"], best_epoch=self._best.epoch)
         return found["val"]
 
     def _ended(self, asked: list[int]) -> BaseException:
@@ -542,7 +542,7 @@ class Trainer:
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
                 best=self._best.weights,
-                carried=self.engine.carried(self.epoch) if self.train.save_rows else None,
+                epoch_state=self.engine.epoch_state(self.epoch) if self.train.save_rows else None,
             )
         self._callbacks.tell("on_checkpoint", path)
 
@@ -587,7 +587,7 @@ class Trainer:
             "threads": self.mesh.threads,
             "notes": self.notes,
         }
-        memory = self.accounts.told(self._best.weights, AFTER_IMPORTS)
+        memory = self.admission.memory_report(self._best.weights, AFTER_IMPORTS)
         values, spans = outcome(self.records, self.spans, memory, self.world, self.meta, facts)
         if self.writer is not None:
             scores = self.predict()
