@@ -78,14 +78,14 @@ def test_it_goes_by_way_of_a_checkpoint_whole_or_not_at_all():
     undo.keep(optimizer)
     expected = steps(mine, optimizer, range(10, 14))
     entries = {(kind, key): state for kind, key, state in undo.state_entries()}
-    assert other.recall(Remembered(entries), 4)
+    assert other.restore(Remembered(entries), 4)
     assert not other.heed("undo", optimizer)
     assert steps(mine, optimizer, range(10, 14)) == expected
     del entries[KIND, "0.weight"]
-    assert not other.recall(Remembered(entries), 4)
-    assert not other.recall(NOTHING, 4)
+    assert not other.restore(Remembered(entries), 4)
+    assert not other.restore(NOTHING, 4)
     assert other.heed("undo", optimizer)
-    assert Rollback(mine, [], []).recall(
+    assert Rollback(mine, [], []).restore(
         NOTHING, 4
     )  # a stage without weights: it must not speak for the others
 

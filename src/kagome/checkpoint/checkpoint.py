@@ -97,8 +97,8 @@ def save(
     # Without a shared disk, the first host's checkpoint is whole but lacks the other hosts' rows.
     writers = [rank for rank, sees in enumerate(channel.gather_objects(fresh.is_dir(), "disk")) if sees]
     writes = channel.rank in writers
-    told = None if epoch_state is None or not writes else epoch_state.plain(file)
-    kept = channel.gather_objects(told, "what epochs hand on", [Named])
+    plain = None if epoch_state is None or not writes else epoch_state.plain(file)
+    kept = channel.gather_objects(plain, "what epochs hand on", [Named])
     state: dict[str, Tensor] = {}
     fault, seal = "", None
     try:
@@ -137,7 +137,7 @@ def _publish(
             "scheduler": None if scheduler is None else _without_functions(scheduler.state_dict()),
             **_plain_of(optimizer),
             "forms": _forms(_under(state, "optimizer")),
-            "guards": {} if epoch_state is None else dict(epoch_state.guards),
+            "guards": {} if epoch_state is None else dict(epoch_state.controllers),
             "carried": [rank for rank in kept if rank is not None],
         }
         _finish(fresh, place, rest, files)
@@ -169,8 +169,8 @@ def _make_room(fresh: Path) -> str:
 def _agree(channel: Channel, fault: str, target: Path) -> None:
     """Raise on every rank what any of them met, so that none waits for a rank that has given up."""
     whole = whole_ones(target.parent)[:1] if fault else []
-    told: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
-    met, last = next((each for each in told if each[0]), ("", []))
+    faults: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
+    met, last = next((each for each in faults if each[0]), ("", []))
     if met:
         stays = f"; the last whole one is {last[0]}" if last else "; there is no whole one yet"
         raise CheckpointError(
@@ -362,7 +362,7 @@ def load(
         for name, value in sections["optimizer"].items():
             index, _, key = name.partition("/")
             state.setdefault(int(index), {})[key] = value
-        told = RestoredState(
+        restored = RestoredState(
             folder, place.epoch, dict(rest["guards"]), [checked(r, files) for r in rest["carried"]]
         )
         if _forms(sections["optimizer"]) != rest["forms"]:
@@ -381,7 +381,7 @@ def load(
     load_state(model, sections["model"])
     own = state_of(model)
     best = {name: value.to(own[name].device) for name, value in sections["best"].items()}
-    return place, best or None, told
+    return place, best or None, restored
 
 
 def best_weights(folder: str | Path) -> dict[str, Tensor]:

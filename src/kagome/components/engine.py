@@ -87,7 +87,7 @@ class Engine(Protocol):
     def epoch_state(self, epoch: int) -> EpochState:
         """Return the state of an epoch that the next epoch may read."""
 
-    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
+    def resumed(self, optimizer: Optimizer, restored: RestoredState) -> str:
         """Continue from a checkpoint whose weights the model has; return how the run continues."""
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:

@@ -110,7 +110,7 @@ class Criteria:
     notes: tuple[str, ...] = ()
 
     def fitted(self, out: Any, say: Callable[[str], object]) -> Criteria:
-        """Return the criteria with a metric that fits the model's output; a change of metric is noted once."""
+        """Return the criteria with a metric that fits the model's output; a change of it is noted once."""
         metric = self.metric.fitted(out)
         if metric.name != self.metric.name:
             say(

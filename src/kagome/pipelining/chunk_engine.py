@@ -247,37 +247,40 @@ class ChunkEngine:
             entries += [*tables.state_entries(epoch), *self.rollback.state_entries()]
         return EpochState.of(self.layout, self.controller.state_dict(), entries)
 
-    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
+    def resumed(self, optimizer: Optimizer, restored: RestoredState) -> str:
         """Continue from a checkpoint whose weights and optimizer state have been read. All ranks call it.
 
         Args:
             optimizer: The optimizer of the model's parameters.
-            told: The state of exchanges and controllers from the checkpoint.
+            restored: The state of exchanges and controllers from the checkpoint.
 
         Returns:
             A message on how training continues with history and late rows.
         """
         self.ownership.forget_others(optimizer)
-        self.controller.load_state_dict(told.guards)
+        self.controller.load_state_dict(restored.controllers)
         history = self.controller.history
-        recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
-        self._forget(recall or NOTHING)
-        if recall is not None and history is not None and tables is not None:
-            self.evaluate(told.epoch)  # it reaches all sites, and reads exactly what all forwards share
+        resumed_rows, tables = (
+            restored.resume_rows(self.layout, self.mesh.world, self.mesh.device),
+            self.chunks.tables,
+        )
+        self._forget(resumed_rows or NOTHING)
+        if resumed_rows is not None and history is not None and tables is not None:
+            self.evaluate(restored.epoch)  # it reaches all sites, and reads exactly what all forwards share
             if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
-                recall = None
+                resumed_rows = None
                 self._forget(NOTHING)
         if history is not None:
-            kept = self.rollback.recall(recall or NOTHING, told.epoch)
+            kept = self.rollback.restore(resumed_rows or NOTHING, restored.epoch)
             every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
-            history.go_on(rows=recall is not None, kept=every)
-        return said_of(recall, late=self.exchange.late, history=history is not None)
+            history.go_on(rows=resumed_rows is not None, kept=every)
+        return said_of(resumed_rows, late=self.exchange.late, history=history is not None)
 
-    def _forget(self, recall: ResumedRows) -> None:
+    def _forget(self, resumed_rows: ResumedRows) -> None:
         """Drop the rows of earlier epochs, except those resumed from a checkpoint."""
-        self.exchange.forget(recall)
+        self.exchange.forget(resumed_rows)
         if self.chunks.tables is not None:
-            self.chunks.tables.forget(recall)
+            self.chunks.tables.forget(resumed_rows)
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the messages that have come up since the last call."""

@@ -141,20 +141,20 @@ class GraphEngine:
             self.layout, self.controller.state_dict(), self.exchange.known.state_entries(epoch)
         )
 
-    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
+    def resumed(self, optimizer: Optimizer, restored: RestoredState) -> str:
         """Continue from a checkpoint whose weights and optimizer state were loaded. All ranks call it.
 
         Args:
             optimizer: The optimizer over the model's parameters.
-            told: The state of the last epoch, from the checkpoint.
+            restored: The state of the last epoch, from the checkpoint.
 
         Returns:
             How the run continues with late rows.
         """
-        self.controller.load_state_dict(told.guards)
-        recall = told.recall(self.layout, self.channel, self.channel.device)
-        self.exchange.forget(recall or NOTHING)
-        return said_of(recall, late=self.exchange.late)
+        self.controller.load_state_dict(restored.controllers)
+        resumed_rows = restored.resume_rows(self.layout, self.channel, self.channel.device)
+        self.exchange.forget(resumed_rows or NOTHING)
+        return said_of(resumed_rows, late=self.exchange.late)
 
     def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
         """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""

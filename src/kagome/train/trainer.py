@@ -548,7 +548,7 @@ class Trainer:
 
     def _resume(self, where: str | Path) -> None:
         folder = latest(where)
-        place, best, told = checkpoint.load(
+        place, best, restored = checkpoint.load(
             folder,
             self.world,
             model=self.model,
@@ -560,7 +560,7 @@ class Trainer:
         if self._default_optimizer:
             optimizers.set_rates(self.optimizer, self.train)
         with checkpoint.fitting(folder):
-            said = self.engine.resumed(self.optimizer, told)
+            said = self.engine.resumed(self.optimizer, restored)
         self.epoch, self._best = place.epoch, BestWeights.at(place, best)
         self.records = earlier_records(self.world, folder, place.epoch)
         self._say(
