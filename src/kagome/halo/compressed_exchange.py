@@ -173,13 +173,13 @@ class CompressedExchange:
         """Receive what is still in transit. The rows that are read do not change."""
         self.known.settle()
 
-    def forget(self, resumed: ResumedRows = NOTHING) -> None:
+    def forget(self, resumed_rows: ResumedRows = NOTHING) -> None:
         """Drop all rows of earlier epochs, because weights were changed from outside. All ranks call it.
 
         Args:
-            resumed: Rows that the next epoch may read all the same.
+            resumed_rows: Rows that the next epoch may read all the same.
         """
-        self.known.forget(resumed)
+        self.known.forget(resumed_rows)
 
     def take_counts(self) -> CompressionCounts:
         """Return the counts since the last call and reset them."""

@@ -41,7 +41,7 @@ class EpochRows:
         self.selections: dict[Key, Selection] = {}
         self.residuals: dict[Key, tuple[Tensor, int]] = {}
         """For each site, the codec's error on its rows, and the epoch of that error."""
-        self.resumed: ResumedRows = NOTHING
+        self.resumed_rows: ResumedRows = NOTHING
         self.synchronous, self.drifted = False, 0.0
         self._told = 0
 
@@ -81,7 +81,7 @@ class EpochRows:
         found = self.lines.get(key)
         if found is None:
             found = self.lines[key] = make()
-            state = self.resumed.take("line", key, epoch)
+            state = self.resumed_rows.take("line", key, epoch)
             if state is not None:
                 found.load_state_dict(state)
         return found
@@ -108,7 +108,7 @@ class EpochRows:
             if found is None:
                 return None
             self.selections[key] = found
-            state = self.resumed.take("selection", key, epoch)
+            state = self.resumed_rows.take("selection", key, epoch)
             if state is not None:
                 _refuse_others(state, rows, str(key))
                 found.load_state_dict(state)
@@ -117,7 +117,7 @@ class EpochRows:
     def residual(self, key: Key, epoch: int) -> Tensor | None:
         """Return the codec's error on a site's rows in the last epoch; None if it encoded none then."""
         if key not in self.residuals:
-            state = self.resumed.take("residual", key, epoch)
+            state = self.resumed_rows.take("residual", key, epoch)
             return None if state is None else state["rows"]
         rows, when = self.residuals[key]
         return rows if epoch - when <= 1 else None
@@ -127,12 +127,12 @@ class EpochRows:
         for line in self.lines.values():
             line.settle()
 
-    def forget(self, resumed: ResumedRows) -> None:
+    def forget(self, resumed_rows: ResumedRows) -> None:
         """Drop all rows of earlier epochs except those restored from a checkpoint. All ranks call it."""
         self.settle()  # a message that is not received would block later ones
         self.lines, self.selections, self.residuals = {}, {}, {}
-        state = resumed.take("crossing", "", resumed.epoch)
-        self.resumed, self._told = resumed, 0
+        state = resumed_rows.take("crossing", "", resumed_rows.epoch)
+        self.resumed_rows, self._told = resumed_rows, 0
         self.synchronous = state is not None and bool(state["synchronous"])
         # Checkpoints of earlier versions lack this value.
         self.drifted = 0.0 if state is None else float(state.get("drifted", 0.0))

@@ -101,7 +101,7 @@ class Tables:
         """Index of the half of each table that holds rows of this epoch: 0 or 1."""
         self.epoch = self.passes = 0
         self.provider: Provider | None = None
-        self.resumed: ResumedRows = NOTHING
+        self.resumed_rows: ResumedRows = NOTHING
         self._calls: dict[int, Counter[Hashable]] = {}
         self._came: Counter[tuple[Place, int]] = Counter()
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
@@ -149,7 +149,7 @@ class Tables:
 
     def _recall(self, key: SiteKey, table: SiteTable) -> None:
         """Restore last known rows, and gradients left for this epoch, from an earlier run."""
-        state, last = self.resumed.take("table", key, self.epoch), self.last(table)
+        state, last = self.resumed_rows.take("table", key, self.epoch), self.last(table)
         if state is None or state["rows"].shape != last.shape or state["rows"].dtype != last.dtype:
             return
         last.copy_(state["rows"])
@@ -167,9 +167,9 @@ class Tables:
         for call, value in self.statistics.items():
             yield "statistic", call, {"value": value}
 
-    def forget(self, resumed: ResumedRows) -> None:
+    def forget(self, resumed_rows: ResumedRows) -> None:
         """Drop all tables, so that the next epoch reads nothing but the rows resumed from a checkpoint."""
-        self.sites, self.statistics, self.resumed = {}, {}, resumed
+        self.sites, self.statistics, self.resumed_rows = {}, {}, resumed_rows
 
     @property
     def whole(self) -> bool:
@@ -179,7 +179,7 @@ class Tables:
     def statistic(self, call: Hashable) -> Tensor | None:
         """Return the reduction over all vertices in the last epoch; None if it is not known."""
         if call not in self.statistics:
-            state = self.resumed.take("statistic", call, self.epoch)
+            state = self.resumed_rows.take("statistic", call, self.epoch)
             return None if state is None else state["value"]
         return self.statistics[call]
 
