@@ -59,9 +59,7 @@ class Versioned:
     def __post_init__(self) -> None:
         """Note the versions of tensors that were given to it now; others keep what was noted before."""
         there = {id(tensor) for tensor, _ in self.roots}
-        new = [
-            t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there
-        ]
+        new = [t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there]
         object.__setattr__(self, "roots", self.roots + tuple((tensor, tensor._version) for tensor in new))
 
     def noted(self) -> Sequence[Tensor | None]:
