@@ -43,7 +43,7 @@ class MeshGroups:
     ) -> None:
         self.rank, self.stages, self.parts = rank, stages, parts
         self._device, self._timeout, self._staged = device, timeout, staged
-        self._made: list[dist.ProcessGroup] = []
+        self._created: list[dist.ProcessGroup] = []
 
     def open(
         self, channels: list[Channel], watch: Watchdog | None, *, shared_memory: bool, late: bool = False
@@ -74,7 +74,7 @@ class MeshGroups:
         world: Channel | None = None
 
         def channel(group: dist.ProcessGroup | None, back: dist.ProcessGroup | None = None) -> Channel:
-            made = Channel(
+            opened = Channel(
                 group,
                 self._device,
                 timeout=self._timeout,
@@ -84,12 +84,12 @@ class MeshGroups:
                 name=self.rank,
                 staged=self._staged,
             )
-            channels.append(made)
+            channels.append(opened)
             memory = open_shared_memory(
-                made, wanted=shared_memory, beside=None if world is None else world.shared_memory
+                opened, wanted=shared_memory, beside=None if world is None else world.shared_memory
             )
-            made.attach_shared_memory(memory)
-            return made
+            opened.attach_shared_memory(memory)
+            return opened
 
         world = channel(everyone, None if split else back)
         graph = world if self.stages == 1 else channel(in_stage)
@@ -101,8 +101,8 @@ class MeshGroups:
 
     def close(self) -> None:
         """Destroy the groups that were created here. By then no channel may hold a reference to one."""
-        while self._made:
-            group = self._made.pop()
+        while self._created:
+            group = self._created.pop()
             # Already ended with the default group, since a peer left it; or torch lost the group's name on an
             # error. Either way nothing is left to end, and the error that led here is the one to be seen.
             with suppress(ValueError, AssertionError, RuntimeError, KeyError):
@@ -114,8 +114,8 @@ class MeshGroups:
         for each in members:
             group = dist.new_group(each, timeout=timedelta(seconds=self._timeout))
             if each == mine:
-                self._made.append(group)
-        return self._made[-1]
+                self._created.append(group)
+        return self._created[-1]
 
 
 def open_shared_memory(

@@ -188,20 +188,20 @@ def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
     return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}
 
 
-def twin_of(model: nn.Module) -> nn.Module:
+def model_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the CPU, without what its layers have cached.
 
     Raises:
         ModelError: If it cannot be copied.
     """
     try:
-        twin = copied(model).cpu()
+        own_copy = copied(model).cpu()
     except Exception as error:
         raise ModelError(
             "a copy of the model for the check",
             f"{type(error).__name__}: {error}",
             hint="let copy.deepcopy(model) work",
         ) from error
-    for module in twin.modules():
+    for module in own_copy.modules():
         forget(module)
-    return twin
+    return own_copy

@@ -179,14 +179,14 @@ def _launched(
 def _room() -> Iterator[str]:
     """Create a folder for notes between ranks, which only this user can open, and remove it afterwards."""
     try:
-        made = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
+        directory = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
     except OSError as error:
         raise LaunchError(
             "a new folder for ranks to meet by in the folder for temporary files",
             f"none that can be made: {error}",
             hint="TMPDIR=DIR with a folder that can be written",
         ) from None
-    with made as name:
+    with directory as name:
         yield name
 
 

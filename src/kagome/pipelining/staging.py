@@ -24,7 +24,7 @@ from kagome.model.split.stages import Stage, cut
 from kagome.model.trace.graph import LayerGraph
 from kagome.model.trace.shapes import Survey, chain, trace
 from kagome.profile.part_size import PartSize
-from kagome.profile.step_shapes import looked_at
+from kagome.profile.step_shapes import survey_on_sample
 from kagome.profile.step_times import Seconds, timed
 
 Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], ActivationProfile, str]
@@ -224,7 +224,7 @@ def steps_of(
     graph = chain(model, layers, names) if layers else trace(model, names, plain)
 
     def look(parted: bool) -> Looked:
-        seen = looked_at(model, graph, part, options, named=bool(layers), parted=parted, exact=exact)
+        seen = survey_on_sample(model, graph, part, options, named=bool(layers), parted=parted, exact=exact)
         try:
             return _measured(model, graph, seen, part, options, parted=parted)
         except EscapeError as error:

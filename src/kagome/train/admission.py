@@ -176,8 +176,8 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         One partitioning of the graph, and that of :func:`kagome.memory.estimate.rates_of`.
     """
     materialise(model, part, CPU)
-    train, made = settings.train, settings.model
-    options = PartOptions.of(train, fast=made.fast, recompute=made.recompute)
+    train, model_settings = settings.train, settings.model
+    options = PartOptions.of(train, fast=model_settings.fast, recompute=model_settings.recompute)
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(learning) if learning else None
     rates = rates_of(model, optimizer, part, options, several=parts > 1)

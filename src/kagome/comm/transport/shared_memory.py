@@ -110,7 +110,7 @@ class SharedMemory:
         """
         needed = self._size(count)
         fitting = [s for s in self._own if needed <= s.size <= _ROOMY * needed and s.free]
-        segment = min(fitting, key=lambda s: s.size, default=None) or self._made(needed)
+        segment = min(fitting, key=lambda s: s.size, default=None) or self._new_segment(needed)
         if segment is None:
             return None
         segment.lent = True
@@ -195,7 +195,7 @@ class SharedMemory:
         whole = marks(self.mailbox.size) + max(count, 1)
         return _round_up(whole, max(_PAGE, 1 << (whole.bit_length() - 4)))
 
-    def _made(self, size: int) -> Segment | None:
+    def _new_segment(self, size: int) -> Segment | None:
         if self.allowance.held + size > self.allowance.most:
             return None
         try:
