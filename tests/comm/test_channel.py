@@ -314,7 +314,7 @@ def meet(channel: Channel, how: str, action: str) -> None:
 def too_late(channel: Channel, how: str) -> tuple[str, float]:
     # The store of the workers' process group serves the watch, as in a run.
     store = torch.distributed.distributed_c10d._get_default_store()
-    channel.watch = Watchdog(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
+    channel.watch = Watchdog(store, channel.rank, channel.size, log=lambda line: None, every=0.1)
     channel.timeout = 1.0
     begun = time.monotonic()
     try:

@@ -200,7 +200,7 @@ def test_sizes_that_differ_kill_nobody(ranks, shared):
 def late(channel: Channel, shared: bool, sends: bool) -> str:
     prepared(channel, shared)
     store = dist.distributed_c10d._get_default_store()
-    channel.watch = Watchdog(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
+    channel.watch = Watchdog(store, channel.rank, channel.size, log=lambda line: None, every=0.1)
     channel.timeout = 1.0
     try:
         if channel.rank == 1:

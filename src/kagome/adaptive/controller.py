@@ -53,7 +53,7 @@ class EpochController:
     Args:
         parallel: The settings.
         report: The report of this rank's exchanges; it has the exchange with other parts and between stages.
-        say: Takes each note.
+        log: Takes each note.
         history: The controller of history; None where no epoch reads any.
         alone: Whether no rows are exchanged with other parts, so that no level is needed.
     """
@@ -62,13 +62,13 @@ class EpochController:
         self,
         parallel: Parallel,
         report: ExchangeReport,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         history: HistoryController | None = None,
         alone: bool = False,
     ) -> None:
         self.parallel, self.report, self.history = parallel, report, history
-        self._say = say
+        self._log = log
         self.exchange, self.stages = report.exchange, report.stages
         self._stage = "none" if self.stages is None else self.stages.codec.name
         self._halo = self.stages is None or not self.exchange.exact
@@ -131,17 +131,17 @@ class EpochController:
         assert plan.guess is not None
         if plan.kind == "probe":
             assert self.history is not None
-            self._say(self.history.see(HistoryProbe(epoch, *agreed, drift, self.history.age)))
+            self._log(self.history.see(HistoryProbe(epoch, *agreed, drift, self.history.age)))
         else:
-            self._say(self.precision.see(StalenessProbe(epoch, plan.guess.level, *agreed)))
+            self._log(self.precision.see(StalenessProbe(epoch, plan.guess.level, *agreed)))
 
     def observe(self, epoch: int, plan: EpochPlan, loss: float) -> Weights:
         """Take the mean loss of an epoch whose weight step is still to come; return what the step is."""
-        self._say(self.precision.done(epoch))
+        self._log(self.precision.done(epoch))
         if self.history is None:
             return "step"
         verdict = self.history.done(plan.kind, loss)
-        self._say(verdict.text)
+        self._log(verdict.text)
         return verdict.weights
 
     # A run ----------------------------------------------------------------------------------------
@@ -170,5 +170,5 @@ class EpochController:
         """Return the notes for the end of a run: what history, codecs and late rows were found to cost."""
         if self.history is None:
             return self.report.sentence(self.precision.found, self.precision)
-        said = self.history.sum_up(stages=self.parallel.pipe > 1)
-        return (*said, *self.report.sentence(None, self.precision))
+        notes = self.history.sum_up(stages=self.parallel.pipe > 1)
+        return (*notes, *self.report.sentence(None, self.precision))

@@ -231,9 +231,9 @@ class PrecisionController:
             self._calm += self._span >= LONGEST
             self._span = min(2 * self._span, LONGEST)
             if self.index and self._calm >= self._patience():
-                said = self._down(found.epoch)
+                message = self._down(found.epoch)
                 self._since = -1  # this epoch is not done; the next has no late rows yet
-                return said
+                return message
         else:
             self._span = min(self._span + 1, LONGEST)
         return ""

@@ -147,19 +147,19 @@ class ExchangeReport:
         """
         if self.exact:
             return ()
-        said = "crossing: " + ", ".join(f"{kind} {codec}" for kind, codec in self.codecs.items())
+        message = "crossing: " + ", ".join(f"{kind} {codec}" for kind, codec in self.codecs.items())
         settings, plain = self.exchange.state.settings, Parallel()
         others = [name for name in OTHERS if getattr(settings, name) != getattr(plain, name)]
-        said += "".join(f", {name}={getattr(settings, name)}" for name in others)
+        message += "".join(f", {name}={getattr(settings, name)}" for name in others)
         if found is None or not self._rows:
-            return (said,)
+            return (message,)
         if not found:
-            return (f"{said}; no probe compared its gradient with the exact one",)
+            return (f"{message}; no probe compared its gradient with the exact one",)
         least, last = min(found, key=lambda probe: probe.cosine), found[-1]
-        said += (
+        message += (
             f"; {len(found)} probes, the last, epoch {last.epoch}: {last.text()}; lowest cosine "
             f"{least.cosine:.2f} in epoch {least.epoch}"
         )
         if precision.climbed:
-            said += f"; {len(precision.climbed)} times a rung up, at the end {precision.level.text()}"
-        return (said,)
+            message += f"; {len(precision.climbed)} times a rung up, at the end {precision.level.text()}"
+        return (message,)

@@ -480,11 +480,11 @@ def _check(args: list[str]) -> int:
     from kagome.cli.check import checked
 
     run = config.Run(data=command.data, model=command.model, parallel=command.parallel, train=command.train)
-    result, said = checked(run, _builder(run.model, run.train), vertices=command.vertices)
+    result, notes = checked(run, _builder(run.model, run.train), vertices=command.vertices)
     for row in result.rows:
         if command.all or row is result.first:
             print(f"{row.error:9.1e}  {row.kind:<9} {row.name}")
-    for sentence in (result.text(), *said):
+    for sentence in (result.text(), *notes):
         print(f"kagome check: {sentence}")
     try:
         result.raise_if_different()

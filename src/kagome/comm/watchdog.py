@@ -68,7 +68,7 @@ class Watchdog:
         store: A store that all ranks share.
         rank: This rank in the world.
         size: Number of ranks in the world. With one rank there is no thread and nothing is published.
-        say: Called with one line for each wait that takes longer than ``warn_after``.
+        log: Called with one line for each wait that takes longer than ``warn_after``.
         every: Seconds between two publications.
         warn_after: Seconds of one wait after which it is reported.
 
@@ -82,12 +82,12 @@ class Watchdog:
         rank: int,
         size: int,
         *,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         every: float = 2.0,
         warn_after: float = 10.0,
     ) -> None:
         self.rank, self.size = rank, size
-        self._say, self._every, self._warn_after = say, every, warn_after
+        self._log, self._every, self._warn_after = log, every, warn_after
         self._frame = "its start"
         self._now = _Doing(0, self._frame, time.monotonic(), ())
         self._warned = -1
@@ -229,7 +229,7 @@ class Watchdog:
         late = self.late(doing.action, doing.peers) or list(doing.peers)
         names = " and for ".join(self.describe(peer) for peer in late[:NAMED_PEERS])
         more = f" and for {len(late) - NAMED_PEERS} others" if len(late) > NAMED_PEERS else ""
-        self._say(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}")
+        self._log(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}")
 
 
 def _own_client(store: Store) -> Store:

@@ -44,12 +44,12 @@ def ready(
     """
     model = model.to(mesh.device)
     materialise(model, part, mesh.device)
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if settings.decouple:
         model = decouple(model, few_rows(part, mesh.device))
-        said = (*said, f"decoupled: {model.text()}")
+        notes = (*notes, f"decoupled: {model.text()}")
     broadcast_weights(model, mesh.world)
-    return model, said
+    return model, notes
 
 
 def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
@@ -110,12 +110,12 @@ def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str,
     shown = ", ".join(f"{name} ({kinds[name]})" if name in kinds else name for name in wanted)
     known = {"num_nodes", "edge_index", *wanted, *uses, *splits.NAMES}
     left = [name for name in names if name not in known]
-    said = f"forward gets {shown}"
+    note = f"forward gets {shown}"
     if left:
-        said += f"; not used of the data: {', '.join(left)}"
+        note += f"; not used of the data: {', '.join(left)}"
     if part.refused:
-        said += f"; not given to any model: {'; '.join(part.refused.values())}"
-    return (said,)
+        note += f"; not given to any model: {'; '.join(part.refused.values())}"
+    return (note,)
 
 
 def refuse_asked(model: nn.Module, part: Partition) -> None:

@@ -109,11 +109,11 @@ class Criteria:
     metric: Metric
     notes: tuple[str, ...] = ()
 
-    def fitted(self, out: Any, say: Callable[[str], object]) -> Criteria:
+    def fitted(self, out: Any, log: Callable[[str], object]) -> Criteria:
         """Return the criteria with a metric that fits the model's output; a change of it is noted once."""
         metric = self.metric.fitted(out)
         if metric.name != self.metric.name:
-            say(
+            log(
                 "the metric is the loss: a loss of your own does not say what the output's columns stand for "
                 f"(metric={self.metric.name!r} takes scores above 0 for a label, or the largest of a column "
                 "a class; train.metric_columns names the columns)."
@@ -161,7 +161,7 @@ def criteria_of(
     kept = [int(nodes[name].sum()) for name in splits.NAMES]
     mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
     found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
-    return Criteria(objective, metric, _said(objective, meta, found)), replace(part, nodes=nodes)
+    return Criteria(objective, metric, _label_notes(objective, meta, found)), replace(part, nodes=nodes)
 
 
 def labels_that_count(facts: Labels, part: Partition, train: Train, channel: Channel) -> Labels:
@@ -197,7 +197,7 @@ def no_criteria() -> Criteria:
     return Criteria(objective, metric_of(None, objective, Train()))
 
 
-def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:
+def _label_notes(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:
     """Return the notes on masks and labels of the whole graph."""
     given, kept, unlabelled = found[:3], found[3:6], found[6]
     none = "NaN" if objective.facts.floating else f"y = {objective.ignore}"

@@ -136,7 +136,7 @@ class ChunkEngine:
         between = codec if parallel.pipe > 1 else None
         self.report = ExchangeReport(mesh.world, self.exchange, self.gradients, between)
         history = None if self.chunks.tables is None else history_controller(parallel)
-        self.controller = EpochController(parallel, self.report, self._say, history=history)
+        self.controller = EpochController(parallel, self.report, self._log, history=history)
         self._drifts: tuple[float, ...] = ()
         self.chunk_passes = ChunkPasses(
             *(
@@ -157,7 +157,7 @@ class ChunkEngine:
         self.layout = StateLayout.of(
             parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps
         )
-        self._notes = [self._said()]
+        self._notes = [self._describe()]
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
         with self.net:  # an unsupported model is refused now
@@ -204,7 +204,7 @@ class ChunkEngine:
         by_loss = self.criteria.metric.name == "loss" or self.criteria.metric.guessed
         return "on the last stage alone, while all score by it" if by_loss and self.parallel.pipe > 1 else ""
 
-    def _said(self) -> str:
+    def _describe(self) -> str:
         """Return the message that is logged before the first epoch."""
         slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
         words = f"pipeline: {len(self.staging.stages)} stages x {self.chunks.count} chunks{slices}"
@@ -413,9 +413,9 @@ class ChunkEngine:
             tables.keep()
         return stage_runs
 
-    def _say(self, said: str) -> None:
-        if said:
-            self._notes.append(said)
+    def _log(self, message: str) -> None:
+        if message:
+            self._notes.append(message)
 
     def _lose(self, stage_run: StageRun) -> None:
         """Compute the loss of a stage run after its forward, if its stage computes the output."""

@@ -128,7 +128,7 @@ class Admission:
         if far and train.check:
             raise far[0].refusal(parallel, recomputes=engine.recompute or share is not None)
         notes = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
-        return (_said(held, rates), *notes)
+        return (_memory_text(held, rates), *notes)
 
     def memory_report(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
         """Return the measured peak, and the memory held now beside the prediction.
@@ -189,10 +189,10 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         )
         owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed)
     counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))
-    return _said([rates.at(one) for one in counts], rates)
+    return _memory_text([rates.at(one) for one in counts], rates)
 
 
-def _said(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
+def _memory_text(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
     full = fullest(held)
     where = "on one rank" if len(held) == 1 else f"on the fullest of {len(held)} ranks"
     why = f"; activations are not known: {rates.fault}" if rates.fault else ""

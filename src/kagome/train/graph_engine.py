@@ -103,7 +103,7 @@ class GraphEngine:
         learning = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
         self.report = ExchangeReport(channel, self.exchange, self.gradients)
-        self.controller = EpochController(parallel, self.report, self._say, alone=channel.size == 1)
+        self.controller = EpochController(parallel, self.report, self._log, alone=channel.size == 1)
         self.forward_reuse = ForwardReuse(model)
         if not self.exchange.exact:
             self.forward_reuse.allowed = False  # training reads approximate rows, evaluation exact ones
@@ -251,9 +251,9 @@ class GraphEngine:
         self.controller.probed(epoch, plan, agreement(*squares))
         return found
 
-    def _say(self, said: str) -> None:
-        if said:
-            self._notes.append(said)
+    def _log(self, message: str) -> None:
+        if message:
+            self._notes.append(message)
 
     def _gradient(
         self, epoch: int, plan: EpochPlan, stop: bool, *, probes: bool = False

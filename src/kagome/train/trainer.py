@@ -173,7 +173,7 @@ class Trainer:
         # Nothing on the stacks may refer to the trainer. What is still open ends with the process.
         self._closing = weakref.finalize(self, Finalizer(self._stack.close, self._files.close))
         try:
-            mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=warn)
+            mesh = open_mesh(settings.parallel, timeout=self.train.timeout, log=warn)
             self.mesh = self._stack.enter_context(mesh)
             self.channel, self.world = self.mesh.graph, self.mesh.world
             self.channel.timer = self.channel.patient.timer = self.spans.phase
@@ -181,12 +181,12 @@ class Trainer:
             self.notes: list[str] = []
             with self.spans.phase("load"):
                 self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)
-            self._say_all((*self.mesh.notes, *self.meta.notes))
+            self._log_all((*self.mesh.notes, *self.meta.notes))
             torch.manual_seed(self.train.seed)
             given = unwrapped(build(self.part, self.meta, self.channel))
             with self.spans.phase("load"):
-                self.model, said = ready(given, self.part, self.mesh, settings.parallel)
-            self._say_all(said)
+                self.model, notes = ready(given, self.part, self.mesh, settings.parallel)
+            self._log_all(notes)
             self._learn(wishes)
             self._marks = ModelMarks(self.model, self.optimizer, self.scheduler)
             self._callbacks = Callbacks(callbacks, self.world, self._marks)
@@ -194,9 +194,9 @@ class Trainer:
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
             self.writer = None
             if folder is not None:
-                say = partial(_noted, self.notes, self.mesh.rank == 0 and settings.report.progress)
+                log = partial(_noted, self.notes, self.mesh.rank == 0 and settings.report.progress)
                 self.writer = RunWriter(
-                    str(folder), settings, self.world, own=wishes.own, overwrite=overwrite, say=say
+                    str(folder), settings, self.world, own=wishes.own, overwrite=overwrite, log=log
                 )
                 self._files.callback(self.writer.close)
                 self._stack.callback(self._files.close)
@@ -214,8 +214,8 @@ class Trainer:
             )
         else:  # it is scored and never trained on: nothing reads these labels
             self.criteria, self.part = optimizers.no_criteria(), unlabelled(self.part)
-        self._say_all(self.criteria.notes)
-        self._say_all(asks(self.model, self.part, self.criteria.objective.uses))
+        self._log_all(self.criteria.notes)
+        self._log_all(asks(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
         self.optimizer = optimizers.optimizer_of(self.model, self.settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
@@ -279,14 +279,14 @@ class Trainer:
             self.writer.begin(resume=resume)
         optimizers.refuse_short(self.scheduler, epochs - self.epoch, self.train)
         if self.epoch >= epochs > 0:
-            self._say(
+            self._log(
                 f"{self.epoch} epochs are done, and fit({epochs}) asks for {epochs} in all: none is left"
             )
         self._check()
         if self.part.nodes:
             with self.spans.phase("check"):
-                self._say_all(self.admission.foresee(self.part, self.world))
-            self._say_all(self.engine.take_notes())
+                self._log_all(self.admission.foresee(self.part, self.world))
+            self._log_all(self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine holds its own inputs
         set_up = time.perf_counter() - self._begun
         if self.writer is not None:
@@ -434,7 +434,7 @@ class Trainer:
             return
         with self.spans.phase("check"):
             goes = self.engine.goes if isinstance(self.engine, GraphEngine) else None
-            self._say_all(before_first(self.model, self.part, self.world, self.settings, goes))
+            self._log_all(before_first(self.model, self.part, self.world, self.settings, goes))
         self._was_checked = True
 
     def _go_on(self) -> None:
@@ -444,7 +444,7 @@ class Trainer:
         if not self._compare(changed, whole=self._is_whole) and last is not None:
             load_state(self.model, last)
         elif last is not None:
-            self._say("the model's weights were changed since the last fit: training goes on with them")
+            self._log("the model's weights were changed since the last fit: training goes on with them")
         self._last = None
 
     def _compare(self, changed: bool, *, whole: bool) -> bool:
@@ -479,7 +479,7 @@ class Trainer:
         if saves:
             self._save()
         if stop:
-            self._say(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
+            self._log(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
             raise self._ended(loop.asked)
         return not self.train.patience or self._best.waited < self.train.patience
 
@@ -490,7 +490,7 @@ class Trainer:
             loss, stop = self.engine.train(self.epoch, self.optimizer, stop=bool(loop.asked))
             if self._evaluates(loop, stop):
                 self.engine.exchange.settle()  # waiting for late rows counts to this epoch
-        self._say_all(self.engine.take_notes())
+        self._log_all(self.engine.take_notes())
         self.timer.end(self.epoch, loss, self.engine.take_uncoded())
         return loss, stop
 
@@ -520,7 +520,7 @@ class Trainer:
         inputs = self.engine.inputs
         masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"
         target = self.criteria.objective.target(inputs, slice(None))
-        self.criteria = self.criteria.fitted(out, self._say)
+        self.criteria = self.criteria.fitted(out, self._log)
         return self.criteria.metric.scores(out, target, masks, self.channel, action)
 
     # Checkpoints ----------------------------------------------------------------------------------
@@ -560,17 +560,17 @@ class Trainer:
         if self._default_optimizer:
             optimizers.set_rates(self.optimizer, self.train)
         with checkpoint.fitting(folder):
-            said = self.engine.resumed(self.optimizer, restored)
+            message = self.engine.resumed(self.optimizer, restored)
         self.epoch, self._best = place.epoch, BestWeights.at(place, best)
         self.records = earlier_records(self.world, folder, place.epoch)
-        self._say(
-            f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{said}"
+        self._log(
+            f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{message}"
         )
 
     def _finish(self, set_up: float) -> dict[str, Any]:
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores()
-        self._say_all(self.engine.sum_up())
+        self._log_all(self.engine.sum_up())
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
@@ -598,11 +598,11 @@ class Trainer:
                 )
         return values
 
-    def _say_all(self, notes: tuple[str, ...]) -> None:
+    def _log_all(self, notes: tuple[str, ...]) -> None:
         for note in notes:
-            self._say(note)
+            self._log(note)
 
-    def _say(self, note: str) -> None:
+    def _log(self, note: str) -> None:
         _noted(self.notes, self.mesh.rank == 0 and self.settings.report.progress, note)
 
 

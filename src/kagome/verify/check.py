@@ -281,9 +281,9 @@ def before_first(
     """
     if channel.size > 1 or goes is None:
         return check_on_first(model, part, channel, settings)
-    way, said = way_alone(model, part, settings)
+    way, message = way_alone(model, part, settings)
     goes(way)
-    return (said,)
+    return (message,)
 
 
 def check_on_first(
