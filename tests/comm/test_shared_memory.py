@@ -256,8 +256,8 @@ def picked(channel: Channel, lent: bool, turns: int = 5) -> int:
     for turn in range(turns):
         rows = torch.arange(12.0).view(4, 3) + 100 * me + 1000 * turn
         counts = [0 if peer == me else 2 for peer in range(size)]
-        pick = torch.tensor([3, 1] * (size - 1))
-        coming = channel.start(rows, ExchangeRequest(counts, counts, f"turn {turn}", index=pick))
+        index = torch.tensor([3, 1] * (size - 1))
+        coming = channel.start(rows, ExchangeRequest(counts, counts, f"turn {turn}", index=index))
         expected = torch.cat(
             [
                 (torch.arange(12.0).view(4, 3) + 100 * peer + 1000 * turn)[[3, 1]]

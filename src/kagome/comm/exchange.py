@@ -40,7 +40,7 @@ class SiteExchange:
             rows' owners. Odd directions belong to the backward pass.
         epoch: The training epoch, from 1.
         training: Whether the exchange belongs to the forward and backward pass of a training epoch.
-        stamps: A number for each row that is sent, the same for any number of ranks: the vertex id.
+        row_ids: A number for each row that is sent, the same for any number of ranks: the vertex id.
         reads: Number of local edges that read each received row; None if that is not known.
         blocks: Rows and columns of the block sent to each peer and of the block received from each. Given
             only if blocks of different widths are exchanged instead of rows of one width.
@@ -52,7 +52,7 @@ class SiteExchange:
     direction: int
     epoch: int
     training: bool
-    stamps: Tensor
+    row_ids: Tensor
     reads: Tensor | None = None
     blocks: tuple[Blocks, Blocks] | None = None
     late: bool = False

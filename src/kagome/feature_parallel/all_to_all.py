@@ -201,7 +201,7 @@ class AllToAll:
             [own * cut.taken(peer) for peer in ranks],
             [count * mine for count in counts],
             width=cut.width,
-            stamps=self._own_places if lot is None else self._repeated(lot.all, lot.counts),
+            row_ids=self._own_places if lot is None else self._repeated(lot.all, lot.counts),
             kind="transpose",
             blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
         )
@@ -228,7 +228,7 @@ class AllToAll:
             [count * mine for count in counts],
             comes,
             width=cut.width,
-            stamps=self._places if lot is None else lot.all,
+            row_ids=self._places if lot is None else lot.all,
             kind="transpose",
             blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
         )

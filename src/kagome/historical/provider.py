@@ -166,8 +166,8 @@ class HistoricalRows:
         if tables.channel.size == 1:
             return None
         index = index.to(tables.device)
-        stamps, width = tables.ids[index], rows.size(1)
-        request = site.request(words, direction, sends, comes, width=width, stamps=stamps, index=index)
+        row_ids, width = tables.ids[index], rows.size(1)
+        request = site.request(words, direction, sends, comes, width=width, row_ids=row_ids, index=index)
         return tables.channel.start(rows, request)
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,7 +213,7 @@ class ExactRows:
                     plan.send_counts,
                     plan.recv_counts,
                     width=rows.size(1),
-                    stamps=tables.ids[tables.send],
+                    row_ids=tables.ids[tables.send],
                     index=tables.send,
                 )
                 with tables.channel.start(current, request).borrow() as halo:
@@ -245,7 +245,7 @@ class ExactRows:
                     plan.recv_counts,
                     plan.send_counts,
                     width=away.size(1),
-                    stamps=tables.ids[plan.own :],
+                    row_ids=tables.ids[plan.own :],
                 )
                 with tables.channel.start(gradients[plan.own :], request).borrow() as come:
                     gradients.index_add_(0, tables.send, come)

@@ -109,8 +109,8 @@ class StageTransfers:
             return value
         backward = not action.kind.forward
         where = f"{name} in {self._words(action)}"
-        stamps = self.stage_runs[action.stage, action.chunk].scope.ids.own()
-        return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
+        row_ids = self.stage_runs[action.stage, action.chunk].scope.ids.own()
+        return self.codec.encode(name, value, row_ids, size, self.epoch, backward=backward, where=where)
 
     def receive(self, action: Action) -> None:
         """Wait for the values of a RECV, and hand them to the stage run."""

@@ -153,7 +153,8 @@ def _attributes(piece: Partition, _: Quality, attributes: Attributes) -> str:
     found = attributes_of(piece)
     for name in (*found, *attributes):
         if found.get(name) != attributes.get(name):
-            return f"{name} is {_form_text(found.get(name))} here, and {_form_text(attributes.get(name))} in the page"
+            here, there = _form_text(found.get(name)), _form_text(attributes.get(name))
+            return f"{name} is {here} here, and {there} in the page"
     return ""
 
 
