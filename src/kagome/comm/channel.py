@@ -60,10 +60,10 @@ class Channel(PeerGroup):
 
     @property
     def patient(self) -> Channel:
-        """Channel for messages that nobody waits for soon: this one unless :meth:`set_apart` made another."""
+        """Channel for messages that nobody waits for soon: this one unless :meth:`open_patient` made another."""
         return self if self._patient is None else self._patient
 
-    def set_apart(self, group: dist.ProcessGroup) -> Channel:
+    def open_patient(self, group: dist.ProcessGroup) -> Channel:
         """Make separate connections for messages that nobody waits for soon.
 
         On one connection every later message waits until such a message is gone, so a sum of a few numbers

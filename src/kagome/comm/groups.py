@@ -96,7 +96,7 @@ class MeshGroups:
         pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, back)
         assert (graph.rank, pipe.rank) == (part, stage)
         if late and self.parts > 1 and graph.lanes:
-            channels.append(graph.set_apart(self._own(rows)))
+            channels.append(graph.open_patient(self._own(rows)))
         return world, graph, pipe
 
     def close(self) -> None:

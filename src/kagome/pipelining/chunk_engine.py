@@ -105,7 +105,7 @@ class ChunkEngine:
         part = needed(self.mine, part, criteria.objective.uses)
         options = PartOptions.of(settings, device, parallel, fast=self.fast)
         self.chunks = chunked(part, mesh.graph, parallel, options)
-        self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
+        self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.isolated])
         self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.tell)
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().constants.lasting(tensor))
         self.activations = ChunkActivations(self.offload, self.chunks, model)
@@ -189,7 +189,7 @@ class ChunkEngine:
         moved = self.staging.survey.changed.difference(alone)
         with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
             # Checked here on all ranks: within an epoch only the last stage could refuse the loss.
-            objective.check(out, target, trains=True, apart=self._apart)
+            objective.check(out, target, trains=True, calls=self._loss_calls)
         self.criteria.metric.check(out)
         if self.parallel.pipe == 1:
             return ()
@@ -197,7 +197,7 @@ class ChunkEngine:
             return read_by_loss(lambda: objective.lost(copied(out), target), self.model)
 
     @property
-    def _apart(self) -> str:
+    def _loss_calls(self) -> str:
         """How the loss is called, for errors; empty if once an epoch on all ranks that need what it keeps."""
         if self.parallel.chunks != 1:
             return "once for each chunk"
@@ -428,7 +428,7 @@ class ChunkEngine:
         target, shown = self.criteria.objective.target(stage_run.scope.inputs, rows), out[rows]
         if not self._checked:
             with RefusesKept(lambda tensor: stage_run.scope.axes.of(tensor) is not None, self.model):
-                self.criteria.objective.check(shown, target, trains=True, apart=self._apart)
+                self.criteria.objective.check(shown, target, trains=True, calls=self._loss_calls)
             self.criteria.metric.check(out)
         if not rows.numel():
             return

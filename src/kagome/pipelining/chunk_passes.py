@@ -73,7 +73,7 @@ class ChunkPasses:
             history: The supplier of historical rows; None where chunks are independent.
             checked: Whether ranks compare the headers of their messages.
         """
-        stage_runs = self._make_stage_runs(self.chunks.apart, epoch, training=True, checked=checked)
+        stage_runs = self._make_stage_runs(self.chunks.isolated, epoch, training=True, checked=checked)
         programs = self.programs(epoch)
         program = programs[self.mesh.stage]
         messages = self._messages(stage_runs, epoch, programs, self.codec)

@@ -127,13 +127,13 @@ class Steps:
         )
         seconds = {name: forward[name] + backward[name] for name in forward}
         # In 1F1B a chunk's forward waits for another's backward; fill-drain runs all forwards first.
-        apart = parallel.pattern == "fill-drain"
+        two_rounds = parallel.pattern == "fill-drain"
         stages = cut(
             self.graph,
             self.survey,
             parallel.pipe * parallel.stages_per_rank,
-            forward if apart else seconds,
-            backward=backward if apart else None,
+            forward if two_rounds else seconds,
+            backward=backward if two_rounds else None,
             vertices=rows,
             edges=edges,
             ranks=parallel.pipe,

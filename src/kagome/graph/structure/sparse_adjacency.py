@@ -87,7 +87,7 @@ def with_loops(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return rest if told is None else {**rest, Adjacency(told.layout, "loops", told.values).name: told.values}
 
 
-def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def from_adjacency(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the edges of a matrix whose rows are targets, and the edge attributes that carry its values.
 
     Args:

@@ -73,7 +73,7 @@ def settle(
             raise nobody(0, num_nodes, num_nodes)
         return draw(num_nodes, split, labelled)
     masks = _choose({name: _mask(name, given.get(name), num_nodes) for name in NAMES}, split, notes)
-    _apart(masks)
+    _refuse_overlap(masks)
     return masks
 
 
@@ -183,7 +183,7 @@ def _choose(masks: dict[str, Tensor], split: int, notes: list[str]) -> dict[str,
     return {name: mask[:, split] if mask.dim() == 2 else mask for name, mask in masks.items()}
 
 
-def _apart(masks: dict[str, Tensor]) -> None:
+def _refuse_overlap(masks: dict[str, Tensor]) -> None:
     for i, first in enumerate(NAMES):
         for second in NAMES[i + 1 :]:
             both = (masks[first] & masks[second]).nonzero()
