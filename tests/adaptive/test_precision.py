@@ -44,7 +44,7 @@ def course(
         levels.append(found.level)
         if found.probes():
             probed.append(epoch)
-            said.append(found.see(StalenessProbe(epoch, found.level, next(left, 1.0), 1.0)))
+            said.append(found.observe(StalenessProbe(epoch, found.level, next(left, 1.0), 1.0)))
         said.append(found.done(epoch))
     return probed, levels, [line for line in said if line]
 
@@ -154,7 +154,7 @@ def judged(
         if found.probes():
             probed.append(epoch)
             said.append(
-                found.see(StalenessProbe(epoch, found.level, *probes[min(len(probed), len(probes)) - 1]))
+                found.observe(StalenessProbe(epoch, found.level, *probes[min(len(probed), len(probes)) - 1]))
             )
         said.append(found.done(epoch))
     return probed, [line for line in said if line]
@@ -241,7 +241,7 @@ def test_a_level_that_failed_again_is_left_alone_for_twice_as_long():
     for epoch in range(1, 3000):
         if found.probes():
             failed.append(epoch)
-            assert found.see(StalenessProbe(epoch, found.level, 0.0, 1.0))
+            assert found.observe(StalenessProbe(epoch, found.level, 0.0, 1.0))
         found.done(epoch)
     assert [b - a for a, b in pairwise(failed)] == [(n + 1) * LONGEST + 1 for n in (2, 4, 8, 16)]
 

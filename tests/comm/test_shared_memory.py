@@ -62,7 +62,7 @@ def test_what_is_laid_is_what_is_taken(turns):
     with shared_memories(3) as (giver, *takers):
         for turn, counts in enumerate(turns):
             parts = {peer: some(count, 10 * turn + peer) for peer, count in enumerate(counts, start=1)}
-            tokens = giver.lay(parts)
+            tokens = giver.write(parts)
             for taker in takers:
                 rank = taker.mailbox.rank
                 into = torch.zeros(parts[rank].numel(), dtype=torch.uint8)
@@ -73,23 +73,23 @@ def test_what_is_laid_is_what_is_taken(turns):
 def test_room_is_used_again_once_all_have_taken_and_not_before():
     with shared_memories(3) as (giver, one, two):
         into, part = torch.empty(5000, dtype=torch.uint8), some(5000)
-        first = giver.lay({1: part, 2: part})
+        first = giver.write({1: part, 2: part})
         assert first[1][:4] == first[2][:4], "the same bytes are laid once for all their readers"
         assert take(one, 0, first[1], into)
-        second = giver.lay({1: part, 2: part})
+        second = giver.write({1: part, 2: part})
         assert second[1][0] != first[1][0], "rank 2 has yet to take the first"
         assert take(two, 0, first[2], into)
-        third = giver.lay({1: part})
+        third = giver.write({1: part})
         assert third[1][0] == first[1][0]
         assert third[1][4] > first[1][4]
 
 
 def test_a_message_packed_into_its_room_is_not_copied():
     with shared_memories() as (giver, taker):
-        room = giver.room(4096)
-        assert room is not None
-        room.copy_(some(4096))
-        token = giver.lay({1: room})[1]
+        buffer = giver.buffer(4096)
+        assert buffer is not None
+        buffer.copy_(some(4096))
+        token = giver.write({1: buffer})[1]
         into = torch.empty(4096, dtype=torch.uint8)
         assert take(taker, 0, token, into)
         assert torch.equal(into, some(4096))
@@ -99,20 +99,20 @@ def test_a_message_packed_into_its_room_is_not_copied():
 def test_without_room_a_message_goes_by_the_wire():
     with shared_memories(most=20_000) as (giver, taker):
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
-        kept = giver.lay({1: part})[1]
-        assert giver.lay({1: part})[1] == NOWHERE
+        kept = giver.write({1: part})[1]
+        assert giver.write({1: part})[1] == NOWHERE
         assert not take(taker, 0, NOWHERE, into)
         assert take(taker, 0, kept, into)
-        assert giver.lay({1: part})[1] != NOWHERE
+        assert giver.write({1: part})[1] != NOWHERE
 
 
 def test_a_segment_of_a_rank_that_is_gone_cannot_be_opened_and_one_that_was_opened_stays():
     with shared_memories() as (giver, taker):
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
-        known = giver.lay({1: part})[1]
+        known = giver.write({1: part})[1]
         assert take(taker, 0, known, into)
-        again = giver.lay({1: part})[1]
-        unknown = giver.lay({1: some(10_000, 1)})[1]
+        again = giver.write({1: part})[1]
+        unknown = giver.write({1: some(10_000, 1)})[1]
         giver.close()
         assert take(taker, 0, again, into)
         with pytest.raises(RuntimeError, match="connection closed"):
@@ -122,7 +122,7 @@ def test_a_segment_of_a_rank_that_is_gone_cannot_be_opened_and_one_that_was_open
 def test_closing_waits_for_what_peers_have_yet_to_take():
     with shared_memories() as (giver, taker):
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
-        token = giver.lay({1: part})[1]
+        token = giver.write({1: part})[1]
         closing = threading.Thread(target=giver.close, args=(20.0,))
         closing.start()
         time.sleep(0.1)
@@ -179,9 +179,9 @@ def test_shelves_of_one_rank_share_what_they_may_take():
     allowance = MemoryAllowance(60_000)
     one, two = (SharedMemory(mailbox, frozenset({1}), allowance) for mailbox in mailboxes)
     assert allowance.held == 0
-    assert one.room(30_000) is not None
-    assert two.room(30_000) is None
-    assert two.room(10_000) is not None
+    assert one.buffer(30_000) is not None
+    assert two.buffer(30_000) is None
+    assert two.buffer(10_000) is not None
     assert allowance.held <= allowance.most
     one.close()
     two.close()
@@ -220,7 +220,7 @@ def test_memory_that_cannot_be_had_leaves_no_file_and_messages_go_by_the_wire(mo
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OSError, match="no space"):
             memory_file("kagome-test", 4096)
-        assert giver.lay({1: some(100)})[1] == NOWHERE
+        assert giver.write({1: some(100)})[1] == NOWHERE
         assert len(os.listdir("/proc/self/fd")) == before
 
 

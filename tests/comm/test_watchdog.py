@@ -102,10 +102,10 @@ def test_a_rank_never_seen(two):
 def test_what_ends_a_rank_is_told_to_those_who_wait_for_it(two):
     first, second, _ = two
     assert second.reported() is None
-    first.tell(CommError("an answer", "a closed connection"))  # an echo of another's fault
-    first.tell(ValueError("a fault of the user's own"))
+    first.report_error(CommError("an answer", "a closed connection"))  # an echo of another's fault
+    first.report_error(ValueError("a fault of the user's own"))
     assert second.reported() is None
-    first.tell(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
+    first.report_error(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
     word = second.reported()
     assert isinstance(word, ModelError)
     assert str(word) == str(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))

@@ -131,9 +131,9 @@ class EpochController:
         assert plan.guess is not None
         if plan.kind == "probe":
             assert self.history is not None
-            self._log(self.history.see(HistoryProbe(epoch, *agreed, drift, self.history.age)))
+            self._log(self.history.observe(HistoryProbe(epoch, *agreed, drift, self.history.age)))
         else:
-            self._log(self.precision.see(StalenessProbe(epoch, plan.guess.level, *agreed)))
+            self._log(self.precision.observe(StalenessProbe(epoch, plan.guess.level, *agreed)))
 
     def observe(self, epoch: int, plan: EpochPlan, loss: float) -> Weights:
         """Take the mean loss of an epoch whose weight step is still to come; return what the step is."""
@@ -166,9 +166,9 @@ class EpochController:
         facts = self.report.facts(found, self.precision, oldest=0 if history is None else history.oldest)
         return facts if history is None else facts | history.facts()
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run: what history, codecs and late rows were found to cost."""
         if self.history is None:
             return self.report.sentence(self.precision.found, self.precision)
-        notes = self.history.sum_up(stages=self.parallel.pipe > 1)
+        notes = self.history.final_notes(stages=self.parallel.pipe > 1)
         return (*notes, *self.report.sentence(None, self.precision))

@@ -204,7 +204,7 @@ class PrecisionController:
             [StalenessProbe.of_state(probe) for probe in state[name]] for name in ("found", "climbed")
         )
 
-    def see(self, found: StalenessProbe) -> str:
+    def observe(self, found: StalenessProbe) -> str:
         """Take the result of a probe.
 
         Returns:

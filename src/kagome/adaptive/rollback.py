@@ -58,7 +58,7 @@ class Rollback:
             if isinstance(value, Tensor)
         ]
 
-    def heed(self, weights: Weights, optimizer: Optimizer) -> bool:
+    def apply(self, weights: Weights, optimizer: Optimizer) -> bool:
         """Do what the progress monitor decided.
 
         Returns:

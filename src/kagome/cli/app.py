@@ -35,7 +35,7 @@ from kagome.config.fields import path_of
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
 from kagome.launch.environment import environment
 from kagome.launch.os_errors import end_with, in_words
-from kagome.run_dir.claim import goes_on, refuse_taken
+from kagome.run_dir.claim import continues_run, refuse_taken
 
 if TYPE_CHECKING:
     from torch import nn
@@ -331,7 +331,7 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
 
 def _begins_again(folder: str | None, out: str | None) -> bool:
     """Return whether a run that ended before its first checkpoint may be overwritten."""
-    if folder is None or out is None or not goes_on(Path(out), folder):
+    if folder is None or out is None or not continues_run(Path(out), folder):
         return False
     return not (Path(out) / "summary.json").exists()
 

@@ -60,7 +60,7 @@ class Channel(PeerGroup):
 
     @property
     def patient(self) -> Channel:
-        """Channel for messages that nobody waits for soon: this one unless :meth:`open_patient` made another."""
+        """Channel for messages that nobody waits for soon: this one, or that of :meth:`open_patient`."""
         return self if self._patient is None else self._patient
 
     def open_patient(self, group: dist.ProcessGroup) -> Channel:
@@ -119,12 +119,12 @@ class Channel(PeerGroup):
 
     def _selected(self, rows: Tensor, index: Tensor, send_counts: Sequence[int]) -> Tensor:
         """Copy the selected rows into one block for sending, in shared memory if a peer reads them there."""
-        room, size = None, rows[:1].nbytes * index.numel()
+        buffer, size = None, rows[:1].nbytes * index.numel()
         if self._transport is not None and rows.device.type == "cpu" and size:
-            room = self._transport.room(size, send_counts)
-        if room is None:
+            buffer = self._transport.buffer(size, send_counts)
+        if buffer is None:
             return rows.index_select(0, index)
-        packed = room.view(rows.dtype).view(index.numel(), *rows.shape[1:])
+        packed = buffer.view(rows.dtype).view(index.numel(), *rows.shape[1:])
         return torch.index_select(rows, 0, index, out=packed)
 
     def start_send(

@@ -151,7 +151,7 @@ def open_mesh(
         patience = TAKEN_WITHIN
     except KagomeError as error:
         if watch is not None:
-            watch.tell(error)
+            watch.report_error(error)
         raise
     finally:
         stack.close()

@@ -96,7 +96,7 @@ class PeerGroup:
             self._transport is not None
             and self._gloo
             and peer != self.rank
-            and not self._transport.near(peer)
+            and not self._transport.shares_memory_with(peer)
         )
 
     def close(self, patience: float = 0.0) -> None:
@@ -169,10 +169,10 @@ class PeerGroup:
         left = max(begun + limit - time.monotonic(), 0.01)  # 0 would mean no time limit
         work.wait(timedelta(seconds=left))
 
-    def tell(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Report the error that ends this rank in mid-epoch, so that ranks waiting for it raise it too."""
         if self.watch is not None:
-            self.watch.tell(error)
+            self.watch.report_error(error)
 
     def _fault(self, error: RuntimeError, peers: list[int], action: str, *, collective: bool) -> KagomeError:
         """Return the error for a failed wait.
@@ -189,7 +189,7 @@ class PeerGroup:
             elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]
             blamed = (elsewhere or peers) if collective else [peers[0], *elsewhere]
         else:
-            dead = self._transport.dead(peers) if self._transport is not None and collective else []
+            dead = self._transport.dead_peers(peers) if self._transport is not None and collective else []
             blamed = (dead or peers) if collective else peers[:1]
         names = [self.names[peer] for peer in dict.fromkeys(blamed)]
         described = [f"rank {name}" if self.watch is None else self.watch.describe(name) for name in names]

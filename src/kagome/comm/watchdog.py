@@ -129,7 +129,7 @@ class Watchdog:
             return None
         return Seen(number, action, begun, alive, waits)
 
-    def tell(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Publish the error that ends this rank, so that ranks waiting for it raise the same error."""
         if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
             return

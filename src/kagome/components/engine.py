@@ -96,7 +96,7 @@ class Engine(Protocol):
     def facts(self) -> dict[str, Any]:
         """Return what the summary reports about exchanged rows."""
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run."""
 
     def take_notes(self) -> tuple[str, ...]:

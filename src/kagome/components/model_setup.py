@@ -28,7 +28,7 @@ from kagome.model.forward_call import ForwardCall, told
 from kagome.model.sparse_buffers import laid_out
 
 
-def ready(
+def set_up_model(
     model: nn.Module, part: Partition, mesh: Mesh, settings: Parallel
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model to train, on this rank's device with rank 0's weights, and notes on it.
@@ -90,7 +90,7 @@ def refused_input(model: nn.Module, part: Partition, names: Collection[str], err
     )
 
 
-def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
+def input_notes(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
     """Return a note on what forward gets of the data, and what remains unused.
 
     Args:

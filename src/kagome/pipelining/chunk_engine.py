@@ -106,7 +106,7 @@ class ChunkEngine:
         options = PartOptions.of(settings, device, parallel, fast=self.fast)
         self.chunks = chunked(part, mesh.graph, parallel, options)
         self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.isolated])
-        self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.tell)
+        self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.report_error)
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().constants.lasting(tensor))
         self.activations = ChunkActivations(self.offload, self.chunks, model)
         self.ownership = ParameterOwnership(
@@ -221,9 +221,9 @@ class ChunkEngine:
         used = {} if bound is None else bound.used(self.mesh.world)
         return {**self.controller.facts(), **used, **self.offload.facts(self.mesh.world)}
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the closing messages: what history, codecs and late rows were found to cost."""
-        return self.controller.sum_up()
+        return self.controller.final_notes()
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fill this rank's model, or a copy of its weights, with those of all stages. All ranks call it."""
@@ -273,7 +273,7 @@ class ChunkEngine:
         if history is not None:
             kept = self.rollback.restore(resumed_rows or NOTHING, restored.epoch)
             every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
-            history.go_on(rows=resumed_rows is not None, kept=every)
+            history.resume(rows=resumed_rows is not None, kept=every)
         return said_of(resumed_rows, late=self.exchange.late, history=history is not None)
 
     def _forget(self, resumed_rows: ResumedRows) -> None:
@@ -318,7 +318,7 @@ class ChunkEngine:
         value, stops = self._summed(epoch, lost, stop=stop)
         task.check_finite(value, epoch)
         weights = self.controller.observe(epoch, plan, value)
-        if not self.rollback.heed(weights, optimizer):
+        if not self.rollback.apply(weights, optimizer):
             return value, stops
         with self.phases.phase("optimizer", epoch):
             self._step(optimizer)
@@ -419,7 +419,7 @@ class ChunkEngine:
 
     def _lose(self, stage_run: StageRun) -> None:
         """Compute the loss of a stage run after its forward, if its stage computes the output."""
-        self.activations.look()
+        self.activations.sample_peak()
         self._drifts = self._drifts or self.exchange.drifts
         out = self._out(stage_run)
         if out is None:

@@ -47,7 +47,7 @@ class ChunkActivations:
             return self.offload.saving()
         return self._saved.recording()
 
-    def look(self) -> None:
+    def sample_peak(self) -> None:
         """Count the saved bytes of all chunks after a chunk's forward, without tensors held in any case."""
         if not self._left:
             return

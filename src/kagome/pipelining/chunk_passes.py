@@ -86,7 +86,7 @@ class ChunkPasses:
             stage_run = stage_runs[action.stage, action.chunk]
             if action.kind is ActionKind.F:
                 stays = action.chunk == first if alike else stage_run.scope.own > 0
-                with isolation.by(action.chunk, stays=stays):
+                with isolation.running(action.chunk, stays=stays):
                     stage_run.forward()
                 self.lose(stage_run)
                 return
@@ -131,7 +131,7 @@ class ChunkPasses:
 
         def compute(action: Action) -> None:
             assert provider.lockstep is not None
-            with isolation.by(action.chunk, stays=action.chunk == 0):
+            with isolation.running(action.chunk, stays=action.chunk == 0):
                 done = provider.lockstep.advance(action.chunk)
             if done:
                 ended.add(action.chunk)

@@ -88,7 +88,7 @@ class StageTransfers:
                 # In evaluation the receiving stage may change it in place while it is still being sent to
                 # other stages.
                 kept = value if stage_run.training else value.clone()
-                self._here.setdefault(action.answer, []).append((name, kept))
+                self._here.setdefault(action.counterpart, []).append((name, kept))
                 continue
             self._leaving.append(
                 self.pipe.start_send(

@@ -25,7 +25,7 @@ from kagome.errors import KagomeError
 from kagome.records.epoch import EpochRecord, JsonLines, read_records
 from kagome.records.spans import Span
 from kagome.report.progress import TensorBoard, warn
-from kagome.run_dir.claim import Claim, goes_on, refuse_taken, remove_run, unwritable
+from kagome.run_dir.claim import Claim, continues_run, refuse_taken, remove_run, unwritable
 from kagome.run_dir.results import arrays_of, as_array
 from kagome.storage.atomic import write_text
 
@@ -104,7 +104,7 @@ class RunWriter:
 
         def look() -> None:
             refuse_taken(self.folder, resume=resume, overwrite=self.overwrite)
-            if not goes_on(self.folder, resume):
+            if not continues_run(self.folder, resume):
                 remove_run(self.folder)
             self._write_settings()
 

@@ -73,7 +73,7 @@ class Admission:
     settings: config.Run
     predicted: MemoryByKind | None = None
 
-    def foresee(self, part: Partition, channel: Channel) -> tuple[str, ...]:
+    def predict(self, part: Partition, channel: Channel) -> tuple[str, ...]:
         """Predict the memory of all ranks. All ranks call it, with the model as the user gave it.
 
         Args:
@@ -170,7 +170,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         parts: The number of ranks.
 
     Returns:
-        The note that :meth:`Admission.foresee` would begin with.
+        The note that :meth:`Admission.predict` would begin with.
 
     Cost:
         One partitioning of the graph, and that of :func:`kagome.memory.estimate.rates_of`.

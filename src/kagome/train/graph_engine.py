@@ -80,7 +80,7 @@ class GraphEngine:
         self.criteria, self.objective = criteria, criteria.objective
         self.exchange = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
         options = PartOptions.of(settings, channel.device, parallel, fast=fast, recompute=recompute)
-        self.net = parallelize(model, part, self.exchange, options, tell=channel.tell)
+        self.net = parallelize(model, part, self.exchange, options, tell=channel.report_error)
         self.scope = self.net.scope
         with self.net:  # an unsupported model is refused now
             pass
@@ -344,9 +344,9 @@ class GraphEngine:
         used |= self.offload.facts(self.channel)
         return {**self.controller.facts(), **used}
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run."""
-        return self.controller.sum_up()
+        return self.controller.final_notes()
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the notes on forward passes since the last call."""

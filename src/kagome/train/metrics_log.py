@@ -119,11 +119,11 @@ class EpochTimer:
             yield
         except ModelError:
             with suppress(CommError):  # a peer that has failed as well may be gone
-                self.tell(noting)
+                self.flush(noting)
             raise
-        self.tell(noting)
+        self.flush(noting)
 
-    def tell(self, noting: Sequence[Callable[[EpochRecord], None]], *, keep: bool = False) -> None:
+    def flush(self, noting: Sequence[Callable[[EpochRecord], None]], *, keep: bool = False) -> None:
         """Report the epochs that have ended, in order. All ranks call it with the same arguments.
 
         Args:

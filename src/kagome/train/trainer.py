@@ -29,7 +29,7 @@ from kagome.checkpoint.files import latest
 from kagome.checkpoint.saved_weights import give_alike
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
-from kagome.components.model_setup import asks, ready, unlabelled
+from kagome.components.model_setup import input_notes, set_up_model, unlabelled
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Loss as LossName, Metric as MetricName, Parallel, Report, Train
 from kagome.config.fields import check_kind
@@ -185,7 +185,7 @@ class Trainer:
             torch.manual_seed(self.train.seed)
             given = unwrapped(build(self.part, self.meta, self.channel))
             with self.spans.phase("load"):
-                self.model, notes = ready(given, self.part, self.mesh, settings.parallel)
+                self.model, notes = set_up_model(given, self.part, self.mesh, settings.parallel)
             self._log_all(notes)
             self._learn(wishes)
             self._marks = ModelMarks(self.model, self.optimizer, self.scheduler)
@@ -215,7 +215,7 @@ class Trainer:
         else:  # it is scored and never trained on: nothing reads these labels
             self.criteria, self.part = optimizers.no_criteria(), unlabelled(self.part)
         self._log_all(self.criteria.notes)
-        self._log_all(asks(self.model, self.part, self.criteria.objective.uses))
+        self._log_all(input_notes(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
         self.optimizer = optimizers.optimizer_of(self.model, self.settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
@@ -285,18 +285,18 @@ class Trainer:
         self._check()
         if self.part.nodes:
             with self.spans.phase("check"):
-                self._log_all(self.admission.foresee(self.part, self.world))
+                self._log_all(self.admission.predict(self.part, self.world))
             self._log_all(self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine holds its own inputs
         set_up = time.perf_counter() - self._begun
         if self.writer is not None:
             self.writer.open(self.records, after=self.epoch)
-        self._callbacks.tell("on_fit_start", self)
+        self._callbacks.call("on_fit_start", self)
         shown = self.settings.report.progress and self.mesh.rank == 0
         progress = Progress(
             epochs, done=self.epoch, metric_name=lambda: self.criteria.metric.name, enabled=shown
         )
-        heard = self._callbacks.hear("on_epoch_end")
+        heard = self._callbacks.listens_to("on_epoch_end")
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
         self._is_whole, ending, heap = False, self.timer.ending(noting), set_aside(epochs - self.epoch)
@@ -315,7 +315,7 @@ class Trainer:
             self._last = self._best.restore(self.model, self.epoch)
         self._is_whole = True
         values = self._finish(set_up)
-        self._callbacks.tell("on_fit_end", values)
+        self._callbacks.call("on_fit_end", values)
         return values
 
     def last_weights(self) -> dict[str, Tensor]:
@@ -459,7 +459,7 @@ class Trainer:
 
     def _tell_callbacks(self, record: EpochRecord) -> None:
         self.engine.join_weights()  # a callback may read the model: an average of weights, a norm
-        if self._callbacks.tell("on_epoch_end", record):
+        if self._callbacks.call("on_epoch_end", record):
             self.engine.forward_reuse.anew()  # the forward pass kept for the next epoch used the old model
 
     # Epochs --------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ class Trainer:
             optimizers.step_scheduler(self.scheduler, loss, val, higher=higher, seen=evaluates)
         stop |= self.world.size == 1 and bool(loop.asked)  # in this epoch; no other rank needs to know
         saves = stop or bool(self.train.save_every and self.epoch % self.train.save_every == 0)
-        self.timer.tell(loop.noting, keep=loop.delays and not saves)
+        self.timer.flush(loop.noting, keep=loop.delays and not saves)
         if saves:
             self._save()
         if stop:
@@ -505,7 +505,7 @@ class Trainer:
                 out = self.engine.look_ahead(self.epoch + 1)
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores(out)
-        self._best.see(self.epoch, found["val"], self.model, higher=self.criteria.metric.higher)
+        self._best.observe(self.epoch, found["val"], self.model, higher=self.criteria.metric.higher)
         self.timer.scored(found["train"], found["val"], best_epoch=self._best.epoch)
         return found["val"]
 
@@ -544,7 +544,7 @@ class Trainer:
                 best=self._best.weights,
                 epoch_state=self.engine.epoch_state(self.epoch) if self.train.save_rows else None,
             )
-        self._callbacks.tell("on_checkpoint", path)
+        self._callbacks.call("on_checkpoint", path)
 
     def _resume(self, where: str | Path) -> None:
         folder = latest(where)
@@ -570,7 +570,7 @@ class Trainer:
     def _finish(self, set_up: float) -> dict[str, Any]:
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores()
-        self._log_all(self.engine.sum_up())
+        self._log_all(self.engine.final_notes())
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],

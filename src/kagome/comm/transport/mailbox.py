@@ -115,7 +115,7 @@ class Mailbox:
         """Leave a token; return False if it is delayed until the peer has read the older one in its slot."""
         at = self._at(lane, peer, count)
         if self._put_off:
-            self.press()
+            self.wake_all()
         if at in self._put_off or not self._write(at, count, size, fields):
             self._put_off.setdefault(at, []).append((count, size, fields))
             return False
@@ -132,9 +132,9 @@ class Mailbox:
         The awaited peer may itself wait for one.
         """
         for mailbox in self._all:
-            mailbox.press()
+            mailbox.wake_all()
 
-    def press(self) -> None:
+    def wake_all(self) -> None:
         """Retry delayed tokens, those of each slot in order."""
         for at, tokens in list(self._put_off.items()):
             while tokens and self._write(at, *tokens[0]):

@@ -87,7 +87,7 @@ class Transport:
 
         Args:
             sent: Bytes for each peer, as segments: the same number of them on all ranks. With nccl, and for a
-                peer that is ``near``, all bytes are in the first segment.
+                peer that is ``shares_memory_with``, all bytes are in the first segment.
             come: Buffers for each peer's bytes, in the same form.
             fill: Writes a segment for a peer if its bytes are not there yet. It is called as late as
                 possible.
@@ -110,7 +110,7 @@ class Transport:
             for peer in self._ring(-1):
                 if come[peer][segment].numel():
                     yield peer, partial(self._receive, peer, come[peer][segment], marks[segment])
-        near = [peer for peer in self._ring(1) if self.near(peer)]
+        near = [peer for peer in self._ring(1) if self.shares_memory_with(peer)]
         for peer in near:
             write(peer, 0)
         laid = self._laid({peer: each[0] for peer, each in enumerate(sent)})
@@ -145,19 +145,21 @@ class Transport:
             return work
         return self._receive(peer, place, mark)
 
-    def near(self, peer: int) -> bool:
+    def shares_memory_with(self, peer: int) -> bool:
         """Return whether this rank and a peer read each other's shared memory."""
         return self.shared_memory is not None and peer in self.shared_memory.peers
 
-    def room(self, count: int, counts: Sequence[int]) -> Tensor | None:
+    def buffer(self, count: int, counts: Sequence[int]) -> Tensor | None:
         """Return this many bytes of shared memory for a message to all ranks.
 
         It is None if no peer would read rows there, or if there is no room.
         """
-        reads = any(rows and peer != self.rank and self.near(peer) for peer, rows in enumerate(counts))
-        return self.shared_memory.room(count) if self.shared_memory is not None and reads else None
+        reads = any(
+            rows and peer != self.rank and self.shares_memory_with(peer) for peer, rows in enumerate(counts)
+        )
+        return self.shared_memory.buffer(count) if self.shared_memory is not None and reads else None
 
-    def dead(self, peers: Sequence[int]) -> list[int]:
+    def dead_peers(self, peers: Sequence[int]) -> list[int]:
         """Return the peers whose connection is closed. A collective's own error does not identify them."""
         if not self.gloo:
             return []
@@ -189,12 +191,12 @@ class Transport:
         key = (peer, BACKWARD if backward else FORWARD, sent)
         self._points[key] = self._points.get(key, 0) + 1
         token = 0
-        if self.shared_memory is not None and self.near(peer):
+        if self.shared_memory is not None and self.shares_memory_with(peer):
             token = self.shared_memory.mailbox.count_point(*key[:2], sent=sent)
         return Mark(key[1], self._points[key], token)
 
     def _receive(self, peer: int, place: Tensor, mark: Mark) -> TorchWork:
-        if self.near(peer):
+        if self.shares_memory_with(peer):
             return IncomingMessage(self, peer, place, mark)
         return self.by_gloo(peer, place, mark, send=False)
 
@@ -212,9 +214,9 @@ class Transport:
         near = {
             peer: part
             for peer, part in sent.items()
-            if peer != self.rank and part.numel() and self.near(peer)
+            if peer != self.rank and part.numel() and self.shares_memory_with(peer)
         }
-        return self.shared_memory.lay(near) if near and self.shared_memory is not None else {}
+        return self.shared_memory.write(near) if near and self.shared_memory is not None else {}
 
     def _ring(self, step: int) -> list[int]:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]

@@ -103,7 +103,7 @@ class SharedMemory:
         self._own: list[Segment] = []
         self._theirs: dict[tuple[int, int], Segment] = {}
 
-    def room(self, count: int) -> Tensor | None:
+    def buffer(self, count: int) -> Tensor | None:
         """Return this many bytes to write the next message into, or None if there is no room.
 
         The memory must not be used after the wait for that message.
@@ -116,7 +116,7 @@ class SharedMemory:
         segment.lent = True
         return segment.bytes[:count]
 
-    def lay(self, parts: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
+    def write(self, parts: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
         """Copy messages into shared memory, except those that are there already.
 
         Args:
@@ -126,12 +126,12 @@ class SharedMemory:
             The fields of each peer's token.
         """
         loose = {_key(part): part for part in parts.values() if self._holder(part) is None}
-        room = self.room(sum(_round_up(count, _ALIGNED) for _, count in loose)) if loose else None
+        buffer = self.buffer(sum(_round_up(count, _ALIGNED) for _, count in loose)) if loose else None
         copies: dict[tuple[int, int], Tensor] = {}
-        if room is not None:
+        if buffer is not None:
             begin = 0
             for key, part in loose.items():
-                copies[key] = room[begin : begin + part.numel()].copy_(part)
+                copies[key] = buffer[begin : begin + part.numel()].copy_(part)
                 begin += _round_up(part.numel(), _ALIGNED)
         found = {peer: copies.get(_key(part), part) for peer, part in parts.items()}
         held = {peer: self._holder(part) for peer, part in found.items()}
@@ -170,7 +170,7 @@ class SharedMemory:
         """Release the memory, after waiting up to some seconds until the peers have read theirs."""
         limit = time.monotonic() + patience
         while time.monotonic() < limit and not all(segment.free for segment in self._own):
-            self.mailbox.press()
+            self.mailbox.wake_all()
             time.sleep(1e-3)
         for segment in self._own:
             os.close(segment.descriptor)
