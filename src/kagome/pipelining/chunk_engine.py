@@ -109,9 +109,8 @@ class ChunkEngine:
         self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.report_error)
         self.offload = Offload(parallel, device, lambda tensor: self.current.get().constants.lasting(tensor))
         self.activations = ChunkActivations(self.offload, self.chunks, model)
-        self.ownership = ParameterOwnership(
-            model, self.staging.stages, mesh.pipe, self.staging.survey.changed
-        )
+        stages, changed = self.staging.stages, self.staging.survey.changed
+        self.ownership = ParameterOwnership(model, stages, mesh.pipe, changed)
         self.foreign = self.ownership.foreign()
         self.codes = {
             stage.number: StageCode(
@@ -129,25 +128,15 @@ class ChunkEngine:
         self._weighed = LossWeights(criteria.objective, mesh.graph)
         self._settle()
         self.rollback = Rollback(model, self.ownership.parameters, self.ownership.moving())
-        self.exchange, codec = (
-            self.chunks.exchange,
-            StageCodec(parallel.codec_stage, settings.seed, mesh.stage),
-        )
+        self.exchange = self.chunks.exchange
+        codec = StageCodec(parallel.codec_stage, settings.seed, mesh.stage)
         between = codec if parallel.pipe > 1 else None
         self.report = ExchangeReport(mesh.world, self.exchange, self.gradients, between)
         history = None if self.chunks.tables is None else history_controller(parallel)
         self.controller = EpochController(parallel, self.report, self._log, history=history)
         self._drifts: tuple[float, ...] = ()
         self.chunk_passes = ChunkPasses(
-            *(
-                self.codes,
-                mesh,
-                self.chunks,
-                self.staging.stages,
-                phases,
-                self.ownership.isolation,
-                self._lose,
-            ),
+            *(self.codes, mesh, self.chunks, stages, phases, self.ownership.isolation, self._lose),
             codec,
         )
         self._checked = self._stepped = False

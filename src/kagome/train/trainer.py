@@ -205,33 +205,27 @@ class Trainer:
             raise
 
     def _learn(self, wishes: Wishes) -> None:
-        optimizer, scheduler = wishes.optimizer, wishes.scheduler
+        optimizer, scheduler, settings = wishes.optimizer, wishes.scheduler, self.settings
         refuse_unlike_codes(self.world, {"loss": wishes.loss, "metric": wishes.metric})
         self._labelled = self.meta.labels is not None
         if self._labelled:
             self.criteria, self.part = optimizers.criteria_of(
-                wishes, self.part, self.meta, self.settings, self.mesh
+                wishes, self.part, self.meta, settings, self.mesh
             )
         else:  # it is scored and never trained on: nothing reads these labels
             self.criteria, self.part = optimizers.no_criteria(), unlabelled(self.part)
         self._log_all(self.criteria.notes)
         self._log_all(input_notes(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
-        self.optimizer = optimizers.optimizer_of(self.model, self.settings, optimizer, self.mesh)
+        self.optimizer = optimizers.optimizer_of(self.model, settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
-        self.scheduler = optimizers.scheduler_of(
-            self.optimizer, scheduler, higher=self.criteria.metric.higher
-        )
+        higher = self.criteria.metric.higher
+        self.scheduler = optimizers.scheduler_of(self.optimizer, scheduler, higher=higher)
         self.timer = EpochTimer(self.world)
         self.engine = build_engine(
-            self.model,
-            self.part,
-            self.mesh,
-            settings=self.settings,
-            criteria=self.criteria,
-            phases=self.spans,
+            self.model, self.part, self.mesh, settings=settings, criteria=self.criteria, phases=self.spans
         )
-        self.admission = Admission(self.engine, self.optimizer, self.settings)
+        self.admission = Admission(self.engine, self.optimizer, settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
             self.engine.forward_reuse.allowed = False  # a user's own might write to the weights unseen
         self.epoch, self._best, self._was_checked, self._is_whole = 0, BestWeights(), False, True
@@ -293,9 +287,7 @@ class Trainer:
             self.writer.open(self.records, after=self.epoch)
         self._callbacks.call("on_fit_start", self)
         shown = self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(
-            epochs, done=self.epoch, metric_name=lambda: self.criteria.metric.name, enabled=shown
-        )
+        progress = Progress(epochs, done=self.epoch, metric_name=self._metric_name, enabled=shown)
         heard = self._callbacks.listens_to("on_epoch_end")
         noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
@@ -593,10 +585,12 @@ class Trainer:
             scores = self.predict()
             target = original_order(self.engine.inputs["y"], self.part, self.channel, "labels")
             if target is not None and self.mesh.rank == 0:
-                self.writer.finish(
-                    values, spans, scores, self.criteria.metric.labels(scores), target, self.model
-                )
+                labels = self.criteria.metric.labels(scores)
+                self.writer.finish(values, spans, scores, labels, target, self.model)
         return values
+
+    def _metric_name(self) -> str:
+        return self.criteria.metric.name
 
     def _log_all(self, notes: tuple[str, ...]) -> None:
         for note in notes:
