@@ -69,7 +69,7 @@ def exact_beside(channel: Channel) -> None:
             assert torch.equal(found, given.plain(rank))
             assert sent == given.bytes(rank, "none")
         sends, comes = case.counts(rank)
-        rows = case.rows(rank)[case.pick(rank)]
+        rows = case.rows(rank)[case.index(rank)]
         assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
         assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
         assert way.all_reduce(torch.ones(1), action="b") == channel.size
@@ -134,15 +134,15 @@ def test_rows_that_go_one_way_only(ranks):
 def shared(channel: Channel) -> tuple[Tensor, Tensor]:
     """All send the same row of one vertex to all, then to rank 0 a gradient of it."""
     size, first, way = channel.size, channel.rank == 0, compressed_exchange(channel, codec="int2")
-    rows, stamp = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([7])
+    rows, row_id = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([7])
     others = [int(peer != channel.rank) for peer in range(size)]
-    pick = torch.zeros(size - 1, dtype=torch.int64)
-    there = site_exchange(2, stamp.repeat(size - 1))
-    read = way.start(rows, ExchangeRequest(others, others, "a", index=pick, site=there)).wait()
+    index = torch.zeros(size - 1, dtype=torch.int64)
+    there = site_exchange(2, row_id.repeat(size - 1))
+    read = way.start(rows, ExchangeRequest(others, others, "a", index=index, site=there)).wait()
     to_one, away = [0] * size, rows[: int(not first)]
     to_one[0] = away.size(0)
     come = others if first else [0] * size
-    back = way.start(away, ExchangeRequest(to_one, come, "b", site=site_exchange(2, stamp[: to_one[0]], 3)))
+    back = way.start(away, ExchangeRequest(to_one, come, "b", site=site_exchange(2, row_id[: to_one[0]], 3)))
     return read, back.wait()
 
 
@@ -191,10 +191,10 @@ def test_draws_depend_on_seed_epoch_and_site(ranks):
 def refused(channel: Channel) -> None:
     rows = torch.full((channel.size, 3), float("nan"))
     counts = [int(peer != channel.rank) for peer in range(channel.size)]
-    pick = torch.arange(sum(counts))
-    way, given = compressed_exchange(channel, codec="int4"), site_exchange(2, pick)
+    index = torch.arange(sum(counts))
+    way, given = compressed_exchange(channel, codec="int4"), site_exchange(2, index)
     with pytest.raises(ModelError, match="finite numbers") as raised:
-        way.start(rows, ExchangeRequest(counts, counts, "halo of conv1.x", index=pick, site=given))
+        way.start(rows, ExchangeRequest(counts, counts, "halo of conv1.x", index=index, site=given))
     assert "halo of conv1.x" in str(raised.value)
 
 

@@ -40,7 +40,7 @@ def test_a_checkpoint_knows_how_far_rows_have_moved() -> None:
 
     known = EpochRows()
     known.moved(0.4, 2)
-    states = next(state for kind, _, state in known.carried(2) if kind == "crossing")
+    states = next(state for kind, _, state in known.state_entries(2) if kind == "crossing")
     other = EpochRows()
     other.forget(Told())
     for each in (known, other):
@@ -77,5 +77,5 @@ def test_what_a_codec_lost_longer_ago_is_not_made_up_for() -> None:
     known.residuals["site", 0] = rows, 4
     assert known.residual(("site", 0), 5) is rows
     assert known.residual(("site", 0), 6) is None  # epoch 5 sent rows as they are
-    assert [kind for kind, *_ in known.carried(4)].count("residual") == 1
-    assert [kind for kind, *_ in known.carried(5)].count("residual") == 0
+    assert [kind for kind, *_ in known.state_entries(4)].count("residual") == 1
+    assert [kind for kind, *_ in known.state_entries(5)].count("residual") == 0

@@ -22,10 +22,10 @@ ROWS, WIDTH = 40, 5
 
 
 def site_exchange(
-    epoch: int, stamps: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None
+    epoch: int, row_ids: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None
 ) -> SiteExchange:
     known = torch.empty(0, dtype=torch.long) if reads is None else reads
-    return SiteExchange(("layer.x", 1), direction, epoch, True, stamps, known)
+    return SiteExchange(("layer.x", 1), direction, epoch, True, row_ids, known)
 
 
 def rows_of(rank: int, epoch: int, *, moving: float = 1.0) -> torch.Tensor:
@@ -45,13 +45,13 @@ def exchanged(
     """What one rank hears in each epoch, and the bytes it sent; all rows of a rank go to each peer."""
     compressed_exchange = CompressedExchange(channel, parallel, seed=3)
     n = counts(channel.size, channel.rank)
-    pick = torch.arange(ROWS).repeat(channel.size - 1)
+    index = torch.arange(ROWS).repeat(channel.size - 1)
     heard, sent = [], []
     for epoch in range(1, epochs + 1):
         channel.take_bytes()
         reads = often_read(sum(n))
-        site = site_exchange(epoch, pick, direction, reads)
-        request = ExchangeRequest(n, n, f"epoch {epoch}", index=pick, site=site)
+        site = site_exchange(epoch, index, direction, reads)
+        request = ExchangeRequest(n, n, f"epoch {epoch}", index=index, site=site)
         begun = compressed_exchange.start(rows_of(channel.rank, epoch, moving=moving), request)
         heard.append(begun.wait().clone())
         sent.append(channel.take_bytes()["halo"])
@@ -122,12 +122,12 @@ def test_shared_out_bits_lose_less_in_as_many_bytes(ranks: Ranks) -> None:
 
 def measured(channel: Channel) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
     compressed_exchange = CompressedExchange(channel, Parallel(codec="int4", adaptive_bits=True), seed=3)
-    n, pick = counts(channel.size, channel.rank), torch.arange(ROWS)
+    n, index = counts(channel.size, channel.rank), torch.arange(ROWS)
     for epoch in range(1, 12):
-        given = site_exchange(epoch, pick, 0, often_read(sum(n)))
+        given = site_exchange(epoch, index, 0, often_read(sum(n)))
         rows = rows_of(channel.rank, epoch, moving=0.0)
         heard = (
-            compressed_exchange.start(rows, ExchangeRequest(n, n, "", index=pick, site=given)).wait().clone()
+            compressed_exchange.start(rows, ExchangeRequest(n, n, "", index=index, site=given)).wait().clone()
         )
         if epoch == 10:
             compressed_exchange.take_counts()

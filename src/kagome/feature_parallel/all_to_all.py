@@ -201,7 +201,9 @@ class AllToAll:
             [own * cut.taken(peer) for peer in ranks],
             [count * mine for count in counts],
             width=cut.width,
-            stamps=self._own_places if row_block is None else self._repeated(row_block.all, row_block.counts),
+            row_ids=self._own_places
+            if row_block is None
+            else self._repeated(row_block.all, row_block.counts),
             kind="transpose",
             blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
         )
@@ -228,7 +230,7 @@ class AllToAll:
             [count * mine for count in counts],
             comes,
             width=cut.width,
-            stamps=self._places if row_block is None else row_block.all,
+            row_ids=self._places if row_block is None else row_block.all,
             kind="transpose",
             blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
         )

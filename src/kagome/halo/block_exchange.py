@@ -61,12 +61,12 @@ class BlockExchange:
         keys = [self.state.draws_of(site, rank * size + peer) for peer in range(size)]
         self._measure(codec, out, numbers, site, keys, request.action)
         blocks = out.split(numbers)
-        stamps = site.stamps.split([rows for rows, _ in out.shapes])
+        row_ids = site.row_ids.split([rows for rows, _ in out.shapes])
 
         def write(peer: int, segment: int, message: Tensor) -> None:
             mine = out.rows(peer, segment, dtype)
             codec, where = out.codecs[peer], request.action
-            codec.encode(blocks[peer][mine], None, stamps[peer][mine], keys[peer], message, where=where)
+            codec.encode(blocks[peer][mine], None, row_ids[peer][mine], keys[peer], message, where=where)
 
         written = BytesRequest(
             write, out.segments(dtype), received.segments(dtype), request.action, request.kind, request.header
@@ -87,7 +87,7 @@ class BlockExchange:
         first = 0
         for peer, (block, (rows, _)) in enumerate(zip(out.split(numbers), out.shapes, strict=True)):
             if rows and not out.codecs[peer].exact:
-                part = replace(site, stamps=site.stamps[first : first + rows])
+                part = replace(site, row_ids=site.row_ids[first : first + rows])
                 self.meter.measure(plain(codec, [rows]), block, None, part, keys[peer], action)
                 return
             first += rows

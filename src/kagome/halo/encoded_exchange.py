@@ -55,11 +55,11 @@ class ErrorMeter:
         if site.epoch % MEASURED_EVERY != 1 and name in self._measured:
             return
         self._measured.add(name)
-        step, lost, whole = max(site.stamps.numel() // MEASURED_ROWS, 1), 0.0, 0.0
+        step, lost, whole = max(site.row_ids.numel() // MEASURED_ROWS, 1), 0.0, 0.0
         for codec, places in layout.coded().items():
             some = places[::step].to(rows.device)
             sample = rows.index_select(0, some if index is None else index[some])
-            less, all_ = lost_squares(codec, sample, site.stamps[some], key, action)
+            less, all_ = lost_squares(codec, sample, site.row_ids[some], key, action)
             lost, whole = lost + less, whole + all_
         if whole > 0:
             self.state.counts.errors[name] = math.sqrt(lost / whole)
@@ -149,7 +149,7 @@ class EncodedExchange:
         width, dtype = rows.size(1), rows.dtype
         key = self.state.draws_of(site, self.channel.rank)
         self.meter.measure(plan.out, rows, index, site, key, action)
-        writer = Writer(plan.out, rows, index, site.stamps, key, plan.notes, action)
+        writer = Writer(plan.out, rows, index, site.row_ids, key, plan.notes, action)
         restored = rows.clone() if feedback else None  # rows that are not sent have no error
 
         def write(peer: int, segment: int, message: Tensor) -> None:

@@ -104,19 +104,19 @@ class Writer:
         layout: Layout of the messages.
         rows: The rows to select from.
         index: Indices of the rows to send, by peer; all rows if None.
-        stamps: The numbers that seed the draws of the rows to send.
+        row_ids: The numbers that seed the draws of the rows to send.
         key: A further seed of the draws.
         notes: The notes that follow each message.
         where: Location for error messages.
 
     Shapes:
-        ``rows [*, W]``, ``index [R]``, ``stamps [R]`` with R the sum of counts.
+        ``rows [*, W]``, ``index [R]``, ``row_ids [R]`` with R the sum of counts.
     """
 
     layout: MessageLayout
     rows: Tensor
     index: Tensor | None
-    stamps: Tensor
+    row_ids: Tensor
     key: int
     notes: Sequence[Tensor] = ()
     where: str = ""
@@ -131,13 +131,13 @@ class Writer:
         mine = _rows(self.layout, peer, segment, rows.size(1), rows.dtype)
         first, count = mine.start, mine.stop - mine.start
         for piece in self.layout.pieces[peer]:
-            stamp, chosen = self.stamps[mine], None if index is None else index[mine]
+            row_id, chosen = self.row_ids[mine], None if index is None else index[mine]
             if piece.rows is not None:
                 which = piece.rows.to(rows.device)
-                stamp, chosen = stamp[which], (first + which if index is None else index[mine][which])
+                row_id, chosen = row_id[which], (first + which if index is None else index[mine][which])
             size = piece.size(count, rows.size(1), rows.dtype)
             source = rows[mine] if chosen is None else rows
-            piece.codec.encode(source, chosen, stamp, self.key, message[at : at + size], where=self.where)
+            piece.codec.encode(source, chosen, row_id, self.key, message[at : at + size], where=self.where)
             at += size
         if self.notes:
             message[at : at + self.notes[peer].numel()].copy_(self.notes[peer])

@@ -141,7 +141,7 @@ class EpochRows:
         # Checkpoints of earlier versions lack this value.
         self.drifted = 0.0 if state is None else float(state.get("drifted", 0.0))
 
-    def carried(self, epoch: int) -> Iterator[Entry]:
+    def state_entries(self, epoch: int) -> Iterator[Entry]:
         """Yield the state that the epoch after this one may read."""
         yield "crossing", "", {"synchronous": self.synchronous, "drifted": self.drifted}
         for key, stale_rows in self.all_stale_rows.items():

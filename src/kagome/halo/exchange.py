@@ -66,7 +66,7 @@ class HaloExchange:
     reads: Tensor | None = None
 
     @cached_property
-    def stamps(self) -> tuple[Tensor, Tensor]:
+    def row_ids(self) -> tuple[Tensor, Tensor]:
         """The ids of the rows that are sent, and of the halo rows."""
         ids = torch.arange(self.own + self.halo, device=self.send.device) if self.ids is None else self.ids
         return ids[self.send], ids[self.own :]
@@ -141,7 +141,7 @@ class HaloExchange:
             self.send_counts,
             self.recv_counts,
             width=self.agreed(rows.size(1)),
-            stamps=self.stamps[0],
+            row_ids=self.row_ids[0],
             index=self.send,
             reads=self.reads,
         )
@@ -158,7 +158,7 @@ class HaloExchange:
             self.recv_counts,
             self.send_counts,
             width=self.agreed(away.size(1)),
-            stamps=self.stamps[1],
+            row_ids=self.row_ids[1],
         )
         return self.channel.start(away, request)
 

@@ -314,7 +314,7 @@ class Site:
         recv_counts: Sequence[int],
         *,
         width: int,
-        stamps: Tensor,
+        row_ids: Tensor,
         kind: Kind = "halo",
         index: Tensor | None = None,
         reads: Tensor | None = None,
@@ -328,7 +328,7 @@ class Site:
             send_counts: Number of rows for each rank.
             recv_counts: Number of rows from each rank.
             width: Columns of a row, on which all ranks agree.
-            stamps: The ids of the rows that are sent.
+            row_ids: The ids of the rows that are sent.
             kind: Traffic kind that its bytes are counted under.
             index: Indices of the rows to send; all rows if None.
             reads: Number of edges that read each received row.
@@ -341,7 +341,7 @@ class Site:
             kind,
             self.header(direction, width),
             index,
-            SiteExchange(self.key, direction, self.epoch, self.trains, stamps, reads, blocks),
+            SiteExchange(self.key, direction, self.epoch, self.trains, row_ids, reads, blocks),
         )
 
     def sum(self, channel: Exchange, part: Tensor, label: str) -> Tensor:

@@ -166,9 +166,9 @@ class HistoricalRows:
         if tables.channel.size == 1:
             return None
         index = index.to(tables.device)
-        stamps, width = tables.ids[index], rows.size(1)
+        row_ids, width = tables.ids[index], rows.size(1)
         request = site.request(
-            label, direction, send_counts, recv_counts, width=width, stamps=stamps, index=index
+            label, direction, send_counts, recv_counts, width=width, row_ids=row_ids, index=index
         )
         return tables.channel.start(rows, request)
 
@@ -215,7 +215,7 @@ class ExactRows:
                     chunks.send_counts,
                     chunks.recv_counts,
                     width=rows.size(1),
-                    stamps=tables.ids[tables.send],
+                    row_ids=tables.ids[tables.send],
                     index=tables.send,
                 )
                 with tables.channel.start(current, request).borrow() as halo:
@@ -247,7 +247,7 @@ class ExactRows:
                     chunks.recv_counts,
                     chunks.send_counts,
                     width=away.size(1),
-                    stamps=tables.ids[chunks.own :],
+                    row_ids=tables.ids[chunks.own :],
                 )
                 with tables.channel.start(gradients[chunks.own :], request).borrow() as received:
                     gradients.index_add_(0, tables.send, received)

@@ -160,7 +160,7 @@ class Tables:
         if state["due"] is not None:
             table.due, table.due_in = state["due"], state["due_in"]
 
-    def carried(self, epoch: int) -> Iterator[Entry]:
+    def state_entries(self, epoch: int) -> Iterator[Entry]:
         """Yield the entries that the epoch after this one may read: the state for a checkpoint."""
         for key, table in self.sites.items():
             due = table.due if table.due_in == epoch + 1 else None

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.components.gradients import message_bytes
-from kagome.components.model_setup import twin_of
+from kagome.components.model_setup import model_copy
 from kagome.components.parallelize import CPU, PartOptions, parallelize
 from kagome.components.task import undisturbed
 from kagome.graph.partition.partition import Partition, extract
@@ -165,13 +165,13 @@ def rates_of(
     try:
         pieces = made_pieces(part, several=several, loops=loops, seed=options.seed)
         with undisturbed():
-            found = _steps(twin_of(model), part, pieces, options, several=several)
+            found = _steps(model_copy(model), part, pieces, options, several=several)
         graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
         by_unit = fitted([counts_of(piece) for piece in pieces], [one.bytes for one in found])
         if slices:
             with undisturbed():
-                twin = twin_of(model)
-                by_slice, by_share = (_by_slice(twin, part, options, slices, groups) for groups in (1, 2))
+                own_copy = model_copy(model)
+                by_slice, by_share = (_by_slice(own_copy, part, options, slices, groups) for groups in (1, 2))
     except Exception as error:  # an estimate must never end a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
@@ -203,18 +203,20 @@ def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | N
         return _state_bytes(optimizer)
     groups = []
     for group in optimizer.param_groups:
-        twins = [
+        copied_parameters = [
             nn.Parameter(torch.empty_like(p, device="meta")) if id(p) in ids else None
             for p in group["params"]
         ]
-        groups.append({**group, "params": [twin for twin in twins if twin is not None]})
+        groups.append(
+            {**group, "params": [parameter for parameter in copied_parameters if parameter is not None]}
+        )
         groups[-1].pop("param_names", None)
     try:
         make: Any = type(optimizer)
         probe = make([group for group in groups if group["params"]])
         for group in groups:
-            for twin in group["params"]:
-                twin.grad = torch.empty_like(twin)
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
         probe.step()
     except Exception:  # a user's class may do anything with tensors that have no values
         return None
@@ -251,25 +253,25 @@ class _Step:
 
 
 def _steps(
-    twin: nn.Module,
+    own_copy: nn.Module,
     part: Partition,
     pieces: Sequence[Partition],
     options: PartOptions,
     *,
     several: bool = True,
 ) -> list[_Step]:
-    models = _on(twin, part, pieces)
+    models = _on(own_copy, part, pieces)
     if several:
         return ThreadGroup(len(pieces)).run(lambda c: _step(models[c.rank], pieces[c.rank], c, options))
     alone = ThreadChannel(ThreadGroup(1), 0)
     return [_step(one, piece, alone, options) for one, piece in zip(models, pieces, strict=True)]
 
 
-def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
+def _on(own_copy: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
     """Return a copy of the model for each piece, with tables of its size; all other weights are shared."""
-    apart = {id(table) for table in tables_of(twin, part)}
-    shared = {id(p): p for p in twin.parameters() if id(p) not in apart}
-    models = [copied(twin, shared) for _ in pieces]
+    apart = {id(table) for table in tables_of(own_copy, part)}
+    shared = {id(p): p for p in own_copy.parameters() if id(p) not in apart}
+    models = [copied(own_copy, shared) for _ in pieces]
     for model, piece in zip(models, pieces, strict=True):
         fit(model, part, piece)
     return models
@@ -305,14 +307,14 @@ def _slice_units(rows: float, halo: float, edges: float, group_size: GroupSize) 
 
 
 def _by_slice(
-    twin: nn.Module, part: Partition, options: PartOptions, numbers: Sequence[int], groups: int
+    own_copy: nn.Module, part: Partition, options: PartOptions, numbers: Sequence[int], groups: int
 ) -> dict[str, tuple[float, ...]]:
     """Measure bytes by kind for each of :data:`SLICE_UNITS`, on the rank that holds most.
 
     The ranks of a group differ: one may have an attention head more than the others.
 
     Args:
-        twin: The model.
+        own_copy: The model.
         part: The part that attributes are drawn from.
         options: How the model runs.
         numbers: The numbers of slices to measure.
@@ -326,7 +328,7 @@ def _by_slice(
             data.edge_index[1] = data.edge_index[1] ** 2 // vertices
         owner = torch.arange(vertices) * size // vertices
         pieces = [extract(data, owner, rank, size) for rank in range(size)]
-        steps = _steps(twin, part, pieces, replace(options, tensor=count))
+        steps = _steps(own_copy, part, pieces, replace(options, tensor=count))
         each = split_counts(data.edge_index, owner, size)
         for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
             ranks = range(group * count, (group + 1) * count)

@@ -37,7 +37,7 @@ class Chunking:
     Args:
         scopes: The interceptors, one for each chunk with all its edges; one for the part where it is a single
             chunk, and one for all chunks where they run together.
-        apart: For ``cross_chunk="drop"``, an interceptor for each chunk without the edges from outside it;
+        isolated: For ``cross_chunk="drop"``, an interceptor for each chunk without the edges from outside it;
             else the same as ``scopes``.
         tables: The rows and gradients that outlive a chunk; None where the part is one chunk.
         rows: The part's row at each position of the chunks laid end to end.
@@ -47,7 +47,7 @@ class Chunking:
     """
 
     scopes: tuple[Interceptor, ...]
-    apart: tuple[Interceptor, ...]
+    isolated: tuple[Interceptor, ...]
     tables: Tables | None
     rows: Tensor
     exchange: CompressedExchange
@@ -194,13 +194,13 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
         plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
         scopes.append(interceptor_of(piece.part, end, options, rows=plan))
         end.where = scopes[-1].where
-    apart = scopes
+    isolated = scopes
     if drops:
-        apart = [_apart(piece, tables, options) for piece in chunks.pieces]
-    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, exchange, settings, seed)
+        isolated = [_isolated(piece, tables, options) for piece in chunks.pieces]
+    return Chunking(tuple(scopes), tuple(isolated), tables, chunks.rows, exchange, settings, seed)
 
 
-def _apart(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
+def _isolated(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
     """Return the interceptor of a chunk without the edges that come from outside it."""
     whole, count = alone(piece), len(tables.chunks.pieces)
     rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count

@@ -61,15 +61,15 @@ def share_of(pipeline: ChunkEngine, counts: PartSize, optimizer: Optimizer) -> S
         counts: The size of its part.
         optimizer: The optimizer of the model's parameters.
     """
-    rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.owners.parameters
+    rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.ownership.parameters
     flight = 1.0
     if chunks.count > 1 and pipeline.parallel.cross_chunk == "drop":
-        programs = pipeline.passes.programs(1)
+        programs = pipeline.chunk_passes.programs(1)
         flight = simulate(programs, lambda _: 1.0).held[rank] / (chunks.count * len(pipeline.mine))
     own = sum(p.nbytes for p in learning)
     several = pipeline.mesh.weights.size > 1
-    reads = sum(scope.views[0].rows.halo for scope in chunks.apart) if chunks.count > 1 else 0
-    edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.apart)
+    reads = sum(scope.views[0].rows.halo for scope in chunks.isolated) if chunks.count > 1 else 0
+    edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.isolated)
     here = counts if chunks.count == 1 else replace(counts, halo=reads, edges=edges, cut=0)
     return StageMemory(
         pipeline.held(optimizer, None),

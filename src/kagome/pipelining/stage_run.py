@@ -38,7 +38,7 @@ class StageCode:
         stage: The stage, which names the steps that it runs.
         current: Holds the interceptor that is active.
         cast: Makes the context of mixed precision.
-        saving: Makes the context that measures or offloads activations.
+        save_activations: Makes the context that measures or offloads activations.
         foreign: The weights that other ranks train, by name; their values here are out of date.
     """
 
@@ -48,7 +48,7 @@ class StageCode:
     stage: Stage
     current: ActiveInterceptor
     cast: Any
-    saving: Callable[[], AbstractContextManager[None]]
+    save_activations: Callable[[], AbstractContextManager[None]]
     foreign: Mapping[str, Tensor] = field(default_factory=dict)
 
     def shape(self, name: str, scope: Interceptor) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class StageRun:
                 self.epoch, training=self.training, checked=self.checked, named=self.named
             ) as forward_pass,
             code.cast(),
-            code.saving() if self.training else nullcontext(),
+            code.save_activations() if self.training else nullcontext(),
             watched(code.foreign if self.checked else {}, "a hook of a layer"),
         ):
             found = code.graph.run(

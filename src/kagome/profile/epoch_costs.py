@@ -170,11 +170,11 @@ def coding(turns: int = 3) -> tuple[float, float]:
     """
     rows, codec = torch.rand(SAMPLE, generator=torch.Generator().manual_seed(0)), Codec("onebit")
     message = torch.empty(codec.size(*SAMPLE, rows.dtype), dtype=torch.uint8)
-    stamps, out, seconds = torch.arange(SAMPLE[0]), torch.empty_like(rows), clock()
+    row_ids, out, seconds = torch.arange(SAMPLE[0]), torch.empty_like(rows), clock()
     found: list[float] = []
     while again(found, turns):
         begun = seconds()
-        codec.encode(rows, None, stamps, 0, message, where="a sample")
+        codec.encode(rows, None, row_ids, 0, message, where="a sample")
         codec.decode(message, out)
         found.append(seconds() - begun)
     took, spread = steady(found)

@@ -116,7 +116,7 @@ def on_sample(
     return ParallelModel(model, interceptor_of(piece, channel, options, kind=ShapeSample), options)
 
 
-def looked_at(
+def survey_on_sample(
     model: nn.Module,
     graph: LayerGraph,
     part: Partition,

@@ -73,7 +73,7 @@ class Admission:
     settings: config.Run
     predicted: MemoryByKind | None = None
 
-    def foresee(self, part: Partition, channel: Channel) -> tuple[str, ...]:
+    def predict(self, part: Partition, channel: Channel) -> tuple[str, ...]:
         """Predict the memory of all ranks. All ranks call it, with the model as the user gave it.
 
         Args:
@@ -129,10 +129,10 @@ class Admission:
         far = [want for want in wants if want.need > BEYOND * want.left]
         if far and train.check:
             raise far[0].refusal(parallel, recomputes=engine.recompute or share is not None)
-        told = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
-        return (_said(held, rates), *told)
+        notes = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
+        return (_memory_text(held, rates), *notes)
 
-    def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
+    def memory_report(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
         """Return the measured peak, and the memory held now beside the prediction.
 
         The memory held now includes what the first forward pass saved.
@@ -172,14 +172,14 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         parts: The number of ranks.
 
     Returns:
-        The note that :meth:`Admission.foresee` would begin with.
+        The note that :meth:`Admission.predict` would begin with.
 
     Cost:
         One partitioning of the graph, and that of :func:`kagome.memory.estimate.rates_of`.
     """
     materialise(model, part, CPU)
-    train, made = settings.train, settings.model
-    options = PartOptions.of(train, fast=made.fast, recompute=made.recompute)
+    train, model_settings = settings.train, settings.model
+    options = PartOptions.of(train, fast=model_settings.fast, recompute=model_settings.recompute)
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(learning) if learning else None
     rates = rates_of(model, optimizer, part, options, several=parts > 1)
@@ -191,10 +191,10 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         )
         owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed)
     counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))
-    return _said([rates.at(one) for one in counts], rates)
+    return _memory_text([rates.at(one) for one in counts], rates)
 
 
-def _said(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
+def _memory_text(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
     full = fullest(held)
     where = "on one rank" if len(held) == 1 else f"on the fullest of {len(held)} ranks"
     why = f"; activations are not known: {rates.fault}" if rates.fault else ""
