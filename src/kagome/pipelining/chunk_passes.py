@@ -70,7 +70,7 @@ class ChunkPasses:
 
         Args:
             epoch: The epoch.
-            history: The supplier of historical rows; None where chunks are independent.
+            history: The provider of historical rows; None where chunks are independent.
             checked: Whether ranks compare the headers of their messages.
         """
         stage_runs = self._make_stage_runs(self.chunks.isolated, epoch, training=True, checked=checked)

@@ -97,7 +97,7 @@ class Chunking:
         return order_of(self.count, seed=self.seed, epoch=epoch, part=part, shuffle=shuffle)
 
     def history(self, epoch: int, *, refresh: bool, stale: bool) -> HistoricalRows:
-        """Return the supplier of halo rows for an epoch with history.
+        """Return the provider of halo rows for an epoch with history.
 
         Args:
             epoch: The epoch, counted from 1.
@@ -110,7 +110,7 @@ class Chunking:
         return HistoricalRows(self.tables, steps, self._left(epoch) if stale else None)
 
     def exact(self, epoch: int, *, training: bool, stale: bool) -> ExactRows:
-        """Return the supplier of halo rows for an epoch in which all chunks run in lockstep.
+        """Return the provider of halo rows for an epoch in which all chunks run in lockstep.
 
         Args:
             epoch: The epoch, counted from 1.

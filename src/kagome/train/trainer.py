@@ -167,9 +167,8 @@ class Trainer:
         callbacks: Sequence[object] = (),
     ) -> None:
         self._begun, self.spans = time.perf_counter(), Spans(most=10_000)  # a pipeline has one an action
-        self._stack = ExitStack()
         self.settings, self.train = settings, settings.train
-        self._files = ExitStack()  # resources that any thread may close
+        self._stack, self._files = ExitStack(), ExitStack()  # any thread may close the files
         # Nothing on the stacks may refer to the trainer. What is still open ends with the process.
         self._closing = weakref.finalize(self, Finalizer(self._stack.close, self._files.close))
         try:
@@ -209,11 +208,10 @@ class Trainer:
         refuse_unlike_codes(self.world, {"loss": wishes.loss, "metric": wishes.metric})
         self._labelled = self.meta.labels is not None
         if self._labelled:
-            self.criteria, self.part = optimizers.criteria_of(
-                wishes, self.part, self.meta, settings, self.mesh
-            )
+            found = optimizers.criteria_of(wishes, self.part, self.meta, settings, self.mesh)
         else:  # it is scored and never trained on: nothing reads these labels
-            self.criteria, self.part = optimizers.no_criteria(), unlabelled(self.part)
+            found = optimizers.no_criteria(), unlabelled(self.part)
+        self.criteria, self.part = found
         self._log_all(self.criteria.notes)
         self._log_all(input_notes(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
@@ -287,12 +285,12 @@ class Trainer:
             self.writer.open(self.records, after=self.epoch)
         self._callbacks.call("on_fit_start", self)
         shown = self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(epochs, done=self.epoch, metric_name=self._metric_name, enabled=shown)
+        bar = Progress(epochs, done=self.epoch, metric_name=lambda: self.criteria.metric.name, enabled=shown)
         heard = self._callbacks.listens_to("on_epoch_end")
-        noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
+        noting = [self.records.append, bar.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
         self._is_whole, ending, heap = False, self.timer.ending(noting), set_aside(epochs - self.epoch)
-        with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.net:
+        with asked_to_stop(self.writer is not None) as asked, bar, heap, ending, self.engine.net:
             loop = EpochLoop(epochs, asked, noting, delays=self.settings.parallel.max_age > 0 and not heard)
             while self.epoch < epochs and self._one_epoch(loop):
                 pass
@@ -555,9 +553,8 @@ class Trainer:
             message = self.engine.resumed(self.optimizer, restored)
         self.epoch, self._best = place.epoch, BestWeights.at(place, best)
         self.records = earlier_records(self.world, folder, place.epoch)
-        self._log(
-            f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{message}"
-        )
+        origin = f"written by {place.world_size} ranks, in {folder}"
+        self._log(f"resumed after epoch {place.epoch}, {origin}{message}")
 
     def _finish(self, set_up: float) -> dict[str, Any]:
         with self.spans.phase("evaluate", self.epoch):
@@ -588,9 +585,6 @@ class Trainer:
                 labels = self.criteria.metric.labels(scores)
                 self.writer.finish(values, spans, scores, labels, target, self.model)
         return values
-
-    def _metric_name(self) -> str:
-        return self.criteria.metric.name
 
     def _log_all(self, notes: tuple[str, ...]) -> None:
         for note in notes:
