@@ -25,7 +25,7 @@ import torch.distributed as dist
 import fused  # noqa: F401 - before any test makes a layer, here and in the workers
 import warm
 from kagome.comm.channel import Channel
-from kagome.comm.groups import open_shelf
+from kagome.comm.groups import open_shared_memory
 from kagome.errors import CommError
 
 LARGEST = 4
@@ -170,7 +170,7 @@ def _work(rank: int, port: int, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    joined, shelf = 0, None
+    joined, shared_memory = 0, None
     while True:
         try:
             path, call = pickle.loads(connection.recv_bytes())
@@ -185,25 +185,25 @@ def _work(rank: int, port: int, connection: Connection) -> None:
             new = generation != joined
             if new:
                 joined = generation
-                if shelf is not None:
-                    shelf.close()
-                    shelf = None
+                if shared_memory is not None:
+                    shared_memory.close()
+                    shared_memory = None
                 _join(dist.PrefixStore(f"pool-{generation}", store), rank, world)
             torch.manual_seed(0)
             random.seed()  # PyG names a Sequential's class by it: the same name again is the same class
             channel = Channel(dist.group.WORLD if world > 1 else None, "cpu", timeout=CHANNEL_SECONDS)
             if new:
-                shelf = open_shelf(channel)
+                shared_memory = open_shared_memory(channel)
                 channel.take_traffic()
-            channel.lay_on(shelf)
+            channel.attach_shared_memory(shared_memory)
             function, args = pickle.loads(task)
             answer = pickle.dumps((True, function(channel, *args)))
         except BaseException as error:
             if channel is not None:
                 channel.close()
-            if shelf is not None:
-                shelf.close()
-                shelf = None
+            if shared_memory is not None:
+                shared_memory.close()
+                shared_memory = None
             _leave()  # closes the connections: the peers' waits end at once
             answer = _failure(error)
         connection.send_bytes(answer)

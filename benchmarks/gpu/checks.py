@@ -320,7 +320,7 @@ def _share(model: nn.Module, channel: Any, data: Data, owner: Tensor, on: torch.
             out = net.forward(epoch, training=True, checked=True)
             loss = (
                 out * weights(out, data.num_nodes, 0)[part.own].to(on)
-            ).sum() + net.scope.forward.turn.token
+            ).sum() + net.scope.forward.forward_pass.token
             if loss.requires_grad:
                 loss.backward()
     back = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}

@@ -51,9 +51,11 @@ def _sums(s: Structure, edge: Tensor, device: str) -> Iterator[Row]:
     matrix: Any = None
     if device == "cuda":
         ones = torch.ones(count, device=device)
-        matrix = torch.sparse_csr_tensor(layout.pointer.int(), layout.column, ones, size=(s.own, s.whole))
+        matrix = torch.sparse_csr_tensor(
+            layout.pointer.int(), layout.column, ones, size=(s.own, s.num_sources)
+        )
     for columns, dtype in SUMS:
-        x = torch.randn(s.whole, columns, device=device).to(dtype)
+        x = torch.randn(s.num_sources, columns, device=device).to(dtype)
         moved = count * (columns * x.itemsize + 4) + s.own * columns * x.itemsize
         name = f"sum of {columns} columns, {str(dtype)[6:]}"
         row: Row = {"name": name, "bytes": moved, "ms": _ms(partial(ops.sum_rows, layout, x))}
@@ -67,8 +69,8 @@ def _sums(s: Structure, edge: Tensor, device: str) -> Iterator[Row]:
 
 def _attention(s: Structure, device: str) -> Iterator[Row]:
     heads, width, count = 8, 16, s.edges
-    a, b = (torch.randn(s.whole, heads, device=device) for _ in range(2))
-    x, y = (torch.randn(s.whole, heads, width, device=device) for _ in range(2))
+    a, b = (torch.randn(s.num_sources, heads, device=device) for _ in range(2))
+    x, y = (torch.randn(s.num_sources, heads, width, device=device) for _ in range(2))
     att = torch.randn(heads, width, device=device)
     alpha = ops.softmax_sum(s.by_target, a, b, 0.2)
     g = torch.randn_like(alpha)

@@ -168,7 +168,7 @@ def _no_layers() -> None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = self.scope
-        inside = not (scope.forward.turn.outside or transformed())
+        inside = not (scope.forward.forward_pass.outside or transformed())
         if inside and scope.parted and isinstance(self.layer, MessagePassing):
             axis = self.layer.node_dim
             args, kwargs = given_rows(scope, args, axis), given_rows(scope, kwargs, axis)
@@ -221,9 +221,9 @@ def _no_reuse() -> None:
     forward_reuse.ForwardReuse.__init__ = begin  # type: ignore[method-assign]
 
 
-def _no_thin() -> None:
+def _no_sparse() -> None:
     """Find no features that are worth a sparse product."""
-    sparse_features.is_thin = reduce.is_thin = lambda rows, edges=None: False
+    sparse_features.is_sparse = reduce.is_sparse = lambda rows, edges=None: False
 
 
 OFF: dict[str, Callable[[], None]] = {
@@ -234,5 +234,5 @@ OFF: dict[str, Callable[[], None]] = {
     "exponential": _no_exponential,
     "vector steps of codecs": _no_codec_vectors,
     "forward reuse": _no_reuse,
-    "thin features": _no_thin,
+    "thin features": _no_sparse,
 }

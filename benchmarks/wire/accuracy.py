@@ -227,7 +227,7 @@ def trained(
     with trainer:
         told = trainer.fit()
         seconds = sorted(record.seconds for record in trainer.records)
-        ladder = trainer.engine.controller.precision
+        precision = trainer.engine.controller.precision
         return {
             "test": told["test_metric"],
             "val": told["val_metric"],
@@ -235,8 +235,8 @@ def trained(
             "loss": trainer.records[-1].loss,
             "seconds": seconds[len(seconds) // 2],
             "halo_bytes": told["bytes_per_epoch"]["halo"],
-            "cosines": [round(probe.cosine, 3) for probe in ladder.found],
-            "climbed": [(probe.epoch, probe.rung.text()) for probe in ladder.climbed],
+            "cosines": [round(probe.cosine, 3) for probe in precision.found],
+            "climbed": [(probe.epoch, probe.level.text()) for probe in precision.climbed],
             "epochs": case.epochs,
             "source": case.source,
         }

@@ -141,15 +141,15 @@ def coders(x: Any, out: Any, few: int, encode: str, decode: str) -> dict[tuple[s
 
     from kagome.kernels.quantize import cpu, ops
 
-    stamps = torch.arange(x.size(0))
+    row_ids = torch.arange(x.size(0))
     doing: dict[tuple[str, str], Callable[[], Any]] = {}
     kept = []
     for name, way in (("loops", cpu), ("plain", ops.ReferenceCodec)):
         body = torch.empty(ops.groups(x.size(0), few), x.size(1), dtype=torch.uint8)
-        low, span, bad = way.encode(x, None, stamps, few, few, body)
+        low, span, bad = way.encode(x, None, row_ids, few, few, body)
         assert bad == 0
         kept.append((low, span, body))
-        doing[encode, name] = partial(way.encode, x, None, stamps, few, few, body)
+        doing[encode, name] = partial(way.encode, x, None, row_ids, few, few, body)
         doing[decode, name] = partial(way.decode, body, low, span, few, out)
     assert all(torch.equal(one, two) for one, two in zip(*kept, strict=True))
     return doing

@@ -91,7 +91,7 @@ def send(options: Options) -> None:
         channel, codec = mesh.graph, codecs.Codec(options.rank)
         counts = [0 if peer == channel.rank else options.rows for peer in range(2)]
         rows = torch.randn(options.rows, options.width)
-        letters, stamps = plain(codec, counts), torch.arange(options.rows)
+        letters, row_ids = plain(codec, counts), torch.arange(options.rows)
         found: dict[str, list[float]] = {"one": [], "several": []}
         for turn in range(options.turns + 2):
             for way, least in (("one", NEVER), ("several", codecs.LEAST_SEGMENT)):
@@ -99,7 +99,7 @@ def send(options: Options) -> None:
                     channel.barrier("a turn")
                     begun = time.perf_counter()
                     sizes = letters.segments(options.width, rows.dtype)
-                    writer = Writer(letters, rows, None, stamps, turn, where="a turn")
+                    writer = Writer(letters, rows, None, row_ids, turn, where="a turn")
                     coming = channel.start_bytes(BytesRequest(writer.write, sizes, sizes, "a turn"))
                     incoming_rows(coming, letters, torch.empty_like(rows)).wait()
                     if turn >= 2:

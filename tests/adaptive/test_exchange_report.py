@@ -106,7 +106,7 @@ def test_unwatched_late_rows(ranks):
         assert rank["notes"][-1] == f"{said}gradient with the exact one"
 
 
-def test_a_rung_that_was_climbed_is_told(ranks):
+def test_a_level_that_was_climbed_is_told(ranks):
     """A forced one: no cosine is good enough."""
     for rank in ranks(2, climbing):
         (step, *_) = rank["summary"]["crossing"]["probes"]["climbed"]

@@ -209,9 +209,9 @@ def on_segments(channel: Channel, *given: Any) -> dict[str, Any]:
     """Letters of as many segments as there may be; the most that one was sent on."""
     most, post = [0], Transport.post
 
-    def counted(wire: Transport, sent: Sequence[Sequence[Tensor]], *rest: Any) -> Any:
+    def counted(transport: Transport, sent: Sequence[Sequence[Tensor]], *rest: Any) -> Any:
         most.append(max(sum(part.numel() > 0 for part in letter) for letter in sent))
-        return post(wire, sent, *rest)
+        return post(transport, sent, *rest)
 
     with mock.patch.object(codec, "LEAST_SEGMENT", 16), mock.patch.object(Transport, "post", counted):
         return {**trained(channel, *given), "most": max(most)}
@@ -371,8 +371,8 @@ def noted(channel: Channel, out: Path) -> tuple[list[int], list[int], list[int],
             trainer.fit()
         apart = trainer.channel.patient
         assert apart is not trainer.channel
-        assert apart._wire is not None
-        assert apart._wire._count >= 5, "late rows go there"
+        assert apart._transport is not None
+        assert apart._transport._count >= 5, "late rows go there"
         lines = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert all(record.bytes["halo"] > 0 for record in trainer.records)
         return [record.epoch for record in trainer.records], lines, saved, begun

@@ -17,7 +17,7 @@ def course(plateau: ProgressMonitor, losses: list[float], first: int = 1) -> lis
     found = []
     for epoch, loss in enumerate(losses, first):
         held = plateau.held
-        found.append((held, plateau.heed(epoch, loss).weights))
+        found.append((held, plateau.observe(epoch, loss).weights))
     return found
 
 
@@ -69,9 +69,9 @@ def test_nothing_is_put_back_that_was_not_kept():
     assert at(course(ProgressMonitor(), [1.0] * 5 + [0.85] * 5 + [0.99] * 30), "undo") == []
     plateau = ProgressMonitor()
     course(plateau, [1.0] * 30 + [0.8])
-    plateau.go_on(kept=False)
-    assert plateau.heed(32, 1.0) == Verdict()
-    found = [plateau.heed(epoch, 1.0) for epoch in range(33, 32 + BACK)]
+    plateau.resume(kept=False)
+    assert plateau.observe(32, 1.0) == Verdict()
+    found = [plateau.observe(epoch, 1.0) for epoch in range(33, 32 + BACK)]
     assert found[-1].text.startswith(f"epoch {31 + BACK}: exact epochs until the loss is below 0.81,")
     assert found[-1].weights == "step"
 
@@ -80,7 +80,7 @@ def test_what_is_said():
     plateau, said = ProgressMonitor(), []
     for epoch in range(1, 60):
         loss = 0.8 if epoch == 30 else 1.0
-        said += [turn.text] if (turn := plateau.heed(epoch, loss)).text else []
+        said += [turn.text] if (turn := plateau.observe(epoch, loss)).text else []
     assert said == [
         "epoch 20: exact epochs until the loss is below 0.9, 100 at most (it is 1, in the first epoch it was "
         "1; probes say nothing there)",
@@ -93,7 +93,7 @@ def test_what_is_said():
 def test_a_run_whose_beginning_nobody_saw_has_learned():
     """From a checkpoint of parts of the graph, or of a run without a guard: its loss hardly falls."""
     plateau = ProgressMonitor()
-    plateau.go_on(kept=False)
+    plateau.resume(kept=False)
     assert course(plateau, [0.5 + 1e-3 * (epoch % 3) for epoch in range(200)]) == [(False, "step")] * 200
 
 
@@ -124,7 +124,7 @@ def test_only_a_worse_model_is_undone(losses):
     for epoch, loss in enumerate(losses, 1):
         kept, run = plateau.kept, run + 1 if plateau.held else 0
         assert run <= PATIENT
-        if plateau.heed(epoch, loss).weights == "undo":
+        if plateau.observe(epoch, loss).weights == "undo":
             assert kept is not None
             assert min(losses[max(epoch - BACK, 0) : epoch]) > kept
             assert plateau.held

@@ -1,4 +1,4 @@
-"""The ladder: how rows cross by what probes find, up to exact; and a run that must climb it."""
+"""Precision levels: how rows cross by what probes find, up to exact; and a run that must climb it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kagome.adaptive.precision import (
     PrecisionController,
     PrecisionLevel,
     StalenessProbe,
-    rungs_of,
+    levels_of,
 )
 from kagome.adaptive.thresholds import CODED_FAIR, LONGEST, ROWS_FAIR, ROWS_GOOD
 from kagome.comm.channel import Channel
@@ -38,19 +38,19 @@ def even(*codecs: str) -> list[PrecisionLevel]:
 def course(
     found: PrecisionController, cosines: Any, epochs: int
 ) -> tuple[list[int], list[PrecisionLevel], list[str]]:
-    """Epochs that probed, the rung of every epoch, what was said; each probe finds the next cosine."""
-    probed, rungs, said, left = [], [], [], iter(cosines)
+    """Epochs that probed, the level of every epoch, what was said; each probe finds the next cosine."""
+    probed, levels, said, left = [], [], [], iter(cosines)
     for epoch in range(1, epochs + 1):
-        rungs.append(found.rung)
+        levels.append(found.level)
         if found.probes():
             probed.append(epoch)
-            said.append(found.see(StalenessProbe(epoch, found.rung, next(left, 1.0), 1.0)))
+            said.append(found.observe(StalenessProbe(epoch, found.level, next(left, 1.0), 1.0)))
         said.append(found.done(epoch))
-    return probed, rungs, [line for line in said if line]
+    return probed, levels, [line for line in said if line]
 
 
 @given(st.lists(st.floats(-1, 1), max_size=40), st.integers(1, 60))
-def test_a_ladder_goes_on_from_what_another_knew(cosines, at):
+def test_a_controller_goes_on_from_what_another_knew(cosines, at):
     settings_of = Parallel(codec="int2", codec_backward="int4", max_age=1)
     whole, before = PrecisionController(settings_of), PrecisionController(settings_of)
     expected = course(whole, cosines, at + 40)[1]
@@ -58,9 +58,9 @@ def test_a_ladder_goes_on_from_what_another_knew(cosines, at):
     state = json.loads(json.dumps(before.state_dict()))
     after = PrecisionController(settings_of, state)
     assert course(after, cosines[len(before.found) :], 40)[1] == expected[at:]
-    assert [probe.rung for probe in after.found] == [probe.rung for probe in whole.found]
+    assert [probe.level for probe in after.found] == [probe.level for probe in whole.found]
     other = PrecisionController(Parallel(codec="int8"), state)
-    assert (other.level, other.found) == (0, []), "its rungs are others"
+    assert (other.index, other.found) == (0, []), "its levels are others"
 
 
 # Rungs ------------------------------------------------------------------------------------------------
@@ -100,13 +100,13 @@ def test_a_ladder_goes_on_from_what_another_knew(cosines, at):
         ),
     ],
 )
-def test_rungs_go_from_what_was_asked_for_to_exact(given, expected):
-    found = rungs_of(Parallel(**given))
+def test_levels_go_from_what_was_asked_for_to_exact(given, expected):
+    found = levels_of(Parallel(**given))
     assert list(found) == expected
-    assert [rung.exact for rung in found] == [*[False] * (len(found) - 1), True]
+    assert [level.exact for level in found] == [*[False] * (len(found) - 1), True]
 
 
-def test_what_a_rung_is_called():
+def test_what_a_level_is_called():
     assert PrecisionLevel("onebit", "onebit", False).text() == "codec onebit, late"
     assert PrecisionLevel("int8", "none", True).text() == "codec int8 and none, none late"
 
@@ -115,30 +115,30 @@ def test_what_a_rung_is_called():
 
 
 def test_good_rows_are_probed_ever_less():
-    probed, rungs, said = course(PrecisionController(Parallel(codec="int8")), [], 400)
+    probed, levels, said = course(PrecisionController(Parallel(codec="int8")), [], 400)
     assert probed[:2] == [1, 2]  # the first puts off no other
     assert [b - a for a, b in pairwise(probed[1:])] == [2, 4, 8, 16, 32, *[LONGEST] * 5]
-    assert {rung.text() for rung in rungs} == {"codec int8, none late"}  # there is no lower one
+    assert {level.text() for level in levels} == {"codec int8, none late"}  # there is no lower one
     assert not said
 
 
 def test_rows_between_good_and_fair_are_probed_a_little_less():
     between = (ROWS_GOOD + CODED_FAIR) / 2
-    probed, rungs, said = course(PrecisionController(Parallel(codec="int8")), [between] * 100, 40)
+    probed, levels, said = course(PrecisionController(Parallel(codec="int8")), [between] * 100, 40)
     assert [b - a for a, b in pairwise(probed)] == list(range(1, len(probed)))
-    assert len(set(rungs)) == 1
+    assert len(set(levels)) == 1
     assert not said
 
 
 @pytest.mark.parametrize("bad", [0.0, CODED_FAIR - 0.01, -1.0, float("nan")])
-def test_bad_rows_go_one_rung_up_at_once_and_never_above_exact(bad):
+def test_bad_rows_go_one_level_up_at_once_and_never_above_exact(bad):
     found = PrecisionController(Parallel(codec="onebit", max_age=1))
-    probed, rungs, said = course(found, [bad] * 100, 30)
+    probed, levels, said = course(found, [bad] * 100, 30)
     # Exact rows are not looked at; no other epoch is trusted before a probe was fair.
     assert probed == list(range(1, 7))
-    assert rungs[:7] == list(found.rungs)
-    assert set(rungs[7:]) == {EXACT}
-    assert len(said) == len(found.climbed) == len(found.rungs) - 1
+    assert levels[:7] == list(found.levels)
+    assert set(levels[7:]) == {EXACT}
+    assert len(said) == len(found.climbed) == len(found.levels) - 1
     assert said[0].startswith(
         "epoch 1: rows cross with codec onebit, none late from now on (codec onebit, late"
     )
@@ -154,7 +154,7 @@ def judged(
         if found.probes():
             probed.append(epoch)
             said.append(
-                found.see(StalenessProbe(epoch, found.rung, *probes[min(len(probed), len(probes)) - 1]))
+                found.observe(StalenessProbe(epoch, found.level, *probes[min(len(probed), len(probes)) - 1]))
             )
         said.append(found.done(epoch))
     return probed, [line for line in said if line]
@@ -175,12 +175,12 @@ def test_late_rows_that_are_mostly_far_off_wait_although_their_cosine_is_good():
         "epoch 4: rows cross with codec none, none late from now on (codec none, late: gradient 0.60 times "
         "as long, cosine 0.95, mostly off by 0.47 of its length)"
     ]
-    assert found.rung.waits
+    assert found.level.waits
     one_of_three = PrecisionController(Parallel(max_age=1))
     assert not judged(one_of_three, [NEAR, FAR, NEAR, NEAR, FAR, NEAR, NEAR], 100)[1]
     two_of_three = PrecisionController(Parallel(max_age=1))
     assert judged(two_of_three, [NEAR, NEAR, FAR, NEAR, FAR], 100)[0][:5] == [2, 4, 8, 10, 14]
-    assert two_of_three.rung.waits
+    assert two_of_three.level.waits
     assert not judged(PrecisionController(Parallel(codec="onebit")), [FAR], 100)[1], (
         "what codecs lose is noise"
     )
@@ -193,41 +193,41 @@ def test_late_rows_that_are_tried_again_are_judged_anew():
     assert "again, after codec none, none late" in said[1]
 
 
-def test_one_bad_probe_is_one_rung():
+def test_one_bad_probe_is_one_level():
     found = PrecisionController(Parallel(codec="onebit", max_age=1))
-    _, rungs, said = course(found, [1.0, 1.0, 1.0, 0.1], 12)
-    assert rungs[:8] == [PrecisionLevel("onebit", "onebit", False)] * 8
-    assert rungs[8:] == [PrecisionLevel("onebit", "onebit", True)] * 4
+    _, levels, said = course(found, [1.0, 1.0, 1.0, 0.1], 12)
+    assert levels[:8] == [PrecisionLevel("onebit", "onebit", False)] * 8
+    assert levels[8:] == [PrecisionLevel("onebit", "onebit", True)] * 4
     assert len(said) == 1
     assert found.climbed == [found.found[3]]
     assert found.climbed[0].epoch == 8
 
 
-def test_after_the_longest_wait_one_rung_down_is_tried():
+def test_after_the_longest_wait_one_level_down_is_tried():
     found = PrecisionController(Parallel(codec="int4", max_age=1))
-    low, up = found.rungs[:2]
-    probed, rungs, said = course(found, [0.1, *[1.0] * 8, 1.0, 0.1], 240)
+    low, up = found.levels[:2]
+    probed, levels, said = course(found, [0.1, *[1.0] * 8, 1.0, 0.1], 240)
     down = probed[8]  # probes after 1, 2, 4 ... epochs, the last two after the longest wait
     assert down == 2 + 2 + 4 + 8 + 16 + 32 + 2 * LONGEST
-    assert rungs[0] == low
-    assert set(rungs[1:down]) == {up}
-    assert rungs[down : down + 2] == [low] * 2
+    assert levels[0] == low
+    assert set(levels[1:down]) == {up}
+    assert levels[down : down + 2] == [low] * 2
     assert said[1] == f"epoch {down}: rows cross with {low.text()} again, after {up.text()}"
     # It is probed at once, and again when it has rows of an epoch before; and was not worth it.
     assert probed[9:11] == [down + 1, down + 2]
-    assert set(rungs[down + 2 :]) == {up}
+    assert set(levels[down + 2 :]) == {up}
     assert len(said) == 3
 
 
 def test_what_codes_is_looked_at_before_it_is_tried_again():
     """Once that epoch was nobody's: with Squirrel's GAT its gradient was 539 times too long."""
     found = PrecisionController(Parallel(codec="onebit"))
-    probed, rungs, said = course(found, [0.1, *[1.0] * 8, -0.1], 300)
-    again = rungs.index(found.rungs[0], 1) + 1
+    probed, levels, said = course(found, [0.1, *[1.0] * 8, -0.1], 300)
+    again = levels.index(found.levels[0], 1) + 1
     assert again in probed
     assert said[1].startswith(f"epoch {again - 1}: rows cross with codec onebit, none late again")
     assert said[2].startswith(f"epoch {again}: rows cross with codec int2, none late from now on")
-    assert rungs[again] == found.rungs[1]
+    assert levels[again] == found.levels[1]
 
 
 def test_late_rows_without_a_codec_have_nothing_to_look_at_in_the_first_epoch():
@@ -236,31 +236,31 @@ def test_late_rows_without_a_codec_have_nothing_to_look_at_in_the_first_epoch():
     assert not said, "a codec's noise is judged more strictly"
 
 
-def test_a_rung_that_failed_again_is_left_alone_for_twice_as_long():
+def test_a_level_that_failed_again_is_left_alone_for_twice_as_long():
     found, failed = PrecisionController(Parallel(max_age=1)), []
     for epoch in range(1, 3000):
         if found.probes():
             failed.append(epoch)
-            assert found.see(StalenessProbe(epoch, found.rung, 0.0, 1.0))
+            assert found.observe(StalenessProbe(epoch, found.level, 0.0, 1.0))
         found.done(epoch)
     assert [b - a for a, b in pairwise(failed)] == [(n + 1) * LONGEST + 1 for n in (2, 4, 8, 16)]
 
 
 def test_exact_rows_are_left_again():
     found = PrecisionController(Parallel(codec="none", max_age=1))
-    _, rungs, said = course(found, [0.1], 260)
-    assert rungs[2] == EXACT
-    assert rungs[-1] == found.rungs[0]
+    _, levels, said = course(found, [0.1], 260)
+    assert levels[2] == EXACT
+    assert levels[-1] == found.levels[0]
     assert len(said) == 2
 
 
 @pytest.mark.parametrize("given", [{"codec": "onebit", "max_age": 1, "guard": False}, {}, {"codec": "none"}])
 def test_without_a_guard_or_anything_to_guard_nothing_is_probed(given):
     found = PrecisionController(Parallel(**given))
-    probed, rungs, said = course(found, [], 200)
+    probed, levels, said = course(found, [], 200)
     assert not probed
     assert not said
-    assert set(rungs) == {found.rungs[0]}
+    assert set(levels) == {found.levels[0]}
 
 
 # A run ------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def guarded(channel: Channel, fair: float, parallel: dict[str, Any], epochs: int
         found = trainer.engine.controller.precision
         return told(trainer, summary) | {
             "before": trainer.optimizer.before,
-            "rung": found.rung,
+            "level": found.level,
             "probes": [(probe.epoch, probe.cosine, probe.ratio) for probe in found.found],
         }
 
@@ -324,7 +324,7 @@ def off(found: dict[str, Any], epoch: int) -> float:
 def test_a_run_whose_probes_are_bad_climbs_to_exact_and_says_so(ranks):
     found = ranks(2, guarded, 2.0, {"codec": "onebit", "max_age": 1}, 10)
     for rank in found:
-        assert rank["rung"] == EXACT
+        assert rank["level"] == EXACT
         climbs = [note for note in rank["notes"] if "from now on" in note]
         assert len(climbs) == 6
         assert "rows cross with codec onebit, none late from now on" in climbs[0]
@@ -335,7 +335,7 @@ def test_a_run_whose_probes_are_bad_climbs_to_exact_and_says_so(ranks):
     assert [epoch for epoch, *_ in one["probes"]] == [1, 2, 3, 4, 5, 6]
     # A probe's epoch takes the exact gradient; after the last one up all do.
     assert max(off(one, epoch) for epoch in range(1, 11)) < 1e-10
-    # Each probe compares what the rung below exact gives: the finer, the nearer.
+    # Each probe compares what the level below exact gives: the finer, the nearer.
     cosines = [cosine for _, cosine, _ in one["probes"]]
     assert cosines[0] < 0.999
     assert 1 - cosines[4] < 1e-3 < 1 - cosines[0]
@@ -346,10 +346,10 @@ def test_a_run_whose_probes_are_bad_climbs_to_exact_and_says_so(ranks):
     [{"skip_drift": 0.1, "max_age": 3}, {"codec": "int4", "adaptive_bits": True}, {"halo_sample": 0.5}],
     ids=["skip", "fit", "sample"],
 )
-def test_what_chooses_among_rows_is_left_rung_by_rung(ranks, parallel):
+def test_what_chooses_among_rows_is_left_level_by_level(ranks, parallel):
     found = ranks(2, guarded, 2.0, parallel, 9)
     for rank in found:
-        assert rank["rung"] == EXACT
+        assert rank["level"] == EXACT
         assert rank["losses"] == found[0]["losses"]
     one = found[0]
     assert one["probes"][0][0] == 1
@@ -359,7 +359,7 @@ def test_what_chooses_among_rows_is_left_rung_by_rung(ranks, parallel):
 def test_a_run_whose_probes_are_good_stays_as_it_was_set(ranks):
     found = ranks(2, guarded, -2.0, {"codec": "onebit", "max_age": 1}, 7)
     for rank in found:
-        assert rank["rung"] == PrecisionLevel("onebit", "onebit", False)
+        assert rank["level"] == PrecisionLevel("onebit", "onebit", False)
         assert not [note for note in rank["notes"] if "from now on" in note]
     one = found[0]
     probed = [epoch for epoch, *_ in one["probes"]]

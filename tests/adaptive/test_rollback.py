@@ -39,14 +39,14 @@ def test_what_was_kept_is_put_back(before):
     """Weights, buffers, the optimizer's state, also where it had none yet: the same steps again, twice."""
     mine = small()
     optimizer = torch.optim.Adam(mine.parameters(), lr=0.1)
-    undo = Rollback(mine, mine.parameters(), mine.buffers())
-    assert undo.tensors == []
+    rollback = Rollback(mine, mine.parameters(), mine.buffers())
+    assert rollback.tensors == []
     steps(mine, optimizer, range(before))
-    assert undo.heed("keep", optimizer)
+    assert rollback.apply("keep", optimizer)
     expected = steps(mine, optimizer, range(10, 14))
-    assert undo.heed("step", optimizer)
+    assert rollback.apply("step", optimizer)
     for _ in range(2):
-        assert not undo.heed("undo", optimizer)
+        assert not rollback.apply("undo", optimizer)
         assert steps(mine, optimizer, range(10, 14)) == expected
 
 
@@ -54,7 +54,7 @@ def test_without_anything_kept_a_step_follows():
     mine = small()
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
     weights = deepcopy(mine.state_dict())
-    assert Rollback(mine, mine.parameters(), mine.buffers()).heed("undo", optimizer)
+    assert Rollback(mine, mine.parameters(), mine.buffers()).apply("undo", optimizer)
     torch.testing.assert_close(mine.state_dict(), weights, rtol=0, atol=0)
 
 
@@ -74,18 +74,18 @@ def test_it_goes_by_way_of_a_checkpoint_whole_or_not_at_all():
     mine = small()
     optimizer = torch.optim.Adam(mine.parameters(), lr=0.1)
     steps(mine, optimizer, range(3))
-    undo, other = (Rollback(mine, mine.parameters(), mine.buffers()) for _ in range(2))
-    undo.keep(optimizer)
+    rollback, other = (Rollback(mine, mine.parameters(), mine.buffers()) for _ in range(2))
+    rollback.keep(optimizer)
     expected = steps(mine, optimizer, range(10, 14))
-    entries = {(kind, key): state for kind, key, state in undo.carried()}
-    assert other.recall(Remembered(entries), 4)
-    assert not other.heed("undo", optimizer)
+    entries = {(kind, key): state for kind, key, state in rollback.state_entries()}
+    assert other.restore(Remembered(entries), 4)
+    assert not other.apply("undo", optimizer)
     assert steps(mine, optimizer, range(10, 14)) == expected
     del entries[KIND, "0.weight"]
-    assert not other.recall(Remembered(entries), 4)
-    assert not other.recall(NOTHING, 4)
-    assert other.heed("undo", optimizer)
-    assert Rollback(mine, [], []).recall(
+    assert not other.restore(Remembered(entries), 4)
+    assert not other.restore(NOTHING, 4)
+    assert other.apply("undo", optimizer)
+    assert Rollback(mine, [], []).restore(
         NOTHING, 4
     )  # a stage without weights: it must not speak for the others
 

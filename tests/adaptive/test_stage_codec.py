@@ -28,12 +28,12 @@ def value(*shape: int, kind: str = "rows", dtype: torch.dtype | None = torch.flo
 
 
 def there(
-    codec: StageCodec, rows: Tensor, stamps: Tensor, *, epoch: int = 1, backward: bool = False
+    codec: StageCodec, rows: Tensor, row_ids: Tensor, *, epoch: int = 1, backward: bool = False
 ) -> Tensor:
     """What a reader gets."""
     size = codec.size(value(*rows.shape[1:], dtype=rows.dtype), tuple(rows.shape))
     assert size is not None
-    message = codec.encode("x", rows, stamps, size, epoch, backward=backward, where="a test")
+    message = codec.encode("x", rows, row_ids, size, epoch, backward=backward, where="a test")
     assert message.shape == (size,)
     out = decoded_values(Come(message), codec.codec, tuple(rows.shape), rows.dtype).wait()
     assert (out.shape, out.dtype) == (rows.shape, rows.dtype)
@@ -85,17 +85,17 @@ def test_what_would_be_longer_goes_as_it_is():
 
 
 def test_rows_draw_by_their_vertices_whatever_the_chunks():
-    codec, rows, stamps = StageCodec("int2", 5, 1), torch.randn(20, 6), torch.randperm(1000)[:20]
-    whole = there(codec, rows, stamps)
+    codec, rows, row_ids = StageCodec("int2", 5, 1), torch.randn(20, 6), torch.randperm(1000)[:20]
+    whole = there(codec, rows, row_ids)
     for chunk in (torch.arange(7), torch.tensor([19, 3, 11])):
-        assert torch.equal(there(codec, rows[chunk], stamps[chunk]), whole[chunk])
+        assert torch.equal(there(codec, rows[chunk], row_ids[chunk]), whole[chunk])
 
 
 def test_draws_differ_by_epoch_seed_direction_and_for_gradients_by_stage():
-    rows, stamps = torch.randn(50, 16), torch.arange(50)
+    rows, row_ids = torch.randn(50, 16), torch.arange(50)
 
     def drawn(seed: int = 0, stage: int = 0, epoch: int = 1, backward: bool = False) -> Tensor:
-        return there(StageCodec("onebit", seed, stage), rows, stamps, epoch=epoch, backward=backward)
+        return there(StageCodec("onebit", seed, stage), rows, row_ids, epoch=epoch, backward=backward)
 
     assert torch.equal(drawn(), drawn())
     assert torch.equal(drawn(stage=0), drawn(stage=1))

@@ -181,7 +181,7 @@ def table(name: str, number: int = 1) -> tuple[str, Any, dict[str, Any]]:
 
 
 def known(told: RestoredState, mine: StateLayout) -> set[Any] | None:
-    found = told.recall(mine, Channel(None, torch.device("cpu")), torch.device("cpu"))
+    found = told.resume_rows(mine, Channel(None, torch.device("cpu")), torch.device("cpu"))
     return None if found is None else {key for _, key in found.entries}
 
 

@@ -112,7 +112,7 @@ def test_a_selection_among_other_rows_is_refused():
         "oldest": 1,
     }
     known = EpochRows()
-    known.recall = SimpleNamespace(epoch=3, take=lambda kind, key, epoch: state)
+    known.resumed_rows = SimpleNamespace(epoch=3, take=lambda kind, key, epoch: state)
     make = lambda: Skip(0.1, 2, Codec("none"))  # noqa: E731
     assert known.selection(("a", 0), 3, make, (4, 5)) is not None
     with pytest.raises(

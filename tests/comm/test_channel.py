@@ -314,7 +314,7 @@ def meet(channel: Channel, how: str, action: str) -> None:
 def too_late(channel: Channel, how: str) -> tuple[str, float]:
     # The store of the workers' process group serves the watch, as in a run.
     store = torch.distributed.distributed_c10d._get_default_store()
-    channel.watch = Watchdog(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
+    channel.watch = Watchdog(store, channel.rank, channel.size, log=lambda line: None, every=0.1)
     channel.timeout = 1.0
     begun = time.monotonic()
     try:
@@ -410,7 +410,7 @@ def apart(channel: Channel) -> tuple[list[Tensor], float, bool, int]:
     """Messages over connections of their own, read after others that were begun later."""
     group = dist.new_group(list(range(channel.size)))
     assert channel.patient is channel
-    other = channel.set_apart(group)
+    other = channel.open_patient(group)
     mine = torch.full((channel.size, 3), float(channel.rank))
     ones = [1] * channel.size
     before = channel.traffic.bytes["halo"]
@@ -420,7 +420,7 @@ def apart(channel: Channel) -> tuple[list[Tensor], float, bool, int]:
     sent = channel.traffic.bytes["halo"] - before
     same = channel.patient is other
     channel.barrier("all is read")
-    channel._patient = other._wire = other._group = None  # its shelf is the channel's own
+    channel._patient = other._transport = other._group = None  # its shared memory is the channel's own
     dist.destroy_process_group(group)
     return found, total, same, sent
 

@@ -25,18 +25,18 @@ def message_of(
     codec: Codec,
     rows: Tensor,
     *,
-    pick: Tensor | None = None,
-    stamps: Tensor | None = None,
+    index: Tensor | None = None,
+    row_ids: Tensor | None = None,
     key: int = KEY,
     begin: int = 0,
 ) -> Tensor:
     """A message that begins there in a larger buffer; nothing beside it may be written."""
-    count = rows.size(0) if pick is None else pick.numel()
-    stamps = torch.arange(count) if stamps is None else stamps
+    count = rows.size(0) if index is None else index.numel()
+    row_ids = torch.arange(count) if row_ids is None else row_ids
     size = codec.size(count, rows.size(1), rows.dtype)
     buffer = torch.full((begin + size + 9,), 0x5A, dtype=torch.uint8)
     message = buffer[begin : begin + size]
-    codec.encode(rows, pick, stamps, key, message, where="a test")
+    codec.encode(rows, index, row_ids, key, message, where="a test")
     assert (buffer[:begin] == 0x5A).all()
     assert (buffer[begin + size :] == 0x5A).all()
     return message
@@ -96,14 +96,14 @@ def test_sheets_have_all_rows_and_the_bytes_of_one(
 
 @pytest.mark.parametrize("name", ALL)
 def test_sheets_restore_what_one_does(name: CodecName) -> None:
-    rows, codec, stamps = torch.randn(200, 9), Codec(name), torch.arange(200) * 7
-    whole = restored(codec, message_of(codec, rows, stamps=stamps), rows)
+    rows, codec, row_ids = torch.randn(200, 9), Codec(name), torch.arange(200) * 7
+    whole = restored(codec, message_of(codec, rows, row_ids=row_ids), rows)
     with mock.patch.object(comm_codec, "LEAST_SEGMENT", 64):
         counts = codec.segments(200, 9, torch.float32)
     assert len(counts) == SEGMENTS
-    cut = (each.split(counts) for each in (rows, stamps, whole))
-    for some, stamp, expected in zip(*cut, strict=True):
-        assert torch.equal(restored(codec, message_of(codec, some, stamps=stamp), some), expected)
+    cut = (each.split(counts) for each in (rows, row_ids, whole))
+    for some, row_id, expected in zip(*cut, strict=True):
+        assert torch.equal(restored(codec, message_of(codec, some, row_ids=row_id), some), expected)
 
 
 def test_names() -> None:
@@ -141,9 +141,9 @@ def test_rows_come_back_in_their_own_type(name: CodecName, dtype: torch.dtype) -
 @pytest.mark.parametrize("name", ALL)
 def test_picked_rows_are_those_rows(name: CodecName, dtype: torch.dtype) -> None:
     rows, codec = torch.randn(40, 13).to(dtype), Codec(name)
-    pick, stamps = torch.randint(0, 40, (29,)), torch.randint(0, 2**62, (29,))
-    found = message_of(codec, rows, pick=pick, stamps=stamps)
-    assert torch.equal(found, message_of(codec, rows[pick], stamps=stamps))
+    index, row_ids = torch.randint(0, 40, (29,)), torch.randint(0, 2**62, (29,))
+    found = message_of(codec, rows, index=index, row_ids=row_ids)
+    assert torch.equal(found, message_of(codec, rows[index], row_ids=row_ids))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -167,10 +167,10 @@ def test_a_row_s_draws_follow_its_stamp(name: CodecName, data: st.DataObject) ->
     count = data.draw(st.integers(1, 30))
     order = data.draw(st.permutations(range(count)))
     kept = order[: data.draw(st.integers(1, count))]
-    stamps = torch.tensor(data.draw(st.lists(st.integers(0, 2**62), min_size=count, max_size=count)))
+    row_ids = torch.tensor(data.draw(st.lists(st.integers(0, 2**62), min_size=count, max_size=count)))
     rows = torch.randn(count, width)
-    whole = restored(codec, message_of(codec, rows, stamps=stamps), rows)
-    part = message_of(codec, rows, pick=torch.tensor(kept), stamps=stamps[kept])
+    whole = restored(codec, message_of(codec, rows, row_ids=row_ids), rows)
+    part = message_of(codec, rows, index=torch.tensor(kept), row_ids=row_ids[kept])
     assert torch.equal(restored(codec, part, rows[kept]), whole[kept])
 
 
@@ -220,10 +220,10 @@ def test_numbers_that_are_none_are_refused_wherever(
             message_of(Codec(name), rows)
         for word in (f"codec {name}", "2 of 5 rows", "a test", "bf16"):
             assert word in str(caught.value)
-        pick = torch.tensor([3, row, 3])
+        index = torch.tensor([3, row, 3])
         with pytest.raises(ModelError, match="1 of 3 rows"):
-            message_of(Codec(name), rows, pick=pick)
-        message_of(Codec(name), rows, pick=torch.tensor([3, 3]))  # what is not sent is nobody's concern
+            message_of(Codec(name), rows, index=index)
+        message_of(Codec(name), rows, index=torch.tensor([3, 3]))  # what is not sent is nobody's concern
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -90,7 +90,7 @@ def without_backend(channel: Channel) -> tuple[str, str, float]:
     dist.init_process_group(store=dist.PrefixStore("undefined", store), rank=rank, world_size=size)
     with open_mesh(timeout=20) as mesh:
         total = mesh.graph.all_reduce(torch.ones(2), action="total").sum().item()
-        return dist.get_backend(), str(mesh.graph.wire), total
+        return dist.get_backend(), str(mesh.graph.send_device), total
 
 
 def test_a_script_may_name_no_backend(ranks):

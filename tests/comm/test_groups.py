@@ -21,7 +21,7 @@ def test_groups_close_in_reverse_order_whatever_torch_says_of_one(monkeypatch, f
 
     monkeypatch.setattr(dist, "destroy_process_group", end)
     groups = MeshGroups(0, 1, 1, "cpu", 1.0)
-    groups._made[:] = ["first", "second", "third"]
+    groups._created[:] = ["first", "second", "third"]
     groups.close()
     assert ended == ["third", "second", "first"]
-    assert not groups._made
+    assert not groups._created

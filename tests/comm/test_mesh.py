@@ -123,10 +123,10 @@ def placed(channel: Channel, pipe: int, shared: bool) -> dict[str, object]:
         }
         for each in (mesh.world, mesh.graph, mesh.pipe):
             assert each.traffic is mesh.world.traffic
-            shelf = each.shelf
-            assert (shelf is not None) == (shared and each.size > 1)
-            assert shelf is None or mesh.world.shelf is not None
-            assert shelf is None or shelf.allowance is mesh.world.shelf.allowance
+            shared_memory = each.shared_memory
+            assert (shared_memory is not None) == (shared and each.size > 1)
+            assert shared_memory is None or mesh.world.shared_memory is not None
+            assert shared_memory is None or shared_memory.allowance is mesh.world.shared_memory.allowance
     assert len(dist.distributed_c10d._world.pg_map) == 1
     return found
 

@@ -36,9 +36,9 @@ def once(channel: Channel, sends: bool, count: int, action: str) -> None:
 
 def prepared(channel: Channel, shared: bool) -> Channel:
     if not shared:
-        channel.lay_on(None)
+        channel.attach_shared_memory(None)
     else:
-        assert channel.shelf is not None
+        assert channel.shared_memory is not None
     return channel
 
 
@@ -98,9 +98,9 @@ def test_a_sender_may_be_far_ahead(ranks, shared, count):
 
 def without_room(channel: Channel, count: int) -> None:
     """Tokens that say that rows come by the wire, more than there are places."""
-    assert channel.shelf is not None
-    channel.shelf.allowance.most = 0
-    channel.shelf._own = []
+    assert channel.shared_memory is not None
+    channel.shared_memory.allowance.most = 0
+    channel.shared_memory._own = []
     far_ahead(channel, True, count)
 
 
@@ -200,7 +200,7 @@ def test_sizes_that_differ_kill_nobody(ranks, shared):
 def late(channel: Channel, shared: bool, sends: bool) -> str:
     prepared(channel, shared)
     store = dist.distributed_c10d._get_default_store()
-    channel.watch = Watchdog(store, channel.rank, channel.size, say=lambda line: None, every=0.1)
+    channel.watch = Watchdog(store, channel.rank, channel.size, log=lambda line: None, every=0.1)
     channel.timeout = 1.0
     try:
         if channel.rank == 1:
@@ -226,10 +226,10 @@ def dies(channel: Channel, shared: bool, sends: bool) -> str:
     prepared(channel, shared)
     if channel.rank == 1:
         # The process lives on for the pool, but its connections are closed as if it had died.
-        shelf = channel.shelf
+        shared_memory = channel.shared_memory
         channel.close()
-        if shelf is not None:
-            shelf.close()
+        if shared_memory is not None:
+            shared_memory.close()
         dist.destroy_process_group()
         return ""
     try:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import ExchangeRequest
-from kagome.comm.groups import open_shelf
+from kagome.comm.groups import open_shared_memory
 from kagome.comm.mesh import open_mesh
 from kagome.comm.transport.mailbox import FORWARD, Mailbox, memory_file
 from kagome.comm.transport.shared_memory import NOWHERE, MemoryAllowance, SharedMemory
@@ -29,26 +29,26 @@ SHORT = timedelta(seconds=0.2)
 
 
 @contextmanager
-def shelves(size: int = 2, most: int = 2**24) -> Iterator[list[SharedMemory]]:
+def shared_memories(size: int = 2, most: int = 2**24) -> Iterator[list[SharedMemory]]:
     """The shelves of several ranks, all in this process."""
-    boxes = [Mailbox(rank, size) for rank in range(size)]
-    for mine in boxes:
-        for peer, theirs in enumerate(boxes):
+    mailboxes = [Mailbox(rank, size) for rank in range(size)]
+    for mine in mailboxes:
+        for peer, theirs in enumerate(mailboxes):
             assert peer == mine.rank or mine.open(peer, theirs.offer)
     everyone = frozenset(range(size))
-    found = [SharedMemory(box, everyone - {box.rank}, MemoryAllowance(most)) for box in boxes]
+    found = [SharedMemory(mailbox, everyone - {mailbox.rank}, MemoryAllowance(most)) for mailbox in mailboxes]
     try:
         yield found
     finally:
-        for shelf in found:
-            shelf.close()
+        for shared_memory in found:
+            shared_memory.close()
 
 
-def take(shelf: SharedMemory, peer: int, token: tuple[int, ...], into: Tensor) -> bool:
-    found = shelf.find(peer, token, into.numel())
+def take(shared_memory: SharedMemory, peer: int, token: tuple[int, ...], into: Tensor) -> bool:
+    found = shared_memory.find(peer, token, into.numel())
     if found is not None:
         into.copy_(found)
-    shelf.taken(peer, token)
+    shared_memory.taken(peer, token)
     return found is not None
 
 
@@ -59,37 +59,37 @@ def some(count: int, seed: int = 0) -> Tensor:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.integers(1, 70_000), min_size=2, max_size=2), min_size=1, max_size=6))
 def test_what_is_laid_is_what_is_taken(turns):
-    with shelves(3) as (giver, *takers):
+    with shared_memories(3) as (giver, *takers):
         for turn, counts in enumerate(turns):
             parts = {peer: some(count, 10 * turn + peer) for peer, count in enumerate(counts, start=1)}
-            tokens = giver.lay(parts)
+            tokens = giver.write(parts)
             for taker in takers:
-                rank = taker.box.rank
+                rank = taker.mailbox.rank
                 into = torch.zeros(parts[rank].numel(), dtype=torch.uint8)
                 assert take(taker, 0, tokens[rank], into)
                 assert torch.equal(into, parts[rank])
 
 
 def test_room_is_used_again_once_all_have_taken_and_not_before():
-    with shelves(3) as (giver, one, two):
+    with shared_memories(3) as (giver, one, two):
         into, part = torch.empty(5000, dtype=torch.uint8), some(5000)
-        first = giver.lay({1: part, 2: part})
+        first = giver.write({1: part, 2: part})
         assert first[1][:4] == first[2][:4], "the same bytes are laid once for all their readers"
         assert take(one, 0, first[1], into)
-        second = giver.lay({1: part, 2: part})
+        second = giver.write({1: part, 2: part})
         assert second[1][0] != first[1][0], "rank 2 has yet to take the first"
         assert take(two, 0, first[2], into)
-        third = giver.lay({1: part})
+        third = giver.write({1: part})
         assert third[1][0] == first[1][0]
         assert third[1][4] > first[1][4]
 
 
 def test_a_message_packed_into_its_room_is_not_copied():
-    with shelves() as (giver, taker):
-        room = giver.room(4096)
-        assert room is not None
-        room.copy_(some(4096))
-        token = giver.lay({1: room})[1]
+    with shared_memories() as (giver, taker):
+        buffer = giver.buffer(4096)
+        assert buffer is not None
+        buffer.copy_(some(4096))
+        token = giver.write({1: buffer})[1]
         into = torch.empty(4096, dtype=torch.uint8)
         assert take(taker, 0, token, into)
         assert torch.equal(into, some(4096))
@@ -97,22 +97,22 @@ def test_a_message_packed_into_its_room_is_not_copied():
 
 
 def test_without_room_a_message_goes_by_the_wire():
-    with shelves(most=20_000) as (giver, taker):
+    with shared_memories(most=20_000) as (giver, taker):
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
-        kept = giver.lay({1: part})[1]
-        assert giver.lay({1: part})[1] == NOWHERE
+        kept = giver.write({1: part})[1]
+        assert giver.write({1: part})[1] == NOWHERE
         assert not take(taker, 0, NOWHERE, into)
         assert take(taker, 0, kept, into)
-        assert giver.lay({1: part})[1] != NOWHERE
+        assert giver.write({1: part})[1] != NOWHERE
 
 
 def test_a_segment_of_a_rank_that_is_gone_cannot_be_opened_and_one_that_was_opened_stays():
-    with shelves() as (giver, taker):
+    with shared_memories() as (giver, taker):
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
-        known = giver.lay({1: part})[1]
+        known = giver.write({1: part})[1]
         assert take(taker, 0, known, into)
-        again = giver.lay({1: part})[1]
-        unknown = giver.lay({1: some(10_000, 1)})[1]
+        again = giver.write({1: part})[1]
+        unknown = giver.write({1: some(10_000, 1)})[1]
         giver.close()
         assert take(taker, 0, again, into)
         with pytest.raises(RuntimeError, match="connection closed"):
@@ -120,9 +120,9 @@ def test_a_segment_of_a_rank_that_is_gone_cannot_be_opened_and_one_that_was_open
 
 
 def test_closing_waits_for_what_peers_have_yet_to_take():
-    with shelves() as (giver, taker):
+    with shared_memories() as (giver, taker):
         part, into = some(10_000), torch.empty(10_000, dtype=torch.uint8)
-        token = giver.lay({1: part})[1]
+        token = giver.write({1: part})[1]
         closing = threading.Thread(target=giver.close, args=(20.0,))
         closing.start()
         time.sleep(0.1)
@@ -133,85 +133,85 @@ def test_closing_waits_for_what_peers_have_yet_to_take():
 
 
 def test_tokens_are_found_by_number_lane_and_size():
-    with shelves() as (giver, taker):
+    with shared_memories() as (giver, taker):
         for count in (1, 2):
-            assert giver.box.put(1, 0, count, 100, (count,) * 5)
-        assert taker.box.find(0, 0, 2, 100) == (2,) * 5
-        assert taker.box.find(0, 0, 1, 100) == (1,) * 5
-        assert taker.box.find(0, 0, 1, 101) is None
-        assert taker.box.find(0, 1, 1, 100) is None
-        assert taker.box.find(0, 0, 3, 100) is None
+            assert giver.mailbox.put(1, 0, count, 100, (count,) * 5)
+        assert taker.mailbox.find(0, 0, 2, 100) == (2,) * 5
+        assert taker.mailbox.find(0, 0, 1, 100) == (1,) * 5
+        assert taker.mailbox.find(0, 0, 1, 101) is None
+        assert taker.mailbox.find(0, 1, 1, 100) is None
+        assert taker.mailbox.find(0, 0, 3, 100) is None
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(129, 600), st.randoms(use_true_random=False))
 def test_tokens_far_ahead_of_the_reader_are_put_off_and_come_in_order(count, random):
-    with shelves() as (giver, taker):
+    with shared_memories() as (giver, taker):
         for number in range(1, count + 1):
-            assert giver.box.put(1, 0, number, 8, (number,) * 5) == (number <= 128)
+            assert giver.mailbox.put(1, 0, number, 8, (number,) * 5) == (number <= 128)
         for number in range(1, count + 1):
-            if random.random() < 0.3 or taker.box.find(0, 0, number, 8) is None:
-                giver.box.lies(1, 0, count)
-            assert taker.box.find(0, 0, number, 8) == (number,) * 5
-            taker.box.read(0, 0, number)
-        assert giver.box.lies(1, 0, count)
+            if random.random() < 0.3 or taker.mailbox.find(0, 0, number, 8) is None:
+                giver.mailbox.lies(1, 0, count)
+            assert taker.mailbox.find(0, 0, number, 8) == (number,) * 5
+            taker.mailbox.read(0, 0, number)
+        assert giver.mailbox.lies(1, 0, count)
 
 
 def test_what_one_box_has_put_off_comes_while_its_rank_waits_at_another():
-    with shelves() as (giver, taker):
-        other, theirs = Mailbox(0, 2, giver.box), Mailbox(1, 2, taker.box)
+    with shared_memories() as (giver, taker):
+        other, theirs = Mailbox(0, 2, giver.mailbox), Mailbox(1, 2, taker.mailbox)
         other.open(1, theirs.offer)
         for number in range(1, 131):
-            giver.box.put(1, FORWARD, number, 8, (number,) * 5)
+            giver.mailbox.put(1, FORWARD, number, 8, (number,) * 5)
         for number in range(1, 3):
-            taker.box.read(0, FORWARD, number)
-        assert taker.box.find(0, FORWARD, 129, 8) is None
+            taker.mailbox.read(0, FORWARD, number)
+        assert taker.mailbox.find(0, FORWARD, 129, 8) is None
         with pytest.raises(RuntimeError, match="timed out"):
             other.wait(1, 0, 1, 8, SHORT)
-        assert taker.box.find(0, FORWARD, 129, 8) == (129,) * 5
-        assert taker.box.find(0, FORWARD, 130, 8) == (130,) * 5
+        assert taker.mailbox.find(0, FORWARD, 129, 8) == (129,) * 5
+        assert taker.mailbox.find(0, FORWARD, 130, 8) == (130,) * 5
         other.close()
         theirs.close()
 
 
 def test_shelves_of_one_rank_share_what_they_may_take():
-    boxes = [Mailbox(0, 2), Mailbox(0, 2)]
+    mailboxes = [Mailbox(0, 2), Mailbox(0, 2)]
     allowance = MemoryAllowance(60_000)
-    one, two = (SharedMemory(box, frozenset({1}), allowance) for box in boxes)
+    one, two = (SharedMemory(mailbox, frozenset({1}), allowance) for mailbox in mailboxes)
     assert allowance.held == 0
-    assert one.room(30_000) is not None
-    assert two.room(30_000) is None
-    assert two.room(10_000) is not None
+    assert one.buffer(30_000) is not None
+    assert two.buffer(30_000) is None
+    assert two.buffer(10_000) is not None
     assert allowance.held <= allowance.most
     one.close()
     two.close()
 
 
 def test_a_wait_ends_at_its_limit_and_when_the_peer_is_gone():
-    with shelves() as (giver, taker):
+    with shared_memories() as (giver, taker):
         with pytest.raises(RuntimeError, match="timed out"):
-            taker.box.wait(0, 0, 1, 8, SHORT)
-        giver.box.put(1, 0, 1, 8, (7,) * 5)
+            taker.mailbox.wait(0, 0, 1, 8, SHORT)
+        giver.mailbox.put(1, 0, 1, 8, (7,) * 5)
         giver.close()
-        assert taker.box.wait(0, 0, 1, 8, SHORT) == (7,) * 5, "its last deed counts"
+        assert taker.mailbox.wait(0, 0, 1, 8, SHORT) == (7,) * 5, "its last deed counts"
         with pytest.raises(RuntimeError, match="connection closed"):
-            taker.box.wait(0, 0, 2, 8, timedelta(seconds=20))
+            taker.mailbox.wait(0, 0, 2, 8, timedelta(seconds=20))
 
 
 def test_a_box_opens_only_with_what_its_owner_wrote():
-    box, other = Mailbox(0, 2), Mailbox(1, 2)
-    process, descriptor, cookie = box.offer
-    assert other.open(0, box.offer)
+    mailbox, other = Mailbox(0, 2), Mailbox(1, 2)
+    process, descriptor, cookie = mailbox.offer
+    assert other.open(0, mailbox.offer)
     assert not other.open(0, (process, descriptor, bytes(16)))
     assert not other.open(0, (process, 10_000, cookie))
-    box.close()
+    mailbox.close()
     assert not other.open(0, (process, descriptor, cookie))
     assert not other.alive(0)
     other.close()
 
 
 def test_memory_that_cannot_be_had_leaves_no_file_and_messages_go_by_the_wire(monkeypatch):
-    with shelves() as (giver, _):
+    with shared_memories() as (giver, _):
         before = len(os.listdir("/proc/self/fd"))
 
         def refuse(*_: int) -> None:
@@ -220,7 +220,7 @@ def test_memory_that_cannot_be_had_leaves_no_file_and_messages_go_by_the_wire(mo
         monkeypatch.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(OSError, match="no space"):
             memory_file("kagome-test", 4096)
-        assert giver.lay({1: some(100)})[1] == NOWHERE
+        assert giver.write({1: some(100)})[1] == NOWHERE
         assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -229,10 +229,10 @@ def test_memory_that_cannot_be_had_leaves_no_file_and_messages_go_by_the_wire(mo
 
 def swapped(channel: Channel, full: bool) -> list[Tensor]:
     if full and channel.rank == 0:
-        assert channel._wire is not None
-        assert channel._wire.shelf is not None
-        channel._wire.shelf.allowance.most = 0
-        channel._wire.shelf._own = []
+        assert channel._transport is not None
+        assert channel._transport.shared_memory is not None
+        channel._transport.shared_memory.allowance.most = 0
+        channel._transport.shared_memory._own = []
     found = []
     for turn in range(4):
         width = 1000 * (turn + 1)
@@ -256,8 +256,8 @@ def picked(channel: Channel, lent: bool, turns: int = 5) -> int:
     for turn in range(turns):
         rows = torch.arange(12.0).view(4, 3) + 100 * me + 1000 * turn
         counts = [0 if peer == me else 2 for peer in range(size)]
-        pick = torch.tensor([3, 1] * (size - 1))
-        coming = channel.start(rows, ExchangeRequest(counts, counts, f"turn {turn}", index=pick))
+        index = torch.tensor([3, 1] * (size - 1))
+        coming = channel.start(rows, ExchangeRequest(counts, counts, f"turn {turn}", index=index))
         expected = torch.cat(
             [
                 (torch.arange(12.0).view(4, 3) + 100 * peer + 1000 * turn)[[3, 1]]
@@ -270,9 +270,9 @@ def picked(channel: Channel, lent: bool, turns: int = 5) -> int:
                 assert torch.equal(found, expected)
         else:
             assert torch.equal(coming.wait(), expected)
-    assert channel._wire is not None
-    assert channel._wire.shelf is not None
-    return len(channel._wire.shelf._own)
+    assert channel._transport is not None
+    assert channel._transport.shared_memory is not None
+    return len(channel._transport.shared_memory._own)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -286,11 +286,11 @@ def test_what_is_lent_is_given_back_and_its_memory_used_again(ranks):
 
 
 def opened(channel: Channel, unwilling: int | None) -> list[int] | None:
-    shelf = open_shelf(channel, wanted=channel.rank != unwilling)
-    if shelf is None:
+    shared_memory = open_shared_memory(channel, wanted=channel.rank != unwilling)
+    if shared_memory is None:
         return None
-    peers = sorted(shelf.peers)
-    shelf.close()
+    peers = sorted(shared_memory.peers)
+    shared_memory.close()
     return peers
 
 
@@ -311,11 +311,11 @@ def test_ranks_agree_who_reads_whose_memory(ranks, world, unwilling, expected):
 def mixed(channel: Channel, unwilling: int) -> list[list[float]]:
     """As on two hosts: some ranks share memory, one has only its socket."""
     beside = Channel(dist.group.WORLD, "cpu", timeout=10.0)
-    for turn in range(3):  # numbered before there is a shelf
+    for turn in range(3):  # numbered before there is shared memory
         beside.barrier(f"before, {turn}")
         beside.gather_objects(turn, f"before, {turn}")
-    shelf = open_shelf(beside, wanted=channel.rank != unwilling)
-    beside.lay_on(shelf)
+    shared_memory = open_shared_memory(beside, wanted=channel.rank != unwilling)
+    beside.attach_shared_memory(shared_memory)
     ones = [1] * channel.size
     found = [
         beside.start(
@@ -323,8 +323,8 @@ def mixed(channel: Channel, unwilling: int) -> list[list[float]]:
         ).wait()
         for turn in range(3)
     ]
-    if shelf is not None:
-        shelf.close(5.0)
+    if shared_memory is not None:
+        shared_memory.close(5.0)
     return [each[:, 0].tolist() for each in found]
 
 
@@ -336,8 +336,8 @@ def test_ranks_with_and_without_shared_memory_meet(ranks, unwilling):
 
 def turned_off(channel: Channel, shared: bool) -> tuple[bool, Tensor]:
     with open_mesh(Parallel(shared_memory=shared)) as mesh:
-        wire = mesh.graph._wire
-        has = wire is not None and wire.shelf is not None
+        transport = mesh.graph._transport
+        has = transport is not None and transport.shared_memory is not None
         ones, rows = [1] * mesh.size, torch.full((mesh.size, 9), float(mesh.rank))
         return has, mesh.graph.start(rows, ExchangeRequest(ones, ones, "a")).wait()[:, 0]
 

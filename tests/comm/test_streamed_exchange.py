@@ -91,9 +91,10 @@ class Group:
 
 def test_what_comes_later_is_written_while_the_first_travels():
     events: list[str] = []
-    wire = object.__new__(Transport)
-    wire.group, wire.lane, wire.shelf, wire.gloo = Group(events), 0, None, True  # type: ignore[assignment]
-    wire.rank, wire.size, wire._count = 0, 4, 0
+    transport = object.__new__(Transport)
+    transport.group, transport.lane = Group(events), 0  # type: ignore[assignment]
+    transport.shared_memory, transport.gloo = None, True
+    transport.rank, transport.size, transport._count = 0, 4, 0
     sent = [[torch.zeros(n, dtype=torch.uint8) for n in each] for each in ((0, 0), (1, 1), (0, 0), (2, 0))]
     come = [[torch.zeros(n, dtype=torch.uint8) for n in (1, peer // 3)] for peer in range(4)]
 
@@ -101,7 +102,7 @@ def test_what_comes_later_is_written_while_the_first_travels():
         events.append(f"write {peer}.{sheet}")
         sent[peer][sheet].fill_(10 * peer + sheet)
 
-    for _, begin in wire.post(sent, come, fill):
+    for _, begin in transport.post(sent, come, fill):
         begin()
     assert events == [
         *("receive 3", "receive 2", "receive 1", "receive 3"),

@@ -50,7 +50,7 @@ def test_a_store_whose_host_is_gone_holds_up_neither_an_error_nor_the_end(monkey
     """A link that is cut is found by the system after 930 s; each look would have waited for that."""
     monkeypatch.setattr("kagome.comm.watchdog.ANSWERS_WITHIN", 0.2)
     store = Mute()
-    watch = Watchdog(store, 0, 8, say=print, every=1000.0)
+    watch = Watchdog(store, 0, 8, log=print, every=1000.0)
     assert watch.describe(1) == "rank 1, of which nothing was seen"
     store.gone.set()
     before = store.asked

@@ -33,7 +33,7 @@ def two():
             store,
             rank,
             2,
-            say=lambda line, rank=rank: lines.append((rank, line)),
+            log=lambda line, rank=rank: lines.append((rank, line)),
             every=0.05,
             warn_after=WARN,
         )
@@ -101,20 +101,20 @@ def test_a_rank_never_seen(two):
 
 def test_what_ends_a_rank_is_told_to_those_who_wait_for_it(two):
     first, second, _ = two
-    assert second.told() is None
-    first.tell(CommError("an answer", "a closed connection"))  # an echo of another's fault
-    first.tell(ValueError("a fault of the user's own"))
-    assert second.told() is None
-    first.tell(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
-    word = second.told()
+    assert second.reported() is None
+    first.report_error(CommError("an answer", "a closed connection"))  # an echo of another's fault
+    first.report_error(ValueError("a fault of the user's own"))
+    assert second.reported() is None
+    first.report_error(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
+    word = second.reported()
     assert isinstance(word, ModelError)
     assert str(word) == str(ModelError("a row a vertex", "there is none", where="conv1", hint="return one"))
-    assert first.told() is None
+    assert first.reported() is None
 
 
 def test_one_rank_has_no_thread():
     before = threading.active_count()
-    watch = Watchdog(dist.HashStore(), 0, 1, say=print)
+    watch = Watchdog(dist.HashStore(), 0, 1, log=print)
     assert threading.active_count() == before
     with watch.waiting("nothing", []):
         assert watch.seen(0) is None
@@ -131,8 +131,8 @@ def test_the_thread_ends_at_close(two):
 def test_a_blocking_call_on_the_run_s_store_does_not_hold_the_news_back():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False)
-    first = Watchdog(store, 0, 2, say=print, every=0.05)
-    second = Watchdog(other, 1, 2, say=print, every=0.05)
+    first = Watchdog(store, 0, 2, log=print, every=0.05)
+    second = Watchdog(other, 1, 2, log=print, every=0.05)
     blocked = threading.Thread(target=lambda: store.wait(["late"], timedelta(seconds=120)), daemon=True)
     blocked.start()
     first.doing("epoch 9")
@@ -159,7 +159,7 @@ def test_a_store_that_is_gone_ends_the_thread_quietly(two):
 
 def test_many_late_peers_are_counted():
     lines: list[str] = []
-    watch = Watchdog(dist.HashStore(), 0, 9, say=lines.append, every=0.02, warn_after=0.05)
+    watch = Watchdog(dist.HashStore(), 0, 9, log=lines.append, every=0.02, warn_after=0.05)
     with watch.waiting("halo", list(range(1, 9))):
         until(lambda: lines)
     watch.close()

@@ -134,10 +134,11 @@ def test_the_model_s_own_buffer_has_an_owner(ranks, chunks):
 
 def test_a_buffer_of_two_stages_that_moves_late_is_refused():
     model = Mean("written to")
-    moved = BufferIsolation(Buffers(model), set(), alone=(), watches=True)
-    with pytest.raises(ModelError, match="of 32 bytes, which first changes now"), moved.by(0, stays=True):
+    isolation = BufferIsolation(Buffers(model), set(), alone=(), watches=True)
+    refused = pytest.raises(ModelError, match="of 32 bytes, which first changes now")
+    with refused, isolation.running(0, stays=True):
         model.mean += 1
-    with BufferIsolation(Buffers(model), set(), alone=(), watches=False).by(0, stays=True):
+    with BufferIsolation(Buffers(model), set(), alone=(), watches=False).running(0, stays=True):
         model.mean += 1  # an evaluation, or chunks that know nothing of each other
 
 

@@ -54,7 +54,7 @@ def run(channel: Channel, what: str, shares: bool, **given: Any) -> dict[str, An
     mine = Plain(what)
     with Trainer(mine, graph(), train=train, report=QUIET) as trainer:
         if not shares:
-            trainer.engine.ahead.allowed = False
+            trainer.engine.forward_reuse.allowed = False
         summary = trainer.fit()
         found = {
             "losses": losses(trainer),
@@ -65,7 +65,7 @@ def run(channel: Channel, what: str, shares: bool, **given: Any) -> dict[str, An
         }
         again = trainer.fit(EPOCHS + 3)["test_metric"]
         found |= {"again": again, "all": losses(trainer)}
-    return {"found": found, "forwards": mine.forwards[0], "allowed": trainer.engine.ahead.allowed}
+    return {"found": found, "forwards": mine.forwards[0], "allowed": trainer.engine.forward_reuse.allowed}
 
 
 SHARED = {"nothing"}
@@ -114,7 +114,7 @@ def interrupted(channel: Channel, folder: str, shares: bool) -> dict[str, Any]:
         mine = Plain()
         with Trainer(mine, graph(), train=train, report=QUIET, out=folder) as trainer:
             if not shares:
-                trainer.engine.ahead.allowed = False
+                trainer.engine.forward_reuse.allowed = False
             trainer.fit(epochs, resume=resume)
             found = {
                 "weights": {key: value.numpy().tobytes() for key, value in mine.state_dict().items()},
@@ -150,7 +150,7 @@ def test_only_torch_s_own_schedulers_let_it_share(kind):
         Plain(), graph(), train=settings(), report=QUIET, scheduler=Scheduler if kind == "own" else own
     ) as trainer:
         trainer.fit(5)
-        assert trainer.engine.ahead.allowed is (kind != "own")
+        assert trainer.engine.forward_reuse.allowed is (kind != "own")
 
 
 def test_a_kept_forward_is_dropped_when_weights_change_and_when_its_epoch_does_not_come():
@@ -212,7 +212,7 @@ def heated(*, shares: bool) -> list[float]:
     with Trainer(
         Heated(), graph(), train=settings(epochs=EPOCHS), report=QUIET, callbacks=[Heats()]
     ) as trainer:
-        trainer.engine.ahead.allowed = None if shares else False
+        trainer.engine.forward_reuse.allowed = None if shares else False
         trainer.fit()
         return losses(trainer)
 
@@ -225,7 +225,7 @@ def test_another_way_of_training_between_two_fits_is_found_out() -> None:
     def scores(*, shares: bool) -> list[float | None]:
         model = Heated(trained=True)
         with Trainer(model, graph(), metric="loss", train=settings(epochs=EPOCHS), report=QUIET) as trainer:
-            trainer.engine.ahead.allowed = None if shares else False
+            trainer.engine.forward_reuse.allowed = None if shares else False
             trainer.fit(5, restore_best=False)
             model.temperature = 3.0
             trainer.fit(restore_best=False)

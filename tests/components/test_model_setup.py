@@ -10,7 +10,7 @@ from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
-from kagome.components.model_setup import asks, refused_input, unlike
+from kagome.components.model_setup import input_notes, refused_input, unlike
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition, split_all
 
@@ -74,7 +74,7 @@ def test_what_forward_gets_and_what_nobody_uses_is_said() -> None:
         def forward(self, features, edges, edge_weight=None, *, u=None, absent=None):
             return features
 
-    (said,) = asks(Mine(), part, {"y"})
+    (said,) = input_notes(Mine(), part, {"y"})
     assert said == (
         "forward gets x (a row a vertex), edge_index, edge_weight (a row an edge), "
         "u (the same on all ranks); not used of the data: name, age"
@@ -92,5 +92,5 @@ def test_an_attribute_that_cannot_be_given_is_refused_where_forward_asks_for_it(
         ModelError,
         match=r"given attributes of the data by name; got one that it cannot be given: data\.other is a dict",
     ):
-        asks(Mine(), part, {"y"})
-    assert "not given to any model: data.other is a dict" in asks(GCN(3, 4, 2), part, {"y"})[0]
+        input_notes(Mine(), part, {"y"})
+    assert "not given to any model: data.other is a dict" in input_notes(GCN(3, 4, 2), part, {"y"})[0]

@@ -70,7 +70,7 @@ def test_a_model_is_taken_off_as_it_was(recompute: bool) -> None:
             assert state(model) != before  # an inner block that ends takes nothing off
         model.zero_grad(set_to_none=True)
         assert state(model) == before
-    assert net.scope.calls.on
+    assert net.scope.layer_replay.on
 
 
 def test_an_error_takes_the_model_off_and_is_told_once_a_block() -> None:

@@ -51,11 +51,11 @@ def there_and_back(
     """The part in feature slices, what came back, and the gradient of a weighted sum of the part."""
     counts = COUNTS[channel.size]
     mine = rows.split(counts)[channel.rank].clone().requires_grad_()
-    turn, way = running(), AllToAll(counts, channel)
-    part = way.apart(mine, cut, turn, "site")
-    back = way.together(part, cut, turn, "site") if not cut.overlaps else mine
+    forward_pass, way = running(), AllToAll(counts, channel)
+    part = way.split(mine, cut, forward_pass, "site")
+    back = way.gather(part, cut, forward_pass, "site") if not cut.overlaps else mine
     weights = torch.arange(1.0, 1.0 + part.numel()).view_as(part) * (channel.rank + 1)
-    ((part * weights).sum() + back.square().sum() + turn.token).backward()
+    ((part * weights).sum() + back.square().sum() + forward_pass.token).backward()
     assert mine.grad is not None
     return part.detach(), back.detach(), mine.grad
 
@@ -82,17 +82,17 @@ def test_there_and_back(size: int, width: int, kind: str) -> None:
 
 
 def bytes_of(channel: Channel, width: int) -> list[int]:
-    """What this rank sends apart, together, and back from each."""
+    """What this rank sends to split, to gather, and back from each."""
     counts, found = COUNTS[channel.size], []
-    cut, turn = even(width, channel.size), running()
+    cut, forward_pass = even(width, channel.size), running()
     way = AllToAll(counts, channel)
     mine = torch.randn(counts[channel.rank], width, dtype=torch.float64, requires_grad=True)
     channel.take_bytes()
-    part = way.apart(mine, cut, turn, "site")
+    part = way.split(mine, cut, forward_pass, "site")
     found.append(channel.take_bytes()["transpose"])
-    out = way.together(part * 2, cut, turn, "site")
+    out = way.gather(part * 2, cut, forward_pass, "site")
     found.append(channel.take_bytes()["transpose"])
-    (out.sum() + turn.token).backward()
+    (out.sum() + forward_pass.token).backward()
     found.append(channel.take_bytes()["transpose"])
     return found
 

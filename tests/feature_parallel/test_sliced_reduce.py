@@ -211,7 +211,7 @@ def sent(channel: Channel, name: str, epochs: int, bound: int | None = None) -> 
             for epoch in range(1, epochs + 1):
                 channel.take_bytes()
                 out = net.forward(epoch, training=True)
-                (out.sum() + net.scope.forward.turn.token).backward()
+                (out.sum() + net.scope.forward.forward_pass.token).backward()
                 found.append(dict(channel.take_bytes()))
         return found
 

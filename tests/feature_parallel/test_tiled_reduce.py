@@ -32,7 +32,7 @@ BOUND = 5_000
 """Bytes: of 61 rows and 400 edges some tenths."""
 
 
-def slicing(edges: Tensor, rows: int) -> EdgeLayout:
+def edge_layout(edges: Tensor, rows: int) -> EdgeLayout:
     """A graph of one rank."""
     found: list[EdgeLayout] = []
 
@@ -52,7 +52,7 @@ def test_chunks_take_each_edge_once_and_bring_each_row_once(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     ends = torch.randint(0, rows, (2, edges), generator=generator)
-    graph, room = slicing(ends, rows), WorkingMemory(heads=heads)
+    graph, room = edge_layout(ends, rows), WorkingMemory(heads=heads)
     whole_cost = largest(chunks_of(graph, width, 8, room, 1 << 40), width, 8, room)
     try:
         chunks = chunks_of(graph, width, 8, room, whole_cost // 2)
@@ -99,7 +99,7 @@ def test_no_row_is_sent_twice(ranks: Callable[..., list], name: str) -> None:
 def test_a_bound_that_one_vertex_does_not_fit_is_refused() -> None:
     edges = torch.stack([torch.arange(50), torch.zeros(50, dtype=torch.long)])
     with pytest.raises(ConfigError, match=r"GiB for the in-edges of one vertex, with 4 columns"):
-        chunks_of(slicing(edges, 50), 4, 8, WorkingMemory(), 1000)
+        chunks_of(edge_layout(edges, 50), 4, 8, WorkingMemory(), 1000)
 
 
 def test_all_ranks_refuse_alike(ranks: Callable[..., list]) -> None:
@@ -120,7 +120,7 @@ def refused(channel: Channel, data: Data, owner: Tensor, limit: int) -> bool:
 
 def test_what_a_chunk_needs_is_what_it_holds() -> None:
     edges = torch.randint(0, 20, (2, 60), generator=torch.Generator().manual_seed(0))
-    (chunk,) = chunks_of(slicing(edges, 20), 3, 8, WorkingMemory(heads=2), 1 << 30)
+    (chunk,) = chunks_of(edge_layout(edges, 20), 3, 8, WorkingMemory(heads=2), 1 << 30)
     assert isinstance(chunk, DestinationChunk)
     rows = (max(chunk.reads.numel(), 20) + 20) * 3 * 8
     assert chunk.working(3, 8, WorkingMemory(heads=2)) == rows + 60 * (8 + 2 * 16) + 16 * 20
@@ -131,7 +131,7 @@ def test_what_a_chunk_needs_is_what_it_holds() -> None:
 
 def test_there_are_hardly_more_chunks_than_need_be() -> None:
     generator = torch.Generator().manual_seed(1)
-    given = slicing(torch.randint(0, 500, (2, 6000), generator=generator), 500)
+    given = edge_layout(torch.randint(0, 500, (2, 6000), generator=generator), 500)
     for bound in (20_000, 27_000, 40_000, 61_000, 90_000):
         found = chunks_of(given, 4, 8, WorkingMemory(heads=1), bound)
         assert largest(found, 4, 8, WorkingMemory(heads=1)) <= bound

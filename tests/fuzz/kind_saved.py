@@ -246,7 +246,7 @@ class Checkpoint:
 def read(run: Path) -> Any:
     """All that a run reads of its newest checkpoint."""
     from kagome.checkpoint import checkpoint
-    from kagome.checkpoint.epoch_state import Recalled
+    from kagome.checkpoint.epoch_state import RestoredRows
     from kagome.checkpoint.files import latest
     from kagome.comm.channel import Channel
     from kagome.config import toml_io
@@ -262,9 +262,9 @@ def read(run: Path) -> Any:
     rows = []
     for rank in told.ranks:
         entries = {(kind, key): state for kind, key, state in rank["entries"]}
-        recalled = Recalled(told.folder, told.epoch + 1, torch.device("cpu"), entries)
+        recalled = RestoredRows(told.folder, told.epoch + 1, torch.device("cpu"), entries)
         rows += [(*entry, recalled.take(*entry, told.epoch + 1)) for entry in entries]
-    return place, best, dict(told.guards), rows, model.state_dict(), optimizer.state_dict()
+    return place, best, dict(told.controllers), rows, model.state_dict(), optimizer.state_dict()
 
 
 def alike(one: Any, other: Any) -> bool:

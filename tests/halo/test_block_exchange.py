@@ -30,11 +30,11 @@ def turned(
         COUNTS[channel.size], CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
     )
     mine = rows.split(COUNTS[channel.size])[channel.rank].clone().requires_grad_()
-    turn = ForwardPass(epoch, checked=True, device=torch.device("cpu"), grad=True)
+    forward_pass = ForwardPass(epoch, checked=True, device=torch.device("cpu"), grad=True)
     cut = even(rows.size(1), channel.size)
-    part = way.apart(mine, cut, turn, "site")
-    back = way.together(part, cut, turn, "site")
-    (back.sum(1) @ torch.arange(1.0, 1.0 + back.size(0)) + turn.token).backward()
+    part = way.split(mine, cut, forward_pass, "site")
+    back = way.gather(part, cut, forward_pass, "site")
+    (back.sum(1) @ torch.arange(1.0, 1.0 + back.size(0)) + forward_pass.token).backward()
     assert mine.grad is not None
     return part.detach(), back.detach(), mine.grad
 
@@ -111,26 +111,26 @@ def test_rows_too_narrow_for_a_header_and_one_s_own_go_uncoded() -> None:
 
 def counted(channel: Channel, codec: CodecName) -> tuple[int, int]:
     """Bytes sent there and back, both ways, and those that were spared, before codecs."""
-    crossing = CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
-    way, counts = AllToAll(COUNTS[channel.size], crossing), COUNTS[channel.size]
+    compressed_exchange = CompressedExchange(channel, Parallel(codec=codec, tensor=channel.size), seed=3)
+    way, counts = AllToAll(COUNTS[channel.size], compressed_exchange), COUNTS[channel.size]
     mine = torch.randn(counts[channel.rank], WIDTH, requires_grad=True)
-    turn, cut = (
+    forward_pass, cut = (
         ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True),
         even(WIDTH, channel.size),
     )
     channel.take_bytes()
-    back = way.together(way.apart(mine, cut, turn, "site"), cut, turn, "site")
-    (back.square().sum() + turn.token).backward()
-    return channel.take_bytes()["transpose"], crossing.take_counts().sliced
+    back = way.gather(way.split(mine, cut, forward_pass, "site"), cut, forward_pass, "site")
+    (back.square().sum() + forward_pass.token).backward()
+    return channel.take_bytes()["transpose"], compressed_exchange.take_counts().sliced
 
 
 def expected(counts: tuple[int, ...], cut: SliceCut, rank: int, codec: CodecName) -> int:
     """Own rows in the peers' columns and the peers' rows in own ones, each twice."""
     size = Codec(codec).size
     others = [peer for peer in range(len(counts)) if peer != rank]
-    apart = sum(size(counts[rank], cut.taken(peer), torch.float32) for peer in others)
-    together = sum(size(counts[peer], cut.taken(rank), torch.float32) for peer in others)
-    return 2 * (apart + together)
+    split = sum(size(counts[rank], cut.taken(peer), torch.float32) for peer in others)
+    gather = sum(size(counts[peer], cut.taken(rank), torch.float32) for peer in others)
+    return 2 * (split + gather)
 
 
 @pytest.mark.parametrize("size", COUNTS)

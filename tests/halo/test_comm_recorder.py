@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kagome.comm.exchange import ExchangeRequest, Work
 from kagome.errors import ModelError
-from kagome.halo.comm_recorder import RecordedRows, Tape
+from kagome.halo.comm_recorder import Record, RecordedRows
 
 
 class Come(Work):
@@ -52,11 +52,11 @@ def begun(taped: RecordedRows, action: str) -> Work:
 
 
 def test_what_came_comes_again_in_order() -> None:
-    peers, tape = Peers(), Tape()
+    peers, record = Peers(), Record()
     taped = RecordedRows(peers)
     assert (taped.rank, taped.size, taped.runs) == (1, 2, False)
     assert rows(taped, "before") == 1
-    with taped.writing(tape):
+    with taped.recording(record):
         assert taped.runs
         first = [rows(taped, "a"), float(begun(taped, "b").wait()[0]), rows(taped, "a")]
         total = taped.all_reduce(torch.zeros(2, 1), action="c")
@@ -65,9 +65,9 @@ def test_what_came_comes_again_in_order() -> None:
     assert first == [2, 3, 4]
     asked = list(peers.asked)
     for _ in range(2):
-        with taped.reading(tape):
-            again = [rows(taped, "a"), float(begun(taped, "b").wait()[0]), rows(taped, "a")]
-            assert again == first
+        with taped.replaying(record):
+            restored = [rows(taped, "a"), float(begun(taped, "b").wait()[0]), rows(taped, "a")]
+            assert restored == first
             assert float(taped.all_reduce(torch.zeros(2, 1), action="c")[0]) == 5
             assert not taped.same("d", True)
     assert peers.asked == asked
@@ -76,23 +76,23 @@ def test_what_came_comes_again_in_order() -> None:
 
 
 def test_rows_may_come_late() -> None:
-    taped, tape = RecordedRows(Peers()), Tape()
-    with taped.writing(tape):
+    taped, record = RecordedRows(Peers()), Record()
+    with taped.recording(record):
         coming = begun(taped, "a")
         assert rows(taped, "b") == 2
         assert float(coming.wait()[0]) == 1
-    with taped.reading(tape):
+    with taped.replaying(record):
         assert float(begun(taped, "a").wait()[0]) == 1
 
 
 def test_another_question_is_refused() -> None:
-    taped, tape = RecordedRows(Peers()), Tape()
-    with taped.writing(tape):
+    taped, record = RecordedRows(Peers()), Record()
+    with taped.recording(record):
         rows(taped, "a")
         assert taped.same("kept", True)
-    with taped.reading(tape), pytest.raises(ModelError, match="got b, and a the first time"):
+    with taped.replaying(record), pytest.raises(ModelError, match="got b, and a the first time"):
         rows(taped, "b")
-    with taped.reading(tape):
+    with taped.replaying(record):
         rows(taped, "a")
         with pytest.raises(ModelError, match="of which nothing is left"):
             taped.same("kept", False)
@@ -101,20 +101,20 @@ def test_another_question_is_refused() -> None:
     assert not taped.runs
 
 
-def test_what_is_kept_for_ever_is_asked_for_aside() -> None:
-    peers, tape = Peers(), Tape()
+def test_what_is_kept_for_ever_is_asked_for_unrecorded() -> None:
+    peers, record = Peers(), Record()
     taped = RecordedRows(peers)
-    with taped.writing(tape):
+    with taped.recording(record):
         rows(taped, "a")
-        with taped.aside():
+        with taped.unrecorded():
             assert rows(taped, "degrees") == 2
         assert rows(taped, "b") == 3
-    assert [what for what, _ in tape] == ["a", "b"]
-    with taped.reading(tape):
+    assert [what for what, _ in record] == ["a", "b"]
+    with taped.replaying(record):
         assert rows(taped, "a") == 1
-        with taped.aside(), pytest.raises(ModelError, match="degrees"):
+        with taped.unrecorded(), pytest.raises(ModelError, match="degrees"):
             rows(taped, "degrees")  # it was to be found, and nobody answers now
         assert rows(taped, "b") == 3
-    with taped.aside():
+    with taped.unrecorded():
         assert rows(taped, "c") == 4
     assert peers.asked == ["a", "degrees", "b", "c"]

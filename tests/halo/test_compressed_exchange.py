@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossing_cases import SEED, Case, crossing, trip
+from crossing_cases import SEED, Case, compressed_exchange, site_exchange
 from kagome.comm.channel import Channel
 from kagome.comm.codec import Codec
 from kagome.comm.exchange import ExchangeRequest
@@ -35,7 +35,7 @@ def taken(channel: Channel, begun: Any) -> tuple[Tensor, int]:
 
 
 def as_it_is(channel: Channel) -> None:
-    way, size = crossing(channel), channel.size
+    way, size = compressed_exchange(channel), channel.size
     assert way.exact
     assert (way.rank, way.size) == (channel.rank, size)
     for pattern in ("uneven", "one way", "empty"):
@@ -49,7 +49,7 @@ def as_it_is(channel: Channel) -> None:
             assert torch.equal(found, other)
             assert torch.equal(found, case.plain(channel.rank))
             assert sent == also == case.bytes(channel.rank, "none")
-    assert not way.known.lines
+    assert not way.known.all_stale_rows
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -59,7 +59,7 @@ def test_without_codec_and_age_it_is_the_channel(ranks, world):
 
 def exact_beside(channel: Channel) -> None:
     """Evaluation, what is read once, and whole numbers cross as they are, in their epoch."""
-    way, rank = crossing(channel, codec="onebit", max_age=1), channel.rank
+    way, rank = compressed_exchange(channel, codec="onebit", max_age=1), channel.rank
     assert not way.exact
     for epoch in (1, 2, 3):
         channel.take_bytes()
@@ -69,11 +69,11 @@ def exact_beside(channel: Channel) -> None:
             assert torch.equal(found, given.plain(rank))
             assert sent == given.bytes(rank, "none")
         sends, comes = case.counts(rank)
-        rows = case.rows(rank)[case.pick(rank)]
+        rows = case.rows(rank)[case.index(rank)]
         assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
         assert torch.equal(way.start(rows, ExchangeRequest(sends, comes, "a")).wait(), case.plain(rank))
         assert way.all_reduce(torch.ones(1), action="b") == channel.size
-    assert not way.known.lines
+    assert not way.known.all_stale_rows
     assert way.take_counts().plain == 0
 
 
@@ -83,10 +83,12 @@ def test_what_belongs_to_no_epoch_of_training_is_exact(ranks, world):
 
 
 def on_one_rank(channel: Channel) -> None:
-    way, rows = crossing(channel, codec="onebit", max_age=1), torch.randn(4, 3)
+    way, rows = compressed_exchange(channel, codec="onebit", max_age=1), torch.randn(4, 3)
     assert way.exact
     for epoch in (1, 2):
-        begun = way.start(rows + epoch, ExchangeRequest([4], [4], "a", site=trip(epoch, torch.arange(4))))
+        begun = way.start(
+            rows + epoch, ExchangeRequest([4], [4], "a", site=site_exchange(epoch, torch.arange(4)))
+        )
         assert torch.equal(begun.wait(), rows + epoch)
 
 
@@ -104,7 +106,7 @@ def coded(channel: Channel, dtype: torch.dtype, patterns: list[str]) -> None:
             for direction in range(4):
                 # Gradients have a codec of their own.
                 names = ("none", name) if direction % 2 else (name, "none")
-                way = crossing(channel, codec=names[0], codec_backward=names[1])
+                way = compressed_exchange(channel, codec=names[0], codec_backward=names[1])
                 case = Case(channel.size, pattern, dtype, direction)
                 channel.take_bytes()
                 begun = case.begin(way)
@@ -114,8 +116,8 @@ def coded(channel: Channel, dtype: torch.dtype, patterns: list[str]) -> None:
                 assert torch.equal(found, case.by_hand(rank, name)), what
                 assert sent == case.bytes(rank, name), what
                 assert torch.equal(begun.wait(), found)
-                with case.begin(way).borrow() as lent:
-                    assert torch.equal(lent, found), what
+                with case.begin(way).borrow() as borrowed:
+                    assert torch.equal(borrowed, found), what
                 other = replace(case, direction=direction ^ 1)
                 assert torch.equal(other.begin(way).wait(), other.plain(rank)), what
 
@@ -131,16 +133,16 @@ def test_rows_that_go_one_way_only(ranks):
 
 def shared(channel: Channel) -> tuple[Tensor, Tensor]:
     """All send the same row of one vertex to all, then to rank 0 a gradient of it."""
-    size, first, way = channel.size, channel.rank == 0, crossing(channel, codec="int2")
-    rows, stamp = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([7])
+    size, first, way = channel.size, channel.rank == 0, compressed_exchange(channel, codec="int2")
+    rows, row_id = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([7])
     others = [int(peer != channel.rank) for peer in range(size)]
-    pick = torch.zeros(size - 1, dtype=torch.int64)
-    there = trip(2, stamp.repeat(size - 1))
-    read = way.start(rows, ExchangeRequest(others, others, "a", index=pick, site=there)).wait()
+    index = torch.zeros(size - 1, dtype=torch.int64)
+    there = site_exchange(2, row_id.repeat(size - 1))
+    read = way.start(rows, ExchangeRequest(others, others, "a", index=index, site=there)).wait()
     to_one, away = [0] * size, rows[: int(not first)]
     to_one[0] = away.size(0)
     come = others if first else [0] * size
-    back = way.start(away, ExchangeRequest(to_one, come, "b", site=trip(2, stamp[: to_one[0]], 3)))
+    back = way.start(away, ExchangeRequest(to_one, come, "b", site=site_exchange(2, row_id[: to_one[0]], 3)))
     return read, back.wait()
 
 
@@ -156,7 +158,7 @@ def test_a_vertex_is_drawn_for_alike_by_any_owner_and_its_gradients_apart(ranks)
 
 def repeated(channel: Channel) -> list[Tensor]:
     settings = {"codec": "onebit", "max_age": 1, "error_feedback": True, "smoothing": 0.5, "sync_every": 3}
-    way, found = crossing(channel, **settings), []
+    way, found = compressed_exchange(channel, **settings), []
     for epoch in range(1, 6):
         for site, direction in (("a", 0), ("b", 0), ("a", 3)):
             case = Case(channel.size, site=(site, 1), direction=direction, epoch=epoch, width=2)
@@ -189,10 +191,10 @@ def test_draws_depend_on_seed_epoch_and_site(ranks):
 def refused(channel: Channel) -> None:
     rows = torch.full((channel.size, 3), float("nan"))
     counts = [int(peer != channel.rank) for peer in range(channel.size)]
-    pick = torch.arange(sum(counts))
-    way, given = crossing(channel, codec="int4"), trip(2, pick)
+    index = torch.arange(sum(counts))
+    way, given = compressed_exchange(channel, codec="int4"), site_exchange(2, index)
     with pytest.raises(ModelError, match="finite numbers") as raised:
-        way.start(rows, ExchangeRequest(counts, counts, "halo of conv1.x", index=pick, site=given))
+        way.start(rows, ExchangeRequest(counts, counts, "halo of conv1.x", index=index, site=given))
     assert "halo of conv1.x" in str(raised.value)
 
 
@@ -205,7 +207,7 @@ def test_what_a_codec_cannot_write_is_refused_by_name(ranks):
 
 def summed(channel: Channel, name: CodecName, feedback: bool, direction: int) -> list[float]:
     """Of the sum of what came over epochs, less that of what was sent: its length, over a row's."""
-    way, rank, found = crossing(channel, codec=name, error_feedback=feedback), channel.rank, []
+    way, rank, found = compressed_exchange(channel, codec=name, error_feedback=feedback), channel.rank, []
     total, truth = torch.zeros(()), torch.zeros(())
     for epoch in range(1, 65):
         case = Case(channel.size, dtype=torch.float64, direction=direction, epoch=epoch, width=16, fixed=True)
@@ -227,7 +229,7 @@ def test_with_error_feedback_the_sum_of_what_came_stays_by_that_of_what_was_sent
 
 
 def late(channel: Channel, name: CodecName, direction: int) -> None:
-    way, size, rank = crossing(channel, codec=name, max_age=1), channel.size, channel.rank
+    way, size, rank = compressed_exchange(channel, codec=name, max_age=1), channel.size, channel.rank
     assert not way.mode.waits
     came = []
     for epoch in range(1, 6):
@@ -258,14 +260,14 @@ def test_late_rows_are_the_last_epoch_s_as_they_were_coded_then(ranks, world, na
 
 
 def sites_apart(channel: Channel) -> None:
-    way, rank = crossing(channel, **LATE), channel.rank
+    way, rank = compressed_exchange(channel, **LATE), channel.rank
     cases = [("a", 0, "uneven"), ("a", 3, "uneven"), ("b", 0, "empty"), ("c", 2, "one way")]
     for epoch in range(1, 4):
         for site, direction, pattern in cases:
             case = Case(channel.size, pattern, site=(site, 1), direction=direction, epoch=epoch)
             of = replace(case, epoch=max(epoch - 1, 1))
             assert torch.equal(case.begin(way).wait(), of.plain(rank))
-    assert len(way.known.lines) == len(cases)
+    assert len(way.known.all_stale_rows) == len(cases)
     way.settle()
 
 
@@ -276,7 +278,11 @@ def test_each_site_and_direction_has_a_line_of_its_own(ranks, world):
 
 def modes(channel: Channel) -> None:
     """Which epoch's rows come, and how they were coded, where a block says otherwise than the settings."""
-    way, size, rank = crossing(channel, codec="int4", max_age=2, sync_every=4), channel.size, channel.rank
+    way, size, rank = (
+        compressed_exchange(channel, codec="int4", max_age=2, sync_every=4),
+        channel.size,
+        channel.rank,
+    )
 
     def come(epoch: int) -> Tensor:
         return Case(size, epoch=epoch).begin(way).wait().clone()
@@ -314,8 +320,8 @@ def test_a_block_may_say_otherwise(ranks, world):
 
 
 def other_shapes(channel: Channel) -> None:
-    way, rank = crossing(channel, **LATE), channel.rank
-    fed = crossing(channel, codec="int8", error_feedback=True)
+    way, rank = compressed_exchange(channel, **LATE), channel.rank
+    fed = compressed_exchange(channel, codec="int8", error_feedback=True)
     for epoch, width, dtype in [(1, 4, torch.float32), (2, 5, torch.float32), (3, 5, torch.float64)]:
         case = Case(channel.size, epoch=epoch, width=width, dtype=dtype)
         assert torch.equal(case.begin(way).wait(), case.plain(rank))
@@ -332,7 +338,7 @@ def test_rows_of_another_shape_know_nothing_of_those_before(ranks):
 
 def many_messages(channel: Channel) -> None:
     """More than a rank can leave for another that takes none of them."""
-    way, rank = crossing(channel, **LATE), channel.rank
+    way, rank = compressed_exchange(channel, **LATE), channel.rank
     for epoch in (1, 2):
         for site in ("a", "b"):
             Case(channel.size, site=site, epoch=epoch).begin(way).wait()
@@ -340,7 +346,7 @@ def many_messages(channel: Channel) -> None:
         for epoch in range(3, 150):
             case = Case(channel.size, site="a", epoch=epoch)
             assert torch.equal(case.begin(way).wait(), case.plain(rank))
-    assert all(line.coming is None for line in way.known.lines.values())
+    assert all(line.in_flight is None for line in way.known.all_stale_rows.values())
 
 
 def test_rows_that_nobody_reads_any_more_hold_up_nothing(ranks):
@@ -351,7 +357,11 @@ def test_rows_that_nobody_reads_any_more_hold_up_nothing(ranks):
 
 
 def counted(channel: Channel) -> None:
-    way, size, rank = crossing(channel, codec="onebit", codec_backward="int8"), channel.size, channel.rank
+    way, size, rank = (
+        compressed_exchange(channel, codec="onebit", codec_backward="int8"),
+        channel.size,
+        channel.rank,
+    )
     case = Case(size, epoch=11)
     back = replace(case, direction=3)
     case.begin(way).wait()

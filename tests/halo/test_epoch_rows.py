@@ -40,7 +40,7 @@ def test_a_checkpoint_knows_how_far_rows_have_moved() -> None:
 
     known = EpochRows()
     known.moved(0.4, 2)
-    states = next(state for kind, _, state in known.carried(2) if kind == "crossing")
+    states = next(state for kind, _, state in known.state_entries(2) if kind == "crossing")
     other = EpochRows()
     other.forget(Told())
     for each in (known, other):
@@ -52,14 +52,14 @@ def test_a_checkpoint_knows_how_far_rows_have_moved() -> None:
 def test_drift_is_of_rows_and_not_of_gradients() -> None:
     known = EpochRows()
     for direction, drift in ((0, 0.1), (1, 1.5), (2, 0.2), (3, 2.0)):
-        known.lines["site", direction] = StaleRows("site", 1, drift=drift)
+        known.all_stale_rows["site", direction] = StaleRows("site", 1, drift=drift)
     assert known.drifts == (0.2, 1.0)
 
 
 def test_a_part_without_neighbours_says_nothing_of_drift() -> None:
     # Once its 0 was among those of the mean, and others' rows looked stiller than they were.
     known = EpochRows()
-    known.lines["site", 0] = StaleRows("site", 1)
+    known.all_stale_rows["site", 0] = StaleRows("site", 1)
     assert known.drifts == (0.0, 0.0)
 
 
@@ -77,5 +77,5 @@ def test_what_a_codec_lost_longer_ago_is_not_made_up_for() -> None:
     known.residuals["site", 0] = rows, 4
     assert known.residual(("site", 0), 5) is rows
     assert known.residual(("site", 0), 6) is None  # epoch 5 sent rows as they are
-    assert [kind for kind, *_ in known.carried(4)].count("residual") == 1
-    assert [kind for kind, *_ in known.carried(5)].count("residual") == 0
+    assert [kind for kind, *_ in known.state_entries(4)].count("residual") == 1
+    assert [kind for kind, *_ in known.state_entries(5)].count("residual") == 0

@@ -39,7 +39,7 @@ def sent(world: int) -> int:
     return sum(sum(extract(data, owner, part, world).send_counts) for part in range(world))
 
 
-def turn_of(*, grad: bool = True) -> ForwardPass:
+def pass_of(*, grad: bool = True) -> ForwardPass:
     return ForwardPass(1, checked=True, device=CPU, grad=grad)
 
 
@@ -48,21 +48,21 @@ def turn_of(*, grad: bool = True) -> ForwardPass:
 
 def both_products(channel: Channel, width: int) -> tuple[float, float, int, int]:
     data, owner = graph_and_owner(channel.size)
-    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    halo_exchange = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
     generator = torch.Generator().manual_seed(channel.rank)
-    x = torch.randn(plan.own, width, generator=generator, dtype=torch.float64)
-    y = torch.randn(plan.own + plan.halo, width, generator=generator, dtype=torch.float64)
-    turn = turn_of(grad=False)
+    x = torch.randn(halo_exchange.own, width, generator=generator, dtype=torch.float64)
+    y = torch.randn(halo_exchange.own + halo_exchange.halo, width, generator=generator, dtype=torch.float64)
+    forward_pass = pass_of(grad=False)
     channel.take_bytes()
-    out = plan.extend(x, turn, "out")
+    out = halo_exchange.gather(x, forward_pass, "out")
     forth = channel.take_bytes()["halo"]
-    back = plan.give_back(y, turn, "back")
+    back = halo_exchange.reduce(y, forward_pass, "back")
     return float((out * y).sum()), float((x * back).sum()), forth, channel.take_bytes()["halo"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("width", [1, 5])
-def test_extend_and_give_back_are_transposes(ranks: Callable[..., list], world: int, width: int) -> None:
+def test_gather_and_reduce_are_transposes(ranks: Callable[..., list], world: int, width: int) -> None:
     products = torch.tensor(ranks(world, both_products, width), dtype=torch.float64).sum(0)
     torch.testing.assert_close(products[0], products[1], rtol=1e-12, atol=0)
     assert products[2] == products[3] == 8 * width * sent(world)
@@ -70,32 +70,38 @@ def test_extend_and_give_back_are_transposes(ranks: Callable[..., list], world: 
 
 def gradients(channel: Channel, way: str) -> tuple[Tensor, Tensor]:
     data, owner = graph_and_owner(channel.size)
-    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    halo_exchange = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
     generator = torch.Generator().manual_seed(channel.rank)
-    tall, low = plan.own + plan.halo, plan.own
-    rows, weight = (low, tall) if way == "extend" else (tall, low)
+    tall, low = halo_exchange.own + halo_exchange.halo, halo_exchange.own
+    rows, weight = (low, tall) if way == "gather" else (tall, low)
     x = torch.randn(rows, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     y = torch.randn(weight, 3, generator=generator, dtype=torch.float64)
-    turn = turn_of()
-    out = (plan.extend if way == "extend" else plan.give_back)(x, turn, way)
-    ((out * y).sum() + turn.token).backward()
-    back = (plan.give_back if way == "extend" else plan.extend)(y, turn_of(grad=False), "reference")
+    forward_pass = pass_of()
+    out = (halo_exchange.gather if way == "gather" else halo_exchange.reduce)(x, forward_pass, way)
+    ((out * y).sum() + forward_pass.token).backward()
+    back = (halo_exchange.reduce if way == "gather" else halo_exchange.gather)(
+        y, pass_of(grad=False), "reference"
+    )
     assert x.grad is not None
     return x.grad, back
 
 
-@pytest.mark.parametrize("way", ["extend", "give back"])
+@pytest.mark.parametrize("way", ["gather", "reduce"])
 def test_the_gradient_of_one_is_the_other(ranks: Callable[..., list], way: str) -> None:
-    for grad, back in ranks(3, gradients, "extend" if way == "extend" else "give_back"):
+    for grad, back in ranks(3, gradients, "gather" if way == "gather" else "reduce"):
         torch.testing.assert_close(grad, back, rtol=1e-13, atol=0)
 
 
 def every_row(channel: Channel) -> tuple[Tensor, Tensor]:
     own = 2 * channel.rank  # rank 0 has none
     x = torch.full((own, 2), float(channel.rank), dtype=torch.float64, requires_grad=True)
-    turn = turn_of()
-    out = all_rows(torch.arange(own), channel).extend(x, turn, "all")
-    (out.sum() * (channel.rank + 1) + total(x.sum(0), turn, channel, "sum").sum() + turn.token).backward()
+    forward_pass = pass_of()
+    out = all_rows(torch.arange(own), channel).gather(x, forward_pass, "all")
+    (
+        out.sum() * (channel.rank + 1)
+        + total(x.sum(0), forward_pass, channel, "sum").sum()
+        + forward_pass.token
+    ).backward()
     assert x.grad is not None
     return out.detach()[:, 0], x.grad
 
@@ -171,9 +177,9 @@ def test_one_rank_sends_nothing() -> None:
 
 def rows_in(channel: Channel, dtype: torch.dtype) -> int:
     data, owner = graph_and_owner(channel.size)
-    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    halo_exchange = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
     channel.take_bytes()
-    plan.extend(torch.zeros(plan.own, 3, dtype=dtype), turn_of(grad=False), "rows")
+    halo_exchange.gather(torch.zeros(halo_exchange.own, 3, dtype=dtype), pass_of(grad=False), "rows")
     return channel.take_bytes()["halo"]
 
 
@@ -187,16 +193,18 @@ def test_rows_travel_in_their_own_type(ranks: Callable[..., list], dtype: torch.
 
 def disagree(channel: Channel, how: str) -> tuple[str, float]:
     data, owner = graph_and_owner(channel.size)
-    plan = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    halo_exchange = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
     odd = channel.rank == 1
     epoch = 2 if odd and how == "epoch" else 1
-    turn = ForwardPass(epoch, checked=True, device=CPU, grad=True)
+    forward_pass = ForwardPass(epoch, checked=True, device=CPU, grad=True)
     if odd and how == "number":
-        turn.collectives += 1
-    x = torch.zeros(plan.own, 4 if odd and how == "width" else 3, requires_grad=not (odd and how == "grad"))
+        forward_pass.collectives += 1
+    x = torch.zeros(
+        halo_exchange.own, 4 if odd and how == "width" else 3, requires_grad=not (odd and how == "grad")
+    )
     begun = time.monotonic()
     try:
-        plan.extend(x, turn, "conv.x")
+        halo_exchange.gather(x, forward_pass, "conv.x")
     except CommError as error:
         return str(error), time.monotonic() - begun
     return "", time.monotonic() - begun
@@ -239,9 +247,9 @@ def train_without_rows(channel: Channel) -> list[Tensor]:
     model = two_layers().double()
     scope = Interceptor(extract(data, owner, channel.rank, channel.size), channel, handlers=HANDLERS)
     install(model, scope)
-    with scope.running(1, training=True, checked=True) as turn:
+    with scope.running(1, training=True, checked=True) as forward_pass:
         out = model(scope.inputs["x"], scope.inputs["edge_index"])
-    (turn.token if channel.rank == 1 else out.sum() + turn.token).backward()
+    (forward_pass.token if channel.rank == 1 else out.sum() + forward_pass.token).backward()
     return [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
 
 

@@ -21,11 +21,11 @@ Ranks = Callable[..., list]
 ROWS, WIDTH = 40, 5
 
 
-def trip(
-    epoch: int, stamps: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None
+def site_exchange(
+    epoch: int, row_ids: torch.Tensor, direction: int = 0, reads: torch.Tensor | None = None
 ) -> SiteExchange:
     known = torch.empty(0, dtype=torch.long) if reads is None else reads
-    return SiteExchange(("layer.x", 1), direction, epoch, True, stamps, known)
+    return SiteExchange(("layer.x", 1), direction, epoch, True, row_ids, known)
 
 
 def rows_of(rank: int, epoch: int, *, moving: float = 1.0) -> torch.Tensor:
@@ -39,24 +39,24 @@ def counts(size: int, rank: int) -> list[int]:
     return [0 if peer == rank else ROWS for peer in range(size)]
 
 
-def crossed(
+def exchanged(
     channel: Channel, parallel: Parallel, epochs: int, moving: float, direction: int = 0
 ) -> tuple[list[torch.Tensor], list[int]]:
     """What one rank hears in each epoch, and the bytes it sent; all rows of a rank go to each peer."""
-    crossing = CompressedExchange(channel, parallel, seed=3)
+    compressed_exchange = CompressedExchange(channel, parallel, seed=3)
     n = counts(channel.size, channel.rank)
-    pick = torch.arange(ROWS).repeat(channel.size - 1)
+    index = torch.arange(ROWS).repeat(channel.size - 1)
     heard, sent = [], []
     for epoch in range(1, epochs + 1):
         channel.take_bytes()
         reads = often_read(sum(n))
-        site = trip(epoch, pick, direction, reads)
-        request = ExchangeRequest(n, n, f"epoch {epoch}", index=pick, site=site)
-        begun = crossing.start(rows_of(channel.rank, epoch, moving=moving), request)
+        site = site_exchange(epoch, index, direction, reads)
+        request = ExchangeRequest(n, n, f"epoch {epoch}", index=index, site=site)
+        begun = compressed_exchange.start(rows_of(channel.rank, epoch, moving=moving), request)
         heard.append(begun.wait().clone())
         sent.append(channel.take_bytes()["halo"])
-    for line in crossing.known.lines.values():
-        line.settle()
+    for stale_rows in compressed_exchange.known.all_stale_rows.values():
+        stale_rows.settle()
     return heard, sent
 
 
@@ -99,8 +99,8 @@ def test_equal_rows_of_one_bit_stay_so() -> None:
 
 def fitted(channel: Channel) -> tuple[float, float, list[int]]:
     plain = Parallel(codec="int4")
-    alike, _ = crossed(channel, plain, FIT_EVERY // 5, 0.0)
-    fit, sent = crossed(channel, Parallel(codec="int4", adaptive_bits=True), FIT_EVERY // 5, 0.0)
+    alike, _ = exchanged(channel, plain, FIT_EVERY // 5, 0.0)
+    fit, sent = exchanged(channel, Parallel(codec="int4", adaptive_bits=True), FIT_EVERY // 5, 0.0)
     true = true_rows(channel.size, channel.rank, 0, 0.0)
     reads = often_read(true.size(0)).double().unsqueeze(1)
 
@@ -121,15 +121,17 @@ def test_shared_out_bits_lose_less_in_as_many_bytes(ranks: Ranks) -> None:
 
 
 def measured(channel: Channel) -> tuple[dict[str, float], torch.Tensor, torch.Tensor]:
-    crossing = CompressedExchange(channel, Parallel(codec="int4", adaptive_bits=True), seed=3)
-    n, pick = counts(channel.size, channel.rank), torch.arange(ROWS)
+    compressed_exchange = CompressedExchange(channel, Parallel(codec="int4", adaptive_bits=True), seed=3)
+    n, index = counts(channel.size, channel.rank), torch.arange(ROWS)
     for epoch in range(1, 12):
-        given = trip(epoch, pick, 0, often_read(sum(n)))
+        given = site_exchange(epoch, index, 0, often_read(sum(n)))
         rows = rows_of(channel.rank, epoch, moving=0.0)
-        heard = crossing.start(rows, ExchangeRequest(n, n, "", index=pick, site=given)).wait().clone()
+        heard = (
+            compressed_exchange.start(rows, ExchangeRequest(n, n, "", index=index, site=given)).wait().clone()
+        )
         if epoch == 10:
-            crossing.take_counts()
-    return crossing.take_counts().errors, heard, true_rows(2, channel.rank, 0, 0.0)
+            compressed_exchange.take_counts()
+    return compressed_exchange.take_counts().errors, heard, true_rows(2, channel.rank, 0, 0.0)
 
 
 def test_errors_are_those_of_the_bits_that_each_row_has(ranks: Ranks) -> None:
@@ -142,7 +144,7 @@ def test_errors_are_those_of_the_bits_that_each_row_has(ranks: Ranks) -> None:
 
 
 def sampled(channel: Channel, direction: int) -> tuple[torch.Tensor, int, list[int]]:
-    heard, sent = crossed(channel, Parallel(halo_sample=0.25), 400, 0.0, direction)
+    heard, sent = exchanged(channel, Parallel(halo_sample=0.25), 400, 0.0, direction)
     return torch.stack(heard), channel.rank, sent
 
 
@@ -167,8 +169,8 @@ def test_a_seed_below_zero_draws_too() -> None:
 
 
 def both_ways(channel: Channel) -> tuple[torch.Tensor, torch.Tensor]:
-    there, _ = crossed(channel, Parallel(halo_sample=0.3), 1, 0.0, 0)
-    back, _ = crossed(channel, Parallel(halo_sample=0.3), 1, 0.0, 3)
+    there, _ = exchanged(channel, Parallel(halo_sample=0.3), 1, 0.0, 0)
+    back, _ = exchanged(channel, Parallel(halo_sample=0.3), 1, 0.0, 3)
     return there[0].abs().sum(1) > 0, back[0].abs().sum(1) > 0
 
 
@@ -183,7 +185,7 @@ def test_gradients_come_back_for_the_rows_that_were_sent(ranks: Ranks) -> None:
 
 def skipped(channel: Channel, moving: float) -> tuple[list[torch.Tensor], int, list[int]]:
     parallel = Parallel(max_age=5, skip_drift=0.1, guard=False)
-    heard, sent = crossed(channel, parallel, 12, moving)
+    heard, sent = exchanged(channel, parallel, 12, moving)
     return heard, channel.rank, sent
 
 
@@ -209,9 +211,9 @@ def test_a_row_that_is_too_old_is_never_read() -> None:
     skip, n = Skip(0.5, 2, Codec("none")), 6
     rows = torch.ones(n, 3)
     for epoch in (1, 2):
-        skip.plan(trip(epoch, torch.arange(n)), rows, [0, n], [0, n])
+        skip.plan(site_exchange(epoch, torch.arange(n)), rows, [0, n], [0, n])
         skip.arrived(rows, [torch.zeros(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)], epoch)
-    skip.plan(trip(3, torch.arange(n)), rows, [0, n], [0, n])
+    skip.plan(site_exchange(3, torch.arange(n)), rows, [0, n], [0, n])
     with pytest.raises(CommError, match="at most 2 epochs old"):
         skip.arrived(rows, [torch.zeros(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)], 3)
 

@@ -31,183 +31,183 @@ def sent(epoch: float, count: int = 3, width: int = 2) -> Begun:
     return Begun(torch.full((count, width), float(epoch), dtype=torch.float64))
 
 
-def epochs_of(line: StaleRows, epochs, synchronous=()) -> tuple[list[float], dict[int, Begun]]:
-    """Run a line through epochs: of which epoch the rows were that each was given."""
+def epochs_of(stale_rows: StaleRows, epochs, synchronous=()) -> tuple[list[float], dict[int, Begun]]:
+    """Run stale rows through epochs: of which epoch the rows were that each was given."""
     begun, found = {}, []
     for epoch in epochs:
         begun[epoch] = sent(epoch)
-        rows = line.turn(begun[epoch], epoch, synchronous=epoch in synchronous)
+        rows = stale_rows.receive(begun[epoch], epoch, synchronous=epoch in synchronous)
         assert rows.shape == (3, 2)
         found.append(float(rows[0, 0]))
     return found, begun
 
 
 def test_the_first_epoch_waits_and_later_ones_read_the_last():
-    line = StaleRows("conv1.x", 1)
-    found, begun = epochs_of(line, range(1, 6))
+    stale_rows = StaleRows("conv1.x", 1)
+    found, begun = epochs_of(stale_rows, range(1, 6))
     assert found == [1, 1, 2, 3, 4]
     assert [begun[epoch].waits for epoch in range(1, 6)] == [1, 1, 1, 1, 0]
-    assert line.coming is not None
-    assert line.coming[1] == 5
+    assert stale_rows.in_flight is not None
+    assert stale_rows.in_flight[1] == 5
 
 
 def test_age_counts_from_the_epoch_in_which_rows_were_sent():
-    line = StaleRows("conv1.x", 1)
-    epochs_of(line, [1])
-    assert line.oldest == 0
-    epochs_of(line, [2])
-    assert (line.oldest, line.epoch) == (1, 1)
-    epochs_of(line, range(3, 6))
-    assert line.oldest == 1
-    assert line.epoch == 4
+    stale_rows = StaleRows("conv1.x", 1)
+    epochs_of(stale_rows, [1])
+    assert stale_rows.oldest == 0
+    epochs_of(stale_rows, [2])
+    assert (stale_rows.oldest, stale_rows.epoch) == (1, 1)
+    epochs_of(stale_rows, range(3, 6))
+    assert stale_rows.oldest == 1
+    assert stale_rows.epoch == 4
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
 def test_a_row_that_is_too_old_is_never_given_out(limit):
-    line = StaleRows("conv1.x, forward", limit)
+    stale_rows = StaleRows("conv1.x, forward", limit)
     with pytest.raises(CommError, match="no rows yet"):
-        line.read(1)
-    epochs_of(line, [3])
-    assert float(line.read(3 + limit)[0, 0]) == 3
+        stale_rows.read(1)
+    epochs_of(stale_rows, [3])
+    assert float(stale_rows.read(3 + limit)[0, 0]) == 3
     with pytest.raises(CommError, match=f"got rows {limit + 1} epochs old") as raised:
-        line.read(4 + limit)
+        stale_rows.read(4 + limit)
     assert f"conv1.x, forward, epoch {4 + limit}" in str(raised.value)
-    assert line.oldest == limit
+    assert stale_rows.oldest == limit
 
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_after_a_gap_longer_than_the_limit_it_waits(limit):
-    line = StaleRows("conv1.x", limit)
-    found, _ = epochs_of(line, [1, 2, 2 + limit])  # within the limit
+    stale_rows = StaleRows("conv1.x", limit)
+    found, _ = epochs_of(stale_rows, [1, 2, 2 + limit])  # within the limit
     assert found == [1, 1, 2]
-    line = StaleRows("conv1.x", limit)
-    found, begun = epochs_of(line, [1, 2, 3 + limit, 4 + limit])
+    stale_rows = StaleRows("conv1.x", limit)
+    found, begun = epochs_of(stale_rows, [1, 2, 3 + limit, 4 + limit])
     assert found == [1, 1, 3 + limit, 3 + limit]
     assert begun[2].waits == 1  # taken, and thrown away
-    assert line.oldest == 1
+    assert stale_rows.oldest == 1
 
 
 def test_synchronous_epochs_give_fresh_rows_and_drop_what_was_under_way():
-    line = StaleRows("conv1.x", 1)
-    found, begun = epochs_of(line, range(1, 9), synchronous={3, 4, 7})
+    stale_rows = StaleRows("conv1.x", 1)
+    found, begun = epochs_of(stale_rows, range(1, 9), synchronous={3, 4, 7})
     assert found == [1, 1, 3, 4, 4, 5, 7, 7]
     assert all(begun[epoch].waits == 1 for epoch in range(1, 8))
 
 
 def test_an_epoch_that_runs_twice_does_not_read_itself():
     """A forward that begins again without fast paths may send other rows by the same site."""
-    line = StaleRows("conv1.x", 1)
+    stale_rows = StaleRows("conv1.x", 1)
     first, again = sent(1.0), sent(1.5)
-    assert float(line.turn(first, 1, synchronous=False)[0, 0]) == 1
-    assert float(line.turn(again, 1, synchronous=False)[0, 0]) == 1.5
-    assert epochs_of(line, [2])[0] == [1.5]
+    assert float(stale_rows.receive(first, 1, synchronous=False)[0, 0]) == 1
+    assert float(stale_rows.receive(again, 1, synchronous=False)[0, 0]) == 1.5
+    assert epochs_of(stale_rows, [2])[0] == [1.5]
 
 
 def test_an_earlier_epoch_reads_nothing_of_a_later_one():
     """Epochs go back where a run resumes from an older checkpoint."""
-    line = StaleRows("conv1.x", 1)
-    epochs_of(line, range(1, 6))
-    assert epochs_of(line, [2, 3])[0] == [2, 2]
+    stale_rows = StaleRows("conv1.x", 1)
+    epochs_of(stale_rows, range(1, 6))
+    assert epochs_of(stale_rows, [2, 3])[0] == [2, 2]
 
 
 def test_smoothing_is_a_moving_average_corrected_for_its_beginning():
-    share, line = 0.7, StaleRows("conv1.x", 1, 0.7)
+    share, stale_rows = 0.7, StaleRows("conv1.x", 1, 0.7)
     rows = [torch.randn(4, 3, dtype=torch.float64) for _ in range(8)]
     for epoch in range(1, 8):
-        got = line.turn(Begun(rows[epoch]), epoch, synchronous=False)
+        got = stale_rows.receive(Begun(rows[epoch]), epoch, synchronous=False)
         known = range(1, max(epoch, 2))  # epochs that have been heard of
         weights = [share ** (known[-1] - e) for e in known]
         expected = sum(w * rows[e] for w, e in zip(weights, known, strict=True)) / sum(weights)
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    assert line.oldest == 1
+    assert stale_rows.oldest == 1
 
 
 def test_synchronous_rows_are_not_smoothed_but_count_for_later():
-    line = StaleRows("conv1.x", 1, 0.5)
+    stale_rows = StaleRows("conv1.x", 1, 0.5)
     rows = {epoch: torch.randn(2, 2, dtype=torch.float64) for epoch in range(1, 5)}
-    assert torch.equal(line.turn(Begun(rows[1]), 1, synchronous=False), rows[1])
-    line.turn(Begun(rows[2]), 2, synchronous=False)
-    assert torch.equal(line.turn(Begun(rows[3]), 3, synchronous=True), rows[3])
-    late = line.turn(Begun(rows[4]), 4, synchronous=False)
+    assert torch.equal(stale_rows.receive(Begun(rows[1]), 1, synchronous=False), rows[1])
+    stale_rows.receive(Begun(rows[2]), 2, synchronous=False)
+    assert torch.equal(stale_rows.receive(Begun(rows[3]), 3, synchronous=True), rows[3])
+    late = stale_rows.receive(Begun(rows[4]), 4, synchronous=False)
     expected = (0.25 * rows[1] + 0.5 * rows[2] + rows[3]) / 1.75
     torch.testing.assert_close(late, expected, rtol=0, atol=1e-15)
 
 
 def test_what_was_forgotten_is_not_read_nor_left_under_way():
-    line = StaleRows("conv1.x", 1, 0.5)
-    _, begun = epochs_of(line, range(1, 4))
-    line.forget()
+    stale_rows = StaleRows("conv1.x", 1, 0.5)
+    _, begun = epochs_of(stale_rows, range(1, 4))
+    stale_rows.forget()
     assert begun[3].waits == 1
-    assert line.rows is None
-    assert line.coming is None
-    assert line.drift is None
+    assert stale_rows.rows is None
+    assert stale_rows.in_flight is None
+    assert stale_rows.drift is None
     with pytest.raises(CommError):
-        line.read(3)
-    assert epochs_of(line, [4, 5])[0] == [4, 4]  # nothing of before is in the average either
+        stale_rows.read(3)
+    assert epochs_of(stale_rows, [4, 5])[0] == [4, 4]  # nothing of before is in the average either
 
 
 def test_settling_changes_nothing_that_is_read():
     one, other = StaleRows("conv1.x", 1, 0.3), StaleRows("conv1.x", 1, 0.3)
     for epoch in range(1, 6):
         rows = torch.randn(3, 2, dtype=torch.float64)
-        read = [line.turn(Begun(rows), epoch, synchronous=epoch == 4) for line in (one, other)]
+        read = [stale_rows.receive(Begun(rows), epoch, synchronous=epoch == 4) for stale_rows in (one, other)]
         assert torch.equal(*read)
         one.settle()
-        assert one.coming is None
+        assert one.in_flight is None
         one.settle()
     assert one.epoch == 5
     assert other.epoch == 4
 
 
 def test_drift_is_how_far_rows_moved_within_an_epoch():
-    line = StaleRows("conv1.x", 1)
-    epochs_of(line, [1])
-    assert line.drift is None
-    line.settle()
+    stale_rows = StaleRows("conv1.x", 1)
+    epochs_of(stale_rows, [1])
+    assert stale_rows.drift is None
+    stale_rows.settle()
     for epoch, moved in [(2, 0.5), (3, 1 / 3), (4, 0.25)]:
-        line.turn(sent(epoch), epoch, synchronous=True)
-        assert line.drift == pytest.approx(moved)
-    line.turn(Begun(torch.zeros(3, 2, dtype=torch.float64)), 5, synchronous=True)
-    assert line.drift == 0.0  # of no length
+        stale_rows.receive(sent(epoch), epoch, synchronous=True)
+        assert stale_rows.drift == pytest.approx(moved)
+    stale_rows.receive(Begun(torch.zeros(3, 2, dtype=torch.float64)), 5, synchronous=True)
+    assert stale_rows.drift == 0.0  # of no length
 
 
 def test_drift_is_that_of_the_mean_which_dropout_moves_least():
-    line, rows = StaleRows("conv1.x", 1), torch.randn(6, 3, dtype=torch.float64)
-    line.turn(Begun(rows), 1, synchronous=True)
-    line.turn(Begun(rows.flip(0)), 2, synchronous=True)
-    assert line.drift == pytest.approx(0, abs=1e-12)
-    line.turn(Begun(1.25 * rows), 3, synchronous=True)
-    assert line.drift == pytest.approx(0.2)
+    stale_rows, rows = StaleRows("conv1.x", 1), torch.randn(6, 3, dtype=torch.float64)
+    stale_rows.receive(Begun(rows), 1, synchronous=True)
+    stale_rows.receive(Begun(rows.flip(0)), 2, synchronous=True)
+    assert stale_rows.drift == pytest.approx(0, abs=1e-12)
+    stale_rows.receive(Begun(1.25 * rows), 3, synchronous=True)
+    assert stale_rows.drift == pytest.approx(0.2)
 
 
 def test_drift_is_measured_on_a_sample_of_many_rows():
-    line, count = StaleRows("conv1.x", 1), 3 * SAMPLE
+    stale_rows, count = StaleRows("conv1.x", 1), 3 * SAMPLE
     first = torch.ones(count, 1)
     second = first.clone()
     second[1::3] = second[2::3] = 7.0  # rows between those that are looked at
-    line.turn(Begun(first), 1, synchronous=True)
-    line.turn(Begun(second), 2, synchronous=True)
-    assert line.drift == 0.0
-    line.turn(Begun(2 * second), 3, synchronous=True)
-    assert line.drift == pytest.approx(0.5)
+    stale_rows.receive(Begun(first), 1, synchronous=True)
+    stale_rows.receive(Begun(second), 2, synchronous=True)
+    assert stale_rows.drift == 0.0
+    stale_rows.receive(Begun(2 * second), 3, synchronous=True)
+    assert stale_rows.drift == pytest.approx(0.5)
 
 
 def test_shapes_that_change_do_not_fit():
-    line, like = StaleRows("conv1.x", 1, 0.5), torch.empty(0, dtype=torch.float64)
-    assert line.fits(3, 2, like)
-    epochs_of(line, [1, 2])
-    assert line.fits(3, 2, like)
-    assert not line.fits(4, 2, like)
-    assert not line.fits(3, 1, like)
-    assert not line.fits(3, 2, like.float())
-    line.forget()
-    rows = line.turn(sent(3, count=4, width=1), 3, synchronous=False)
+    stale_rows, like = StaleRows("conv1.x", 1, 0.5), torch.empty(0, dtype=torch.float64)
+    assert stale_rows.fits(3, 2, like)
+    epochs_of(stale_rows, [1, 2])
+    assert stale_rows.fits(3, 2, like)
+    assert not stale_rows.fits(4, 2, like)
+    assert not stale_rows.fits(3, 1, like)
+    assert not stale_rows.fits(3, 2, like.float())
+    stale_rows.forget()
+    rows = stale_rows.receive(sent(3, count=4, width=1), 3, synchronous=False)
     assert rows.shape == (4, 1)
     assert float(rows[0]) == 3
 
 
 def test_no_rows_at_all():
-    line = StaleRows("conv1.x", 1, 0.5)
+    stale_rows = StaleRows("conv1.x", 1, 0.5)
     for epoch in range(1, 4):
-        assert line.turn(sent(epoch, count=0), epoch, synchronous=False).shape == (0, 2)
-    assert line.oldest == 1
+        assert stale_rows.receive(sent(epoch, count=0), epoch, synchronous=False).shape == (0, 2)
+    assert stale_rows.oldest == 1

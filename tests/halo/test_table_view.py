@@ -18,22 +18,22 @@ from kagome.sparse_ops.edge_sum import neighbor_sum
 OWN, HALO, TABLE, EDGES = 7, 11, 40, 90
 
 
-class Road:
+class LocalHaloWork:
     """A way on which a chunk's halo lies in a table."""
 
-    def __init__(self, coming: Any, edges: Structure) -> None:
-        self.coming, self.edges = coming, edges
+    def __init__(self, work: Any, edges: Structure) -> None:
+        self.work, self.edges = work, edges
         self.site = type("Site", (), {"grad": True})
         self.back: list[Tensor] = []
 
-    def fetch(self, rows: Tensor) -> Any:
-        return self.coming
+    def start_gather(self, rows: Tensor) -> Any:
+        return self.work
 
-    def give(self, away: Tensor) -> Any:
+    def start_reduce(self, away: Tensor) -> Any:
         self.back.append(away)
         return type("Gone", (), {"borrow": lambda _: torch.no_grad()})()
 
-    def add(self, come: Any, own: Tensor) -> Tensor:
+    def add(self, received: Any, own: Tensor) -> Tensor:
         return own
 
 
@@ -61,24 +61,24 @@ def test_the_sum_is_that_of_gathered_rows(width: int, dtype: torch.dtype, how: s
     rows = torch.randn(OWN, width, dtype=dtype).requires_grad_()
     plain = rows.detach().requires_grad_()
     lying = TableView(lambda: table, TableIndex(places), WeakTensorMap())
-    road = Road(lying, edges)
-    turn = ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True)
-    found = neighbor_sum(rows, edges, road=road, turn=turn, **more)  # type: ignore[arg-type]
+    halo_work = LocalHaloWork(lying, edges)
+    forward_pass = ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True)
+    found = neighbor_sum(rows, edges, halo_work=halo_work, forward_pass=forward_pass, **more)  # type: ignore[arg-type]
     expected = neighbor_sum(torch.cat([plain, table[places]]), edges, **more)
     torch.testing.assert_close(found, expected)
     found.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(rows.grad, plain.grad)
-    assert road.back[0].shape == (HALO, width)
+    assert halo_work.back[0].shape == (HALO, width)
 
 
 def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     edges, table, places, _ = given(4, torch.float64)
     lying = TableView(lambda: table, TableIndex(places), WeakTensorMap())
     monkeypatch.setattr(TableView, "wait", lambda _: pytest.fail("the halo was copied"))
-    turn = ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True)
+    forward_pass = ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True)
     rows = torch.randn(OWN, 4, dtype=torch.float64)
-    neighbor_sum(rows, edges, road=Road(lying, edges), turn=turn)  # type: ignore[arg-type]
+    neighbor_sum(rows, edges, halo_work=LocalHaloWork(lying, edges), forward_pass=forward_pass)  # type: ignore[arg-type]
 
 
 def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> None:
@@ -91,8 +91,8 @@ def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> Non
 
     lying = TableView(settle, TableIndex(places), WeakTensorMap())
     assert torch.equal(lying.wait(), table[places])
-    with lying.borrow() as come:
-        assert torch.equal(come, table[places])
+    with lying.borrow() as received:
+        assert torch.equal(received, table[places])
     assert lying.table() is table
     assert asked == [1]
 

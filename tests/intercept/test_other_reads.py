@@ -129,7 +129,7 @@ def test_attention_over_all_vertices_trains_on_coded_rows(ranks, given):
 def known_rows(channel: Channel) -> dict[str, Any]:
     own = torch.arange(3 + channel.rank) * 10 + channel.rank
     found = all_rows(own, channel)
-    return {"own": own, "ids": found.ids, "stamps": found.stamps, "reads": found.reads}
+    return {"own": own, "ids": found.ids, "row_ids": found.row_ids, "reads": found.reads}
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -138,8 +138,8 @@ def test_rows_that_all_read_are_drawn_for_by_their_vertices(ranks, world):
     for rank, each in enumerate(found):
         others = torch.cat([other["own"] for peer, other in enumerate(found) if peer != rank])
         torch.testing.assert_close(each["ids"], torch.cat([each["own"], others]))
-        torch.testing.assert_close(each["stamps"][0], each["own"].repeat(world - 1))
-        torch.testing.assert_close(each["stamps"][1], others)
+        torch.testing.assert_close(each["row_ids"][0], each["own"].repeat(world - 1))
+        torch.testing.assert_close(each["row_ids"][1], others)
         assert each["reads"].tolist() == [1] * others.numel()
 
 

@@ -30,8 +30,8 @@ def threads() -> Iterator[Callable[[int], None]]:
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_loops_give_the_bits_of_plain(case: Case) -> None:
-    x, pick, stamps, key, few = case
-    one, other = (code(way, x, few, pick=pick, stamps=stamps, key=key) for way in (ReferenceCodec, cpu))
+    x, index, row_ids, key, few = case
+    one, other = (code(way, x, few, index=index, row_ids=row_ids, key=key) for way in (ReferenceCodec, cpu))
     assert_same(one, other)
     assert one.bad == 0
 
@@ -40,9 +40,9 @@ def test_loops_give_the_bits_of_plain(case: Case) -> None:
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 15, 16, 17, 31, 128, 200])
 def test_every_width_of_rows_has_its_vectors(width: int, few: int) -> None:
     x = torch.randn(100, width)  # more rows than the loops take at a time
-    pick = torch.randint(0, 100, (61,))
+    index = torch.randint(0, 100, (61,))
     assert_same(code(ReferenceCodec, x, few), code(cpu, x, few))
-    assert_same(code(ReferenceCodec, x, few, pick=pick), code(cpu, x, few, pick=pick))
+    assert_same(code(ReferenceCodec, x, few, index=index), code(cpu, x, few, index=index))
 
 
 def test_loops_give_the_bits_of_plain_in_a_million_numbers() -> None:
@@ -54,19 +54,19 @@ def test_loops_give_the_bits_of_plain_in_a_million_numbers() -> None:
 
 @each_width
 def test_any_number_of_threads_gives_the_same_bits(few: int, threads: Callable[[int], None]) -> None:
-    x, pick = torch.randn(3000, 100), torch.randint(0, 3000, (2501,))
+    x, index = torch.randn(3000, 100), torch.randint(0, 3000, (2501,))
     x[17, 3], x[2900, 99] = torch.inf, torch.nan
     rows = torch.arange(3000)
     found = []
     for number in (1, 2, 5):
         threads(number)
-        found.append((code(cpu, x, few), code(cpu, x[20:2800], few, pick=pick.clamp(max=2779))))
+        found.append((code(cpu, x, few), code(cpu, x[20:2800], few, index=index.clamp(max=2779))))
         assert found[-1][0].bad == 2
     whole = (rows != 17) & (rows != 2900)
     for every, picked in found[1:]:
         assert same(every.restored[whole], found[0][0].restored[whole])
         assert_same(picked, found[0][1])
-    assert_same(found[0][1], code(ReferenceCodec, x[20:2800], few, pick=pick.clamp(max=2779)))
+    assert_same(found[0][1], code(ReferenceCodec, x[20:2800], few, index=index.clamp(max=2779)))
 
 
 @each_way
@@ -93,12 +93,12 @@ def test_views_are_read_as_they_are(way: Any) -> None:
 
 @each_way
 @each_width
-@pytest.mark.parametrize("over", ["stamps", "keys"])
+@pytest.mark.parametrize("over", ["row_ids", "keys"])
 def test_restored_numbers_are_right_on_the_mean(way: Any, few: int, over: str) -> None:
     """Each number within five standard errors; one of two ways has other rows between those of one vertex."""
     x = torch.cat([torch.randn(4, 9), torch.rand(2, 9) * 1.001 - 7, torch.randn(2, 9) ** 5])
-    draws = 3000 if over == "stamps" else 400
-    if over == "stamps":
+    draws = 3000 if over == "row_ids" else 400
+    if over == "row_ids":
         coded = code(way, x.repeat(draws, 1), few)
         restored = coded.restored.view(draws, *x.shape).double()
     else:
@@ -119,9 +119,9 @@ def test_restored_numbers_are_right_on_the_mean(way: Any, few: int, over: str) -
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_no_number_is_off_by_more_than_a_step(way: Any, case: Case) -> None:
-    x, pick, stamps, key, few = case
-    coded = code(way, x, few, pick=pick, stamps=stamps, key=key)
-    wanted = x if pick is None else x[pick]
+    x, index, row_ids, key, few = case
+    coded = code(way, x, few, index=index, row_ids=row_ids, key=key)
+    wanted = x if index is None else x[index]
     off = (coded.restored.double() - wanted.double()).abs()
     # Float32 rounds the product and the sum.
     slack = 2.0**-22 * (coded.step.double() * (2**few - 1) + wanted.abs().amax(1, keepdim=True)) + 2.0**-149
@@ -132,10 +132,10 @@ def test_no_number_is_off_by_more_than_a_step(way: Any, case: Case) -> None:
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_spans_are_rounded_up_and_by_little(way: Any, case: Case) -> None:
-    x, _, stamps, key, few = case
-    if len(x) != len(stamps):
-        stamps = torch.arange(len(x))
-    coded = code(way, x, few, stamps=stamps, key=key)
+    x, _, row_ids, key, few = case
+    if len(x) != len(row_ids):
+        row_ids = torch.arange(len(x))
+    coded = code(way, x, few, row_ids=row_ids, key=key)
     low, raw = x.amin(1), x.amax(1) - x.amin(1)
     held = (coded.span.int() << 16).view(torch.float32)
     assert torch.equal(coded.low, low)
@@ -175,13 +175,13 @@ def test_spans_at_the_ends_of_float32(way: Any, few: int) -> None:
 @each_width
 @pytest.mark.parametrize("column", [0, 2, 17, 20])
 def test_the_largest_draw_does_not_carry(way: Any, few: int, column: int) -> None:
-    stamps = torch.tensor([stamp_that_draws(0xFFFFFFFF, column), stamp_that_draws(0, column)] * 8)
-    draws = drawn(stamps, 0, 21)[:, column]
+    row_ids = torch.tensor([stamp_that_draws(0xFFFFFFFF, column), stamp_that_draws(0, column)] * 8)
+    draws = drawn(row_ids, 0, 21)[:, column]
     assert torch.equal(draws, torch.tensor([1 - 2.0**-24, 0.0] * 8))
     levels = 2**few - 1
     x = torch.zeros(16, 21)
     x[:, 1] = x[:, column] = levels  # a span that needs no rounding
-    coded = code(way, x, few, stamps=stamps, key=0)
+    coded = code(way, x, few, row_ids=row_ids, key=0)
     assert torch.equal(coded.restored[:, column], x[:, column])
     assert coded.restored[:, 4:17].count_nonzero() == 0
 
@@ -203,7 +203,7 @@ def test_a_number_that_is_none_is_found_in_any_place(way: Any, few: int, value: 
     assert torch.equal(coded.low[::2], good.low[::2])
     assert torch.equal(coded.span[::2], good.span[::2])
     assert torch.equal(coded.restored[::2], good.restored[::2])
-    assert code(way, spoiled, few, pick=torch.tensor([1, 0, 1, 2])).bad == 2
+    assert code(way, spoiled, few, index=torch.tensor([1, 0, 1, 2])).bad == 2
 
 
 @each_way
@@ -229,26 +229,26 @@ def test_bytes_a_column() -> None:
 @each_way
 @each_width
 def test_draws_follow_stamps_not_places(way: Any, few: int) -> None:
-    x, stamps = torch.randn(37, 19), torch.randperm(10**6)[:37] * 2**30
-    whole = code(way, x, few, stamps=stamps)
-    assert_same(whole, code(way, x, few, stamps=stamps))  # repeatable
+    x, row_ids = torch.randn(37, 19), torch.randperm(10**6)[:37] * 2**30
+    whole = code(way, x, few, row_ids=row_ids)
+    assert_same(whole, code(way, x, few, row_ids=row_ids))  # repeatable
     order = torch.randperm(37)
-    moved = code(way, x[order], few, stamps=stamps[order])
+    moved = code(way, x[order], few, row_ids=row_ids[order])
     assert same(moved.restored, whole.restored[order])
-    picked = code(way, x, few, pick=order[:5], stamps=stamps[order[:5]])
+    picked = code(way, x, few, index=order[:5], row_ids=row_ids[order[:5]])
     assert same(picked.restored, whole.restored[order[:5]])
     narrow = torch.cat(
         [x[:, :7], x.amin(1, True), x.amax(1, True)], dim=1
     )  # columns, not places, are drawn by
-    assert same(code(way, narrow, few, stamps=stamps).restored[:, :7], whole.restored[:, :7])
+    assert same(code(way, narrow, few, row_ids=row_ids).restored[:, :7], whole.restored[:, :7])
 
 
 @pytest.mark.parametrize("bit", [0, 1, 15, 31, 32, 47, 62, 63])
 def test_every_bit_of_stamps_and_keys_counts(bit: int) -> None:
-    stamps = torch.arange(1000)
-    other = stamps ^ (1 << bit if bit < 63 else -(1 << 63))
-    first = drawn(stamps, KEY, 16)
-    for second in (drawn(other, KEY, 16), drawn(stamps, KEY ^ 1 << bit, 16)):
+    row_ids = torch.arange(1000)
+    other = row_ids ^ (1 << bit if bit < 63 else -(1 << 63))
+    first = drawn(row_ids, KEY, 16)
+    for second in (drawn(other, KEY, 16), drawn(row_ids, KEY ^ 1 << bit, 16)):
         assert (first == second).float().mean() < 0.001
         together = torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]
         assert abs(together) < 5 / first.numel() ** 0.5

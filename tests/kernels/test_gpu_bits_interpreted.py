@@ -22,8 +22,8 @@ from kagome.kernels.quantize.ops import ReferenceCodec as Plain
 @settings(deadline=None, max_examples=60, database=None, suppress_health_check=list(HealthCheck))
 @given(cases(most=20))
 def run(case):
-    x, pick, stamps, key, few = case
-    assert_same(*(code(way, x, few, pick=pick, stamps=stamps, key=key) for way in (Plain, gpu_bits)))
+    x, index, row_ids, key, few = case
+    assert_same(*(code(way, x, few, index=index, row_ids=row_ids, key=key) for way in (Plain, gpu_bits)))
 run()
 print("cases")
 for few in (1, 2, 4, 8):
@@ -44,7 +44,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kagome.kernels.quantize import triton as gpu_bits
-TYPES = {"x": "fp32", "low": "fp32", "out": "fp32", "pick": "i64", "stamps": "i64", "column": "i64",
+TYPES = {"x": "fp32", "low": "fp32", "out": "fp32", "index": "i64", "row_ids": "i64", "column": "i64",
          "span": "i16", "bad": "u8", "body": "u8"}
 for name in ("encode_kernel", "decode_kernel"):
     kernel = getattr(gpu_bits, name)

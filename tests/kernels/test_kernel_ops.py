@@ -29,7 +29,7 @@ def large(rows: int = 3000, edges: int = 60000) -> Structure:
 
 
 def results(s: Structure, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
-    heads = x.view(s.whole, 8, -1)
+    heads = x.view(s.num_sources, 8, -1)
     att = heads[0]
     alpha = ops.softmax_sum(s.by_target, heads[..., 0], heads[..., 1], 0.2)
     best, ties = ops.extreme_rows(s.by_target, x, 1.0)
@@ -56,7 +56,7 @@ def threads():
 
 def test_any_number_of_threads_gives_the_same_bits(threads):
     s = large()
-    x, w = torch.randn(s.whole, 64), torch.randn(s.edges, 8)
+    x, w = torch.randn(s.num_sources, 64), torch.randn(s.edges, 8)
     found = []
     for number in (1, 2, 5):
         threads(number)
@@ -69,8 +69,8 @@ def test_any_number_of_threads_gives_the_same_bits(threads):
 def test_large_rows_agree_with_plain(threads):
     threads(3)
     s = large()
-    x, w = torch.randn(s.whole, 64, dtype=torch.float64), torch.randn(s.edges, 8, dtype=torch.float64)
-    heads = x.view(s.whole, 8, 8)
+    x, w = torch.randn(s.num_sources, 64, dtype=torch.float64), torch.randn(s.edges, 8, dtype=torch.float64)
+    heads = x.view(s.num_sources, 8, 8)
     pairs = [
         (
             way.sum_rows(s.by_target, heads, w),
@@ -86,7 +86,7 @@ def test_large_rows_agree_with_plain(threads):
 def test_several_python_threads_may_call_at_once(threads):
     threads(2)
     s = large(edges=20000)
-    x, w = torch.randn(s.whole, 64), torch.randn(s.edges, 8)
+    x, w = torch.randn(s.num_sources, 64), torch.randn(s.edges, 8)
     wanted = results(s, x, w)
     with ThreadPoolExecutor(4) as ranks:
         for found in ranks.map(lambda _: results(s, x, w), range(8)):
@@ -107,7 +107,7 @@ def test_a_number_that_is_none_shows_in_the_result():
 
 def test_views_and_tensors_that_need_a_gradient_are_read_as_they_are():
     s = large(rows=600, edges=2000)
-    x = torch.randn(32, s.whole, dtype=torch.float64, requires_grad=True).t()
+    x = torch.randn(32, s.num_sources, dtype=torch.float64, requires_grad=True).t()
     into = torch.zeros(16, s.own, dtype=torch.float64).t()
     out = ops.sum_rows(s.by_target, x[:, ::2], into=into)
     assert out is into
@@ -117,16 +117,17 @@ def test_views_and_tensors_that_need_a_gradient_are_read_as_they_are():
 def test_no_columns_and_no_heads():
     s = large(rows=600, edges=100)
     for way in (dispatch, reference):
-        assert way.sum_rows(s.by_target, torch.empty(s.whole, 0)).shape == (s.own, 0)
-        assert way.sum_rows(s.by_target, torch.empty(s.whole, 0, 4), torch.empty(100, 0)).shape == (
+        assert way.sum_rows(s.by_target, torch.empty(s.num_sources, 0)).shape == (s.own, 0)
+        assert way.sum_rows(s.by_target, torch.empty(s.num_sources, 0, 4), torch.empty(100, 0)).shape == (
             s.own,
             0,
             4,
         )
         assert way.softmax_edges(s.by_target, torch.empty(100, 0)).shape == (100, 0)
-        assert way.extreme_rows(s.by_target, torch.empty(s.whole, 0), 1.0)[0].shape == (s.own, 0)
+        assert way.extreme_rows(s.by_target, torch.empty(s.num_sources, 0), 1.0)[0].shape == (s.own, 0)
         assert (
-            way.dot_edges(s.by_target, torch.empty(s.own, 2, 0), torch.empty(s.whole, 2, 0)).abs().sum() == 0
+            way.dot_edges(s.by_target, torch.empty(s.own, 2, 0), torch.empty(s.num_sources, 2, 0)).abs().sum()
+            == 0
         )
 
 
@@ -134,7 +135,7 @@ def test_what_is_done_how():
     assert ops.backend_of(torch.zeros(1)) == ops.backend_of(torch.zeros(1, dtype=torch.float64)) == "numba"
     assert ops.backend_of(torch.zeros(1, dtype=torch.bfloat16)) == "torch"
     s = large(rows=600, edges=2000)
-    x = torch.randn(s.whole, 8)
+    x = torch.randn(s.num_sources, 8)
     half = ops.sum_rows(s.by_target, x.bfloat16())
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half, ops.sum_rows(s.by_target, x.bfloat16().float()).bfloat16())

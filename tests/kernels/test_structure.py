@@ -27,7 +27,7 @@ def test_entries_are_sorted_and_know_their_edge(data):
     layout = s.by_source
     assert layout.edge.tolist() == order
     assert layout.column.tolist() == [ends[e][1] for e in order]
-    assert layout.pointer.diff().tolist() == [sum(u == i for u, _ in ends) for i in range(s.whole)]
+    assert layout.pointer.diff().tolist() == [sum(u == i for u, _ in ends) for i in range(s.num_sources)]
     assert torch.equal(layout.middle, layout.pointer[1:])
     for layout in (s.by_target, s.by_source):
         assert layout.pointer.dtype == layout.middle.dtype == torch.int64
@@ -39,8 +39,8 @@ def test_entries_are_sorted_and_know_their_edge(data):
 def test_the_sort_of_other_devices_gives_the_same(data):
     s = data.draw(cases(most=300)).structure
     for counted, argsorted in [
-        (s.by_target, _sorted(s.target, s.source, s.own, s.whole, s.own)),
-        (s.by_source, _sorted(s.source, s.target, s.whole, s.own, s.own)),
+        (s.by_target, _sorted(s.target, s.source, s.own, s.num_sources, s.own)),
+        (s.by_source, _sorted(s.source, s.target, s.num_sources, s.own, s.own)),
     ]:
         for name in ("pointer", "middle", "column", "edge"):
             assert torch.equal(getattr(counted, name), getattr(argsorted, name))
@@ -76,7 +76,7 @@ def test_edges_in_the_order_of_the_kernels_are_the_same_edges(data):
     assert torch.equal(walked.source, s.source[order])
     assert torch.equal(walked.target, s.target[order])
     assert walked.walked is walked
-    anew = Structure(walked.source, walked.target, s.own, s.whole)
+    anew = Structure(walked.source, walked.target, s.own, s.num_sources)
     for kept, made in ((walked.by_target, anew.by_target), (walked.by_source, anew.by_source)):
         for name in ("pointer", "middle", "column", "edge"):
             assert torch.equal(getattr(kept, name), getattr(made, name))
@@ -99,6 +99,6 @@ def test_more_rows_than_int32_holds_are_refused():
 @pytest.mark.parametrize("layout", ["by_target", "by_source"])
 @pytest.mark.parametrize(("source", "target"), [(4, 0), (-1, 0), (0, 3), (0, -1)])
 def test_an_edge_to_a_row_that_is_not_there_is_refused_before_kernels_write(layout, source, target):
-    found = Structure(torch.tensor([0, source]), torch.tensor([1, target]), own=3, whole=4)
+    found = Structure(torch.tensor([0, source]), torch.tensor([1, target]), own=3, num_sources=4)
     with pytest.raises(IndexError, match="out of bounds"):
         getattr(found, layout)

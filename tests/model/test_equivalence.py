@@ -20,7 +20,7 @@ from kagome.errors import ModelError
 from kagome.graph.partition.partition import partition
 from kagome.model.trace.shapes import Survey, chain, trace
 from kagome.model.zoo import build_model
-from kagome.profile.step_shapes import looked_at
+from kagome.profile.step_shapes import survey_on_sample
 from odd_models import ODD_MODELS
 from pipelines import HIDDEN, MODELS, data, told
 from training import CLASSES, FEATURES, graph
@@ -175,7 +175,7 @@ def look(model: nn.Module, layers: tuple[str, ...] = (), *, amp: bool = False) -
     part = partition(graph(kind, 120), parts=1, method="contiguous")[0]
     names = ["edge_index", *part.nodes, *part.edges]
     steps = chain(model, layers, names) if layers else trace(model, names)
-    return looked_at(model, steps, part, PartOptions(seed=3, amp=amp), named=bool(layers))
+    return survey_on_sample(model, steps, part, PartOptions(seed=3, amp=amp), named=bool(layers))
 
 
 def made(build: Callable[[], nn.Module]) -> nn.Module:

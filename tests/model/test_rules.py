@@ -155,8 +155,8 @@ def exchanges(channel: Channel, build: Callable[[], nn.Module], epochs: int) -> 
         with parallelize(seeded(build, 0), part_of(sample_graph(1), channel), channel, PartOptions()) as net:
             for epoch in range(epochs):
                 out = net.forward(epoch, training=True, checked=True)
-                (out.sum() + net.scope.forward.turn.token).backward()
-                counts.append(net.scope.forward.turn.collectives)
+                (out.sum() + net.scope.forward.forward_pass.token).backward()
+                counts.append(net.scope.forward.forward_pass.collectives)
         return counts
 
 
@@ -210,11 +210,11 @@ def run_and_take_off(channel: Channel, case: ConvCase) -> str:
         before, weights = snapshot(model), copy.deepcopy(model.state_dict())
         with (
             parallelize(model, part_of(data, channel), channel, PartOptions()) as net,
-            net.running(1, training=True, checked=True) as turn,
+            net.running(1, training=True, checked=True) as forward_pass,
             torch.no_grad(),
         ):
             model.eval()
-            turn.grad = False
+            forward_pass.grad = False
             model(**{name: net.scope.inputs[name] for name in names})
         after = snapshot(model.train())
         if after != before:

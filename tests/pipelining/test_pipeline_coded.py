@@ -214,7 +214,7 @@ def two_steps(channel: Channel, name: str, parallel: dict[str, Any]) -> list[dic
         {"pipe": 2, "graph": 2, "chunks": 1, "codec": "onebit", "codec_stage": "int8"},
     ],
 )
-def test_without_history_the_ladder_probes_with_the_exact_gradient(ranks, mesh):
+def test_without_history_the_precision_controller_probes_with_the_exact_gradient(ranks, mesh):
     first, second, crossing = ranks(world(mesh), two_steps, "gcn", mesh)[0]
     plain, given = model("gcn"), data()
     plain.load_state_dict(first)

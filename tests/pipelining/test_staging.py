@@ -114,7 +114,7 @@ def test_timing_holds_what_is_still_to_be_read(monkeypatch):
 
 
 FAULTS: dict[str, tuple[Any, str, Exception, str]] = {
-    "looking": (staging, "looked_at", ValueError("too odd"), "ModelError"),
+    "looking": (staging, "survey_on_sample", ValueError("too odd"), "ModelError"),
     "timing": (staging, "timed", DataError("rows", "there are none"), "DataError"),
     "a step": (step_times, "_one", ZeroDivisionError("by none"), "ModelError"),
     "what is kept": (staging, "keeping", RuntimeError("out of it"), "ModelError"),

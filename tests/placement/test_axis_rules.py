@@ -23,18 +23,22 @@ class Watching(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks = Placements()
+        self.placements = Placements()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.__name__
         if name != "__get__" or isinstance(result, Tensor):
-            self.marks.spread(attribute(func) if name == "__get__" else name, args, kwargs or {}, result)
+            self.placements.spread(attribute(func) if name == "__get__" else name, args, kwargs or {}, result)
         return result
 
     def axis(self, tensor: Tensor) -> int | None:
-        mark = self.marks.get(tensor)
-        return None if mark is None or mark.kind is PlacementKind.LOST or mark.each > 1 else mark.axis
+        placement = self.placements.get(tensor)
+        return (
+            None
+            if placement is None or placement.kind is PlacementKind.LOST or placement.each > 1
+            else placement.axis
+        )
 
 
 def probe(shape: tuple[int, ...], axis: int) -> Tensor:
@@ -149,7 +153,7 @@ def test_the_tracked_axis_is_where_row_numbers_lie(
     shape, axis = start
     x, watching = probe(*start), Watching()
     rows, place = shape[axis], axis
-    watching.marks.put(x, Placement(PlacementKind.ROWS, axis=axis))
+    watching.placements.put(x, Placement(PlacementKind.ROWS, axis=axis))
     for _ in range(data.draw(st.integers(1, 5))):
         with watching:
             x = data.draw(steps(x, place))
@@ -159,7 +163,7 @@ def test_the_tracked_axis_is_where_row_numbers_lie(
         assert found in (None, true), (tuple(x.shape), found, true)
         if found is None or x.dim() > 5:
             return
-        place, x = found, watching.marks.put(probe(tuple(x.shape), found), watching.marks.get(x))
+        place, x = found, watching.placements.put(probe(tuple(x.shape), found), watching.placements.get(x))
 
 
 KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
@@ -196,7 +200,7 @@ KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 def test_what_layers_do_to_rows_keeps_their_axis(name: str) -> None:
     call, axis = KEPT[name]
     watching, x = Watching(), probe((3, 4), 0)
-    watching.marks.put(x, Placement(PlacementKind.ROWS))
+    watching.placements.put(x, Placement(PlacementKind.ROWS))
     with watching:
         out = call(x)
     assert watching.axis(out) == axis
@@ -223,7 +227,7 @@ LOST: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", LOST)
 def test_what_is_no_row_of_a_vertex_any_more_has_no_axis(name: str) -> None:
     watching, x = Watching(), probe((3, 3), 0)
-    watching.marks.put(x, Placement(PlacementKind.ROWS))
+    watching.placements.put(x, Placement(PlacementKind.ROWS))
     with watching:
         out = LOST[name](x)
     assert watching.axis(out) is None
@@ -231,7 +235,7 @@ def test_what_is_no_row_of_a_vertex_any_more_has_no_axis(name: str) -> None:
 
 def test_an_empty_part_keeps_its_axis() -> None:
     watching = Watching()
-    x = watching.marks.put(torch.zeros(0, 4), Placement(PlacementKind.ROWS))
+    x = watching.placements.put(torch.zeros(0, 4), Placement(PlacementKind.ROWS))
     with watching:
         out = torch.nn.functional.linear(x, torch.eye(4)).view(-1, 4).relu()
     assert watching.axis(out) == 0

@@ -109,29 +109,31 @@ OF_ENDS: tuple[Step, ...] = (
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(st.integers(2, 5), st.lists(st.integers(0, 999), min_size=1, max_size=5))
-def test_a_mark_is_what_the_entries_show(edges: int, choices: list[int]) -> None:
+def test_a_placement_is_what_the_entries_show(edges: int, choices: list[int]) -> None:
     torch.manual_seed(edges)
     watching, x = Watching(), tagged_edges(edges)
-    watching.marks.put(x, Placement(PlacementKind.EDGES))
+    watching.placements.put(x, Placement(PlacementKind.EDGES))
     for choice in choices:
-        before = watching.marks.get(x)
+        before = watching.placements.get(x)
         steps = BOTH + (OF_EDGES if before is not None and before.kind is PlacementKind.EDGES else OF_ENDS)
         with watching:
             x = steps[choice % len(steps)](x)
-        mark, true = watching.marks.get(x), shown(x)
-        if mark is None or mark.kind not in IDS:
+        placement, true = watching.placements.get(x), shown(x)
+        if placement is None or placement.kind not in IDS:
             # What is not known is refused where rows are read by it.
             assert x.numel() <= 1 or (
-                mark is not None and mark.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)
+                placement is not None and placement.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)
             )
             return
-        if mark.both:  # both directions in one list: either row may name halo rows
-            assert mark.kind is PlacementKind.EDGES
-            assert all(watching.marks.get(row).kind is PlacementKind.SOURCE for row in unbound(watching, x))
+        if placement.both:  # both directions in one list: either row may name halo rows
+            assert placement.kind is PlacementKind.EDGES
+            assert all(
+                watching.placements.get(row).kind is PlacementKind.SOURCE for row in unbound(watching, x)
+            )
             return
-        assert mark.kind is true
-        if mark.kind is PlacementKind.EDGES:
-            assert mark.swapped is (shown(x[0]) is PlacementKind.TARGET)
+        assert placement.kind is true
+        if placement.kind is PlacementKind.EDGES:
+            assert placement.swapped is (shown(x[0]) is PlacementKind.TARGET)
 
 
 def unbound(watching: Watching, edges: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,25 +179,25 @@ KNOWN: dict[str, tuple[Callable[[Tensor], Tensor], PlacementKind]] = {
 def test_what_layers_do_to_edges_is_known(name: str) -> None:
     call, kind = KNOWN[name]
     watching, ends = Watching(), tagged_edges(3)
-    watching.marks.put(ends, Placement(PlacementKind.EDGES))
+    watching.placements.put(ends, Placement(PlacementKind.EDGES))
     with watching:
-        mark = watching.marks.get(call(ends))
-    assert mark is not None
-    assert mark.kind is kind
+        placement = watching.placements.get(call(ends))
+    assert placement is not None
+    assert placement.kind is kind
 
 
-def test_a_mark_ends_with_its_tensor() -> None:
+def test_a_placement_ends_with_its_tensor() -> None:
     watching = Watching()
     for _ in range(20):
-        watching.marks.put(torch.zeros(2, 3, dtype=torch.long), Placement(PlacementKind.EDGES))
-    assert len(watching.marks._table) <= 1
+        watching.placements.put(torch.zeros(2, 3, dtype=torch.long), Placement(PlacementKind.EDGES))
+    assert len(watching.placements._table) <= 1
 
 
-def test_a_mark_can_be_taken_away() -> None:
+def test_a_placement_can_be_taken_away() -> None:
     watching, x = Watching(), torch.zeros(2, 3)
-    watching.marks.put(x, Placement(PlacementKind.ROWS))
-    watching.marks.put(x, None)
-    assert watching.marks.get(x) is None
+    watching.placements.put(x, Placement(PlacementKind.ROWS))
+    watching.placements.put(x, None)
+    assert watching.placements.get(x) is None
 
 
 # In a running interception ---------------------------------------------------------------------
@@ -219,10 +221,10 @@ def whole_part() -> tuple[Interceptor, Partition]:
     return Interceptor(part, Channel(None, "cpu"), handlers=HANDLERS), part
 
 
-def test_inputs_are_marked_for_what_they_are() -> None:
+def test_inputs_are_placed_as_what_they_are() -> None:
     scope, _ = whole_part()
-    kinds = {name: scope.marks.get(value) for name, value in scope.inputs.items() if name != "num_nodes"}
-    assert {name: mark and mark.kind for name, mark in kinds.items()} == {
+    kinds = {name: scope.placements.get(value) for name, value in scope.inputs.items() if name != "num_nodes"}
+    assert {name: placement and placement.kind for name, placement in kinds.items()} == {
         "edge_index": PlacementKind.EDGES,
         **dict.fromkeys(("edge_weight", "edge_attr", "edge_type"), PlacementKind.PAIRS),
         **dict.fromkeys(("x", "node_type", "pos", "normal"), PlacementKind.ROWS),
@@ -234,8 +236,8 @@ def test_a_row_an_edge_and_a_row_a_vertex_are_told_apart() -> None:
         x, ends = scope.inputs["x"], scope.inputs["edge_index"]
         read = x[ends[0]]
         back = torch.zeros_like(x).index_add(0, ends[1], read)
-        marks = [scope.marks.get(t) for t in (read, read.relu(), back, back.sum(1))]
-        return tuple(mark and mark.kind for mark in marks)
+        placements = [scope.placements.get(t) for t in (read, read.relu(), back, back.sum(1))]
+        return tuple(placement and placement.kind for placement in placements)
 
     assert (
         on_three(work)
@@ -247,7 +249,7 @@ def test_a_row_an_edge_and_a_row_a_vertex_are_told_apart() -> None:
 def test_reading_by_ids_reads_the_vertices_of_the_whole_graph() -> None:
     def work(scope: Interceptor) -> bool:
         ends, view = scope.inputs["edge_index"], scope.views[0]
-        named = scope.marks.put(scope.ids.own().double().clone(), Placement(PlacementKind.ROWS))
+        named = scope.placements.put(scope.ids.own().double().clone(), Placement(PlacementKind.ROWS))
         read = (named[ends[0]], named.index_select(0, ends[0]), named[ends[1]])
         with torch._C.DisableTorchFunction():
             true = (view.ids[view.edge_index[0]],) * 2 + (view.ids[view.edge_index[1]],)

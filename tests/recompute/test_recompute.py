@@ -86,7 +86,7 @@ def cast(channel: Channel, again: bool) -> dict[str, Tensor]:
     part = extract(data, random_owner(30, 2), channel.rank, 2)
     with parallelize(model, part, channel, PartOptions(recompute=again, amp=True)) as net:
         out = net.forward(1, training=True)
-        (out.float().square().sum() + net.scope.forward.turn.token).backward()
+        (out.float().square().sum() + net.scope.forward.forward_pass.token).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -174,7 +174,7 @@ def test_a_layer_runs_again_in_training_only_and_is_left_as_it_was() -> None:
         out.sum().backward()
         assert block.runs == [False, False, True, True]
         forward = scope.forward
-        assert (forward.path, forward.layers, forward.draws, forward.turn.over) == ([], 0, 0, True)
+        assert (forward.path, forward.layers, forward.draws, forward.forward_pass.over) == ([], 0, 0, True)
     assert vars(block).keys() == untouched.keys()
 
 
@@ -189,15 +189,15 @@ def test_a_later_forward_may_come_before_the_backward() -> None:
             model.zero_grad()
             with scope.running(4, training=True):
                 out = model(scope.inputs["x"], scope.inputs["edge_index"])
-            turn = scope.forward.turn
+            forward_pass = scope.forward.forward_pass
             if between:
                 model.eval()
                 with torch.no_grad(), scope.running(9, training=False):
                     model(scope.inputs["x"], scope.inputs["edge_index"])
                 model.train()
-                turn = scope.forward.turn
+                forward_pass = scope.forward.forward_pass
             out.square().sum().backward()
-            assert scope.forward.turn is turn
+            assert scope.forward.forward_pass is forward_pass
             grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 

@@ -27,7 +27,7 @@ def intercepted(layer: nn.Module, *, learns: bool = True) -> Iterator[Intercepto
     data = graph()
     part = extract(data, torch.zeros(VERTICES, dtype=torch.long), 0, 1)
     net = parallelize(layer, part, Channel(None, "cpu"), PartOptions())
-    net.scope.calls.on = learns
+    net.scope.layer_replay.on = learns
     with net:
         yield net.scope
 
@@ -36,20 +36,20 @@ def intercepted(layer: nn.Module, *, learns: bool = True) -> Iterator[Intercepto
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[Learned]:
     """Grows with each call that is made again from notes."""
     found: list[Learned] = []
-    inner = Learned.again
+    inner = Learned.replay
 
-    def again(self: Learned, *given: Any) -> Any:
+    def replay(self: Learned, *given: Any) -> Any:
         found.append(self)
         return inner(self, *given)
 
-    monkeypatch.setattr(Learned, "again", again)
+    monkeypatch.setattr(Learned, "replay", replay)
     return found
 
 
 def run(
     scope: Interceptor, epoch: int, layer: nn.Module, *, training: bool = True
 ) -> tuple[Tensor, list[Tensor]]:
-    x = scope.marks.put(rows(epoch), Placement(PlacementKind.ROWS))
+    x = scope.placements.put(rows(epoch), Placement(PlacementKind.ROWS))
     with scope.running(epoch, training=training):
         out = layer(x, scope.inputs["edge_index"])
     return out.detach(), gradients(layer, out, x)
@@ -112,7 +112,7 @@ def test_what_is_made_again_is_what_the_layer_would_give(name: str, replays: lis
                 args = (rows(epoch),)
                 found = []
                 for which, module in ((scope, layer), (plain, twin)):
-                    x = which.marks.put(args[0].detach(), Placement(PlacementKind.ROWS))
+                    x = which.placements.put(args[0].detach(), Placement(PlacementKind.ROWS))
                     with which.running(epoch, training=False):
                         found.append(module(x, which.inputs["edge_index"]))
                 torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
@@ -258,7 +258,7 @@ def test_a_number_that_python_reads_from_rows_is_not_learned() -> None:
     with intercepted(layer) as scope, intercepted(twin, learns=False) as plain:
         for epoch in range(1, TRIES + 4):
             assert_same(run(scope, epoch, layer), run(plain, epoch, twin))
-        assert {layer for layer, *_ in scope.calls._learned} == {id(layer.nn[0])}
+        assert {layer for layer, *_ in scope.layer_replay._learned} == {id(layer.nn[0])}
     for one, other in zip(layer.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -288,7 +288,7 @@ def test_without_the_module_s_call_it_gives_the_same(replays: list[Learned]) -> 
         for epoch in range(1, 5):
             run(scope, epoch, layer)
         before = len(replays)
-        x = scope.marks.put(rows(5), Placement(PlacementKind.ROWS))
+        x = scope.placements.put(rows(5), Placement(PlacementKind.ROWS))
         found = []
         for call in (lambda: layer.forward.known((x, scope.inputs["edge_index"]), {}), None):  # type: ignore[attr-defined]
             with scope.running(5, training=True):
@@ -336,7 +336,7 @@ def test_rows_that_lie_otherwise_are_another_call(replays: list[Learned]) -> Non
         before, found = len(replays), []
         for which, module in ((scope, layer), (plain, twin)):
             x = rows(5).detach().t().contiguous().t().requires_grad_()
-            which.marks.put(x, Placement(PlacementKind.ROWS))
+            which.placements.put(x, Placement(PlacementKind.ROWS))
             with which.running(5, training=True):
                 out = module(x, which.inputs["edge_index"])
             found.append((out.detach(), gradients(module, out, x)))

@@ -38,8 +38,8 @@ def watched(layer: nn.Module) -> Iterator[tuple[Interceptor, list[Any]]]:
     net = parallelize(layer, part, Channel(None, "cpu"), PartOptions())
     scope = net.scope
     ran: list[Any] = []
-    learn = scope.again.learn
-    scope.again.learn = lambda *given: (ran.append(given[0]), learn(*given))  # type: ignore[method-assign]
+    learn = scope.propagate_cache.learn
+    scope.propagate_cache.learn = lambda *given: (ran.append(given[0]), learn(*given))  # type: ignore[method-assign]
     with net:
         yield scope, ran
 
@@ -51,7 +51,7 @@ def rows(seed: int, *, grad: bool = True) -> Tensor:
 
 def ours(scope: Interceptor, epoch: int, layer: nn.Module, *given: Any) -> tuple[Tensor, list[Tensor]]:
     x = given[0].detach().requires_grad_(given[0].requires_grad)
-    scope.marks.put(x, Placement(PlacementKind.ROWS))
+    scope.placements.put(x, Placement(PlacementKind.ROWS))
     with scope.running(epoch, training=True):
         out = layer(x, scope.inputs["edge_index"], *(scope.inputs[name] for name in given[1:]))
     return out.detach(), gradients(layer, out, x)

@@ -29,8 +29,8 @@ def actions(draw: st.DrawFn) -> Action:
 def test_text_and_action_are_one(action):
     assert parse(str(action)) == action
     if not action.kind.computes:
-        assert action.answer.answer == action
-        assert action.answer.kind.sends != action.kind.sends
+        assert action.counterpart.counterpart == action
+        assert action.counterpart.kind.sends != action.kind.sends
 
 
 @given(st.lists(actions(), max_size=6))

@@ -124,7 +124,7 @@ def test_what_comes_from_a_rank_is_waited_for_in_the_order_in_which_it_is_sent(s
         assert sorted(map(str, found)) == sorted(str(a) for a in program if a.kind.receives)
         for other, sender in enumerate(programs):
             come = [a for a in found if a.other % shape.homes == other]
-            assert come == [a.answer for a in sender if a.kind.sends and a.other % shape.homes == rank]
+            assert come == [a.counterpart for a in sender if a.kind.sends and a.other % shape.homes == rank]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4))

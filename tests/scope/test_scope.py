@@ -26,26 +26,26 @@ class Part:
 
     def __init__(self, *, sums_only: bool = False) -> None:
         part = extract(Data(edge_index=EDGES, num_nodes=4), torch.tensor([1, 0, 1, 0]), 0, 2)
-        channel, self.marks = RecordedRows(alone()), Placements()
+        channel, self.placements = RecordedRows(alone()), Placements()
         self.forward = RunningForward(CPU, fast=True)
-        self.axes = Axes(self.marks, 4, self.forward)
+        self.axes = Axes(self.placements, 4, self.forward)
         self.views = [in_view(part, channel, CPU)]
-        self.ids = VertexIds(part, self.views, self.marks)
+        self.ids = VertexIds(part, self.views, self.placements)
         self.constants = Constants(channel, self.forward)
         self.ranks = RankSums(channel, self.forward, self.axes, self.views[0], 5, slices=False)
         self.reads = NeighborReads(
-            channel, self.forward, self.views, self.ids, self.marks, self.constants, sums_only=sums_only
+            channel, self.forward, self.views, self.ids, self.placements, self.constants, sums_only=sums_only
         )
 
 
 def test_rows_are_told_by_their_placement() -> None:
     part = Part()
-    x = part.marks.put(torch.zeros(2, 3), Placement(PlacementKind.ROWS))
+    x = part.placements.put(torch.zeros(2, 3), Placement(PlacementKind.ROWS))
     assert (part.axes.of(x), part.axes.of_each_vertex(x), part.axes.of(torch.zeros(2, 3))) == (0, True, None)
     turned = part.axes.like(torch.zeros(3, 2), x, 1)
     assert (part.axes.of(turned), part.axes.of_vertices(turned)) == (1, True)
     assert part.ranks.number_of(Placement(PlacementKind.ROWS), 2) == 4
-    assert part.ids.words_of(x).tolist() == part.ids.own().tolist() == [1, 3]
+    assert part.ids.row_counters(x).tolist() == part.ids.own().tolist() == [1, 3]
     assert part.ids.local_of(torch.tensor([3, 1])).tolist() == [1, 0]
 
 
@@ -59,22 +59,22 @@ def test_what_is_lost_is_refused_with_its_origin() -> None:
 
 def test_values_of_constants_are_kept_until_they_are_written_to() -> None:
     constants, x = Part().constants, torch.ones(3)
-    assert not constants.lasting(x)
+    assert not constants.is_constant(x)
     constants.add(x)
-    assert constants.lasting(x.view(3, 1))
-    assert constants.lasting(x)
-    total = constants.keep("total", x.sum())
-    assert constants.kept("total") is total
+    assert constants.is_constant(x.view(3, 1))
+    assert constants.is_constant(x)
+    total = constants.cache("total", x.sum())
+    assert constants.cached("total") is total
     total.add_(1)
-    assert constants.kept("total") is None
+    assert constants.cached("total") is None
     constants.forget()
-    assert not constants.remembered
+    assert not constants.computed
 
 
 def test_a_sample_of_rows_serves_sums_alone() -> None:
-    Part().reads.needs_all("a softmax over neighbours")
+    Part().reads.refuse_sample("a softmax over neighbours")
     with pytest.raises(ModelError, match="a softmax over neighbours"):
-        Part(sums_only=True).reads.needs_all("a softmax over neighbours")
+        Part(sums_only=True).reads.refuse_sample("a softmax over neighbours")
 
 
 def test_a_forward_counts_its_draws_and_names_reads_by_their_arguments() -> None:
@@ -83,4 +83,4 @@ def test_a_forward_counts_its_draws_and_names_reads_by_their_arguments() -> None
     assert [forward.call(), forward.call()] == [("conv", 1), ("conv", 2)]
     assert (forward.site(x), forward.site(x.clone())) == ("conv.x", "conv")
     forward.begin(ForwardPass(2, checked=False, device=CPU, grad=False))
-    assert (forward.draws, forward.where(), forward.turn.epoch) == (0, "the model's forward", 2)
+    assert (forward.draws, forward.where(), forward.forward_pass.epoch) == (0, "the model's forward", 2)

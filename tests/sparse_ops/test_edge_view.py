@@ -41,7 +41,7 @@ def both_views(channel: Channel, data: Data, owner: Tensor) -> dict[str, object]
     inward = in_view(part, channel, CPU)
     outward = out_view(inward, channel)
     named = inward.ids[: inward.rows.own].unsqueeze(1)
-    turn = ForwardPass(1, checked=True, device=CPU, grad=False)
+    forward_pass = ForwardPass(1, checked=True, device=CPU, grad=False)
     return {
         "own": part.own,
         "in": listed(inward),
@@ -52,7 +52,7 @@ def both_views(channel: Channel, data: Data, owner: Tensor) -> dict[str, object]
             torch.equal(outward.given, outward.edge_index.flip(0)),
         ),
         "fetched": [
-            torch.equal(view.rows.extend(named, turn, "ids").squeeze(1), view.ids)
+            torch.equal(view.rows.gather(named, forward_pass, "ids").squeeze(1), view.ids)
             for view in (inward, outward)
         ],
         "halo": [view.ids[view.rows.own :] for view in (inward, outward)],

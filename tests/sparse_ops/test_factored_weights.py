@@ -17,20 +17,20 @@ from kagome.intercept.interceptor import Interceptor
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.sparse_ops import edge_sum
-from kagome.sparse_ops.factored_weights import roots_of
+from kagome.sparse_ops.factored_weights import factors_of
 from parity import alone, assert_equal, one_rank, random_owner, split, whole
 
 
-def roots(edge_index: Tensor, weight: Tensor, nodes: int) -> Tensor:
-    return roots_of(weight, Structure(edge_index[0], edge_index[1], nodes, nodes))
+def factors(edge_index: Tensor, weight: Tensor, nodes: int) -> Tensor:
+    return factors_of(weight, Structure(edge_index[0], edge_index[1], nodes, nodes))
 
 
 @given(st.integers(1, 12), st.integers(0, 40), st.integers(0, 1000), st.sampled_from(["float32", "float64"]))
-def test_roots_of_normalised_edges_give_their_weights(nodes: int, edges: int, seed: int, kind: str) -> None:
+def test_factors_of_normalised_edges_give_their_weights(nodes: int, edges: int, seed: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     given = torch.randint(0, nodes, (2, edges), generator=generator)
     edge_index, weight = gcn_norm(given, None, nodes, dtype=getattr(torch, kind))
-    found = roots(edge_index, weight, nodes)
+    found = factors(edge_index, weight, nodes)
     twice = (given[0] == given[1]).any()
     if found.numel() == 0:
         assert twice  # two self-loops of a vertex
@@ -51,26 +51,26 @@ LINE = torch.tensor([[0, 1, 0, 1, 2], [1, 2, 0, 1, 2]])
     ],
 )
 def test_other_weights_have_none(weight: list[float]) -> None:
-    assert roots(LINE, torch.tensor(weight), 3).numel() == 0
+    assert factors(LINE, torch.tensor(weight), 3).numel() == 0
 
 
-def test_roots_of_halo_rows_follow_from_the_edges_that_read_them() -> None:
+def test_factors_of_halo_rows_follow_from_the_edges_that_read_them() -> None:
     root = torch.tensor([0.5, 2.0, 3.0, 0.25])
     ends = torch.tensor([[0, 1, 2, 2, 3, 0], [0, 1, 0, 1, 1, 1]])
     weight = root[ends[0]] * root[ends[1]]
     structure = Structure(ends[0], ends[1], 2, 4)
-    torch.testing.assert_close(roots_of(weight, structure), root)
+    torch.testing.assert_close(factors_of(weight, structure), root)
     weight[3] *= 1.1
-    assert roots_of(weight, structure).numel() == 0
+    assert factors_of(weight, structure).numel() == 0
 
 
 def test_rows_without_a_loop_have_none() -> None:
-    assert roots(LINE[:, :4], torch.ones(4), 3).numel() == 0
-    assert roots(torch.cat([LINE, LINE[:, 2:3]], 1), torch.ones(6), 3).numel() == 0
-    assert roots(LINE, torch.ones(5), 3).tolist() == [1.0, 1.0, 1.0]
+    assert factors(LINE[:, :4], torch.ones(4), 3).numel() == 0
+    assert factors(torch.cat([LINE, LINE[:, 2:3]], 1), torch.ones(6), 3).numel() == 0
+    assert factors(LINE, torch.ones(5), 3).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_sums_by_roots_are_sums_by_weights_with_their_gradients() -> None:
+def test_sums_by_factors_are_sums_by_weights_with_their_gradients() -> None:
     generator = torch.Generator().manual_seed(1)
     edge_index, weight = gcn_norm(
         torch.randint(0, 9, (2, 30), generator=generator), None, 9, dtype=torch.double
@@ -127,8 +127,8 @@ def data(kind: str, nodes: int = 40) -> Data:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("build", [normal, bare])
-@pytest.mark.parametrize("kind", ["roots", "one edge off"])
-def test_ranks_need_not_agree_whether_their_edges_have_roots(
+@pytest.mark.parametrize("kind", ["factors", "one edge off"])
+def test_ranks_need_not_agree_whether_their_edges_have_factors(
     ranks: Callable[..., list], world: int, build: Callable[[], nn.Module], kind: str
 ) -> None:
     """One edge that is no product of roots lies on one rank alone."""
@@ -142,10 +142,10 @@ def test_ranks_need_not_agree_whether_their_edges_have_roots(
 
 
 def test_only_weights_that_last_are_looked_at() -> None:
-    whole = extract(data("roots"), torch.zeros(40, dtype=torch.long), 0, 1)
+    whole = extract(data("factors"), torch.zeros(40, dtype=torch.long), 0, 1)
     scope = Interceptor(whole, alone())
     edges = scope.deferral.edge_set(Placement(PlacementKind.SOURCE, edges=scope.inputs["edge_index"]))
     assert edges is not None
     given = scope.inputs["edge_weight"]
-    assert edges.roots(given) is not None
-    assert edges.roots(given.clone()) is None
+    assert edges.factors(given) is not None
+    assert edges.factors(given.clone()) is None

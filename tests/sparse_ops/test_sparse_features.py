@@ -26,7 +26,7 @@ from odd_models import MUST_BE_REFUSED, ODD_MODELS
 from parity import Share, alone, assert_equal, case_build, joined, odd, one_rank, parity, random_owner, whole
 
 ALL, NONE = 100.0, -1.0
-"""Shares of entries at which rows are thin always, and never."""
+"""Shares of entries at which rows are sparse always, and never."""
 
 
 @contextmanager
@@ -65,9 +65,9 @@ def test_the_product_and_its_gradients_are_those_of_all_numbers(
     weight = torch.randn(width, columns, dtype=dtype)
     bias = torch.randn(width, dtype=dtype) if biased else None
     with at(ALL):
-        found = sparse_features.thin_of(x)
+        found = sparse_features.sparse_of(x)
     assert found is not None
-    torch.testing.assert_close(found.whole(), x, rtol=0, atol=0)
+    torch.testing.assert_close(found.to_dense(), x, rtol=0, atol=0)
     ours = product(partial(dense.linear, found), weight, bias)
     theirs = product(partial(functional.linear, x), weight, bias)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -93,10 +93,10 @@ def test_the_product_of_a_sum_is_that_of_the_rows_summed(own, halo, edges, weigh
     matrix.index_put_((target, source), torch.ones(edges).double() if each is None else each, accumulate=True)
     rows = (matrix if scale is None else scale.unsqueeze(1) * matrix) @ x
     with at(ALL):
-        found = sparse_features.thin_of(x, Structure(source, target, own, own + halo), each, scale)
+        found = sparse_features.sparse_of(x, Structure(source, target, own, own + halo), each, scale)
     assert found is not None
     weight = torch.randn(5, 17, dtype=torch.float64)
-    torch.testing.assert_close(found.whole(), rows, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.to_dense(), rows, rtol=0, atol=1e-12)
     ours = product(partial(dense.linear, found), weight, None)
     torch.testing.assert_close(ours, product(partial(functional.linear, rows), weight, None))
 
@@ -104,19 +104,19 @@ def test_the_product_of_a_sum_is_that_of_the_rows_summed(own, halo, edges, weigh
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64])
 def test_other_types_stay_as_they_are(dtype):
     with at(ALL):
-        assert sparse_features.thin_of(torch.ones(300, 300).to(dtype)) is None
-        assert sparse_features.thin_of(torch.ones(300, 300), weight=torch.ones(4).to(dtype)) is None
+        assert sparse_features.sparse_of(torch.ones(300, 300).to(dtype)) is None
+        assert sparse_features.sparse_of(torch.ones(300, 300), weight=torch.ones(4).to(dtype)) is None
 
 
-def test_only_rows_with_few_numbers_are_thin():
+def test_only_rows_with_few_numbers_are_sparse():
     x = mostly_zeros(300, 400, 0.05, torch.float32, 0)
-    assert sparse_features.thin_of(x) is not None
-    assert sparse_features.thin_of(x[:100]) is None, "too few to matter"
-    assert sparse_features.thin_of(mostly_zeros(300, 400, 0.1, torch.float32, 0)) is None
+    assert sparse_features.sparse_of(x) is not None
+    assert sparse_features.sparse_of(x[:100]) is None, "too few to matter"
+    assert sparse_features.sparse_of(mostly_zeros(300, 400, 0.1, torch.float32, 0)) is None
     edges = Structure(torch.arange(300), torch.arange(300), 300, 300)
-    assert sparse_features.thin_of(x, edges) is not None
+    assert sparse_features.sparse_of(x, edges) is not None
     many = torch.randint(0, 300, (2, 9000))
-    assert sparse_features.thin_of(x, Structure(*many, 300, 300)) is None, "each edge is an entry"
+    assert sparse_features.sparse_of(x, Structure(*many, 300, 300)) is None, "each edge is an entry"
 
 
 # Models --------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def unlike(
     epochs: int,
     tensor: int = 1,
 ) -> Share:
-    """``parity``; features are thin on even ranks, and on odd ones never."""
+    """``parity``; features are sparse on even ranks, and on odd ones never."""
     with at(NONE if channel.rank % 2 else ALL):
         return parity(channel, build, data, owner, epochs=epochs, tensor=tensor)
 
@@ -233,5 +233,5 @@ def test_a_first_layer_computes_no_product_of_all_numbers(name: str, monkeypatch
             out = net.forward(1, training=True)
     torch.testing.assert_close(out.detach(), expected.out, rtol=0, atol=1e-12)
     assert sum(isinstance(x, sparse_features.SparseFeatures) for x in seen) == count
-    kept = [value for value, _ in net.scope.constants.remembered.values() if isinstance(value, Tensor)]
+    kept = [value for value, _ in net.scope.constants.computed.values() if isinstance(value, Tensor)]
     assert not any(value.shape == (300, 400) for value in kept)

@@ -31,12 +31,18 @@ class Coded:
 
 
 def code(
-    way: Any, x: Tensor, few: int, *, pick: Tensor | None = None, stamps: Tensor | None = None, key: int = KEY
+    way: Any,
+    x: Tensor,
+    few: int,
+    *,
+    index: Tensor | None = None,
+    row_ids: Tensor | None = None,
+    key: int = KEY,
 ) -> Coded:
-    count = x.size(0) if pick is None else pick.numel()
-    stamps = torch.arange(count) if stamps is None else stamps
+    count = x.size(0) if index is None else index.numel()
+    row_ids = torch.arange(count) if row_ids is None else row_ids
     body = torch.full((groups(count, few), x.size(1)), 0xA5, dtype=torch.uint8)  # whatever was there before
-    low, span, bad = way.encode(x, pick, stamps, key, few, body)
+    low, span, bad = way.encode(x, index, row_ids, key, few, body)
     restored = torch.full((count, x.size(1)), torch.nan)
     way.decode(body, low, span, few, restored)
     step = (span.int() << 16).view(torch.float32) / (2**few - 1)
@@ -58,7 +64,7 @@ def unmixed(word: int) -> int:
 
 
 def stamp_that_draws(word: int, column: int) -> int:
-    """The stamp by which that column draws that word, its upper 24 bits, where the key is zero."""
+    """The row id by which that column draws that word, its upper 24 bits, where the key is zero."""
     word = word * pow(SECOND, -1, 2**32) % 2**32
     word ^= word >> 15 ^ word >> 30
     word = word * pow(FIRST, -1, 2**32) % 2**32
@@ -92,14 +98,14 @@ def row_of(kind: str, width: int, draw: torch.Generator) -> Tensor:
 
 @st.composite
 def cases(draw: Any, most: int = 40) -> Case:
-    """Rows, which of them are picked, their stamps, a key, a number of bits."""
+    """Rows, which of them are picked, their ids, a key, a number of bits."""
     width, few = draw(st.integers(1, most)), draw(st.sampled_from(WIDTHS))
     kinds = draw(st.lists(st.sampled_from(KINDS), max_size=most))
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.stack([row_of(kind, width, random) for kind in kinds]) if kinds else torch.empty(0, width)
-    pick, count = None, len(kinds)
+    index, count = None, len(kinds)
     if kinds and draw(st.booleans()):
         count = draw(st.integers(0, most))
-        pick = torch.randint(0, len(kinds), (count,), generator=random)
-    stamps = torch.tensor(draw(st.lists(STAMPS, min_size=count, max_size=count)), dtype=torch.int64)
-    return x, pick, stamps, draw(KEYS), few
+        index = torch.randint(0, len(kinds), (count,), generator=random)
+    row_ids = torch.tensor(draw(st.lists(STAMPS, min_size=count, max_size=count)), dtype=torch.int64)
+    return x, index, row_ids, draw(KEYS), few

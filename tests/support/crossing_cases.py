@@ -30,10 +30,10 @@ def counts_between(size: int, pattern: str) -> list[list[int]]:
     return [[0 if a == b else (a * 5 + b * 3 + 1) % 8 for b in range(size)] for a in range(size)]
 
 
-def trip(
-    epoch: int, stamps: Tensor, direction: int = 0, site: Any = ("conv1.x", 1), training: bool = True
+def site_exchange(
+    epoch: int, row_ids: Tensor, direction: int = 0, site: Any = ("conv1.x", 1), training: bool = True
 ) -> SiteExchange:
-    return SiteExchange(site, direction, epoch, training, stamps, reads=stamps.new_empty(0))
+    return SiteExchange(site, direction, epoch, training, row_ids, reads=row_ids.new_empty(0))
 
 
 @dataclass(frozen=True)
@@ -62,34 +62,34 @@ class Case:
         drawn = torch.randn(count, self.width, generator=generator, dtype=torch.float64)
         return (100 * drawn if not self.dtype.is_floating_point else drawn).to(self.dtype)
 
-    def pick(self, rank: int) -> Tensor:
+    def index(self, rank: int) -> Tensor:
         """Which of its rows a rank sends, for each peer another choice; some go to several."""
         sends, _ = self.counts(rank)
         parts = [(torch.arange(count) * 2 + rank + peer) % OWN for peer, count in enumerate(sends)]
         return torch.cat(parts)
 
-    def stamps(self, rank: int) -> Tensor:
+    def row_ids(self, rank: int) -> Tensor:
         """The vertices that are sent; gradients of one may come from several ranks."""
-        return self.pick(rank) + (1000 * rank if self.direction == 0 else 0)
+        return self.index(rank) + (1000 * rank if self.direction == 0 else 0)
 
-    def trip(self, rank: int) -> SiteExchange:
-        return trip(self.epoch, self.stamps(rank), self.direction, self.site, self.training)
+    def site_exchange(self, rank: int) -> SiteExchange:
+        return site_exchange(self.epoch, self.row_ids(rank), self.direction, self.site, self.training)
 
     def begin(self, carrier: CompressedExchange | Channel) -> Any:
         rank = carrier.rank
         sends, comes = self.counts(rank)
-        pick = self.pick(rank) if self.direction == 0 else None
-        request = ExchangeRequest(sends, comes, "halo of conv1.x", index=pick, site=self.trip(rank))
+        index = self.index(rank) if self.direction == 0 else None
+        request = ExchangeRequest(sends, comes, "halo of conv1.x", index=index, site=self.site_exchange(rank))
         return carrier.start(self.rows(rank), request)
 
     def sent(self, peer: int, rank: int) -> tuple[Tensor, Tensor]:
-        """What a peer sends to a rank, and its stamps."""
+        """What a peer sends to a rank, and their ids."""
         sends, _ = self.counts(peer)
         first = sum(sends[:rank])
         place = slice(first, first + sends[rank])
         rows = self.rows(peer)
-        rows = rows[self.pick(peer)] if self.direction == 0 else rows
-        return rows[place], self.stamps(peer)[place]
+        rows = rows[self.index(peer)] if self.direction == 0 else rows
+        return rows[place], self.row_ids(peer)[place]
 
     def plain(self, rank: int) -> Tensor:
         """What comes to a rank if nothing is coded."""
@@ -97,9 +97,9 @@ class Case:
 
     def restored(self, peer: int, rank: int, name: CodecName) -> Tensor:
         """What a peer sends to a rank, coded and restored here."""
-        codec, (rows, stamps) = Codec(name), self.sent(peer, rank)
+        codec, (rows, row_ids) = Codec(name), self.sent(peer, rank)
         message = torch.empty(codec.size(*rows.shape, rows.dtype), dtype=torch.uint8)
-        codec.encode(rows, None, stamps, draws(self.trip(peer), peer), message, where="")
+        codec.encode(rows, None, row_ids, draws(self.site_exchange(peer), peer), message, where="")
         return codec.decode(message, torch.empty_like(rows))
 
     def by_hand(self, rank: int, name: CodecName) -> Tensor:
@@ -116,5 +116,5 @@ def draws(site: SiteExchange, rank: int) -> int:
     return CompressionState(Parallel(), SEED, ExchangeMode.of(Parallel())).draws_of(site, rank)
 
 
-def crossing(channel: Channel, **settings: Any) -> CompressedExchange:
+def compressed_exchange(channel: Channel, **settings: Any) -> CompressedExchange:
     return CompressedExchange(channel, Parallel(**settings), SEED)

@@ -36,7 +36,7 @@ class Case:
     def on(self, device: torch.device) -> Case:
         """The same case with its tensors on another device."""
         s = self.structure
-        there = Structure(s.source.to(device), s.target.to(device), s.own, s.whole)
+        there = Structure(s.source.to(device), s.target.to(device), s.own, s.num_sources)
         return replace(self, structure=there)
 
     def draw(self, *shape: int) -> Tensor:
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def from_source(self) -> Tensor:
-        return one_hot(self.structure.source, self.structure.whole)
+        return one_hot(self.structure.source, self.structure.num_sources)
 
     def same(self, found: Tensor, wanted: Tensor) -> None:
         assert found.dtype == self.dtype
@@ -86,17 +86,19 @@ def wide(*tensors: Tensor) -> list[Tensor]:
 def cases(draw: Callable, dtypes: tuple = (torch.float32, torch.float64), most: int = 60) -> Case:
     """Edge lists with empty rows, no edges, no rows, equal edges, self-loops, halo rows, and any shape."""
     own = draw(st.integers(0, 9))
-    whole = own + draw(st.integers(0, 5))
+    num_sources = own + draw(st.integers(0, 5))
     edges = draw(st.integers(0, most)) if own else 0
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     hub = draw(st.integers(1, max(own, 1)))
-    source = torch.randint(0, max(whole, 1), (edges,), generator=generator)
+    source = torch.randint(0, max(num_sources, 1), (edges,), generator=generator)
     target = torch.randint(0, hub, (edges,), generator=generator)
     if draw(st.booleans()):
         target = target.sort().values
     heads = draw(st.sampled_from([1, 2, 3, 8]))
     width = draw(st.sampled_from([1, 3, 4, 16]))
-    return Case(Structure(source, target, own, whole), heads, width, draw(st.sampled_from(dtypes)), generator)
+    return Case(
+        Structure(source, target, own, num_sources), heads, width, draw(st.sampled_from(dtypes)), generator
+    )
 
 
 def _spanned(case: Case, span: str) -> Tensor:
@@ -108,7 +110,7 @@ def sums(way: ModuleType, case: Case) -> None:
     s, (h, c) = case.structure, (case.heads, case.width)
     edges = s.edges
     for shape, weight in [((h * c,), None), ((h * c,), (edges,)), ((h, c), (edges, h)), ((h, c), (edges,))]:
-        x, scale = case.draw(s.whole, *shape), case.draw(s.own)
+        x, scale = case.draw(s.num_sources, *shape), case.draw(s.own)
         w = None if weight is None else case.draw(*weight)
         for span in SPANS:
             messages = times(case.from_source, x.double())
@@ -129,11 +131,11 @@ def sums(way: ModuleType, case: Case) -> None:
 def sums_turned(way: ModuleType, case: Case) -> None:
     """The backward of a sum: own rows and halo rows apart, by the transpose."""
     s, (h, c) = case.structure, (case.heads, case.width)
-    x, w, g = case.draw(s.whole, h, c), case.draw(s.edges, h), case.draw(s.own, h, c)
+    x, w, g = case.draw(s.num_sources, h, c), case.draw(s.edges, h), case.draw(s.own, h, c)
     (wide_x, wide_w) = wide(x, w)
     out = times(case.to_target, times(case.from_source, wide_x) * wide_w.unsqueeze(-1))
     gx, gw = torch.autograd.grad(out, (wide_x, wide_w), g.double())
-    own, halo = slice(0, s.own), slice(s.own, s.whole)
+    own, halo = slice(0, s.own), slice(s.own, s.num_sources)
     for rows in (own, halo):
         case.same(way.sum_rows(s.by_source, g, w, rows=rows), gx[rows])
     case.same(way.dot_edges(s.by_target, g, x), gw)
@@ -148,7 +150,7 @@ def extremes(way: ModuleType, case: Case) -> None:
     s, width = case.structure, case.heads * case.width
     for sign in (1.0, -1.0):
         for of_edges in (False, True):
-            x = case.draw_few(s.edges if of_edges else s.whole, width)
+            x = case.draw_few(s.edges if of_edges else s.num_sources, width)
             g = case.draw(s.own, width)
             (wide_x,) = wide(x)
             rows = wide_x if of_edges else times(case.from_source, wide_x)
@@ -196,7 +198,7 @@ def softmaxes(way: ModuleType, case: Case) -> None:
     case.same(found, alpha)
     case.same(way.softmax_edges_back(s.by_target, found, g), torch.autograd.grad(alpha, z, g.double())[0])
 
-    a, b = case.draw(s.own, h), case.draw(s.whole, h)
+    a, b = case.draw(s.own, h), case.draw(s.num_sources, h)
     wide_a, wide_b = wide(a, b)
     z = times(case.from_target, wide_a) + times(case.from_source, wide_b)
     alpha = _softmax(case, torch.nn.functional.leaky_relu(z, 0.2))
@@ -210,7 +212,12 @@ def softmaxes(way: ModuleType, case: Case) -> None:
 
 def leaky(way: ModuleType, case: Case) -> None:
     s, (h, c) = case.structure, (case.heads, case.width)
-    a, b, att, g = case.draw(s.own, h, c), case.draw(s.whole, h, c), case.draw(h, c), case.draw(s.edges, h)
+    a, b, att, g = (
+        case.draw(s.own, h, c),
+        case.draw(s.num_sources, h, c),
+        case.draw(h, c),
+        case.draw(s.edges, h),
+    )
     parts = wide(a, b, att)
     z = times(case.from_target, parts[0]) + times(case.from_source, parts[1])
     logits = (torch.nn.functional.leaky_relu(z, 0.2) * parts[2]).sum(-1)
@@ -222,16 +229,18 @@ def leaky(way: ModuleType, case: Case) -> None:
 
 def moves(way: ModuleType, case: Case) -> None:
     s, (h, c) = case.structure, (case.heads, case.width)
-    a, b, g = case.draw(s.own, h, c), case.draw(s.whole, h, c), case.draw(s.edges, h, c)
+    a, b, g = case.draw(s.own, h, c), case.draw(s.num_sources, h, c), case.draw(s.edges, h, c)
     for index in (s.source, s.source.int()):
         case.same(way.gather(index, b), times(case.from_source, b.double()))
     table, which, scale = b.clone(), torch.arange(s.own, device=case.device).flip(0), case.draw(s.own)
-    place = torch.randperm(s.whole)[: s.own].to(case.device)
+    place = torch.randperm(s.num_sources)[: s.own].to(case.device)
     wanted = b.double().index_add(0, place, a.double()[which] * scale.double().view(-1, 1, 1))
     way.add_rows(table, place, a, which, scale)
     case.same(table, wanted)
     case.same(way.sum_edges(s.by_target, g), times(case.to_target, g.double()))
-    case.same(way.sum_edges(s.by_source, g, slice(1, s.whole)), times(case.from_source.T, g.double())[1:])
+    case.same(
+        way.sum_edges(s.by_source, g, slice(1, s.num_sources)), times(case.from_source.T, g.double())[1:]
+    )
     for slope in (None, 0.2):
         parts = wide(a, b)
         z = times(case.from_target, parts[0]) + times(case.from_source, parts[1])
@@ -244,7 +253,7 @@ def moves(way: ModuleType, case: Case) -> None:
 
 def columns(way: ModuleType, case: Case) -> None:
     s, width = case.structure, case.heads * case.width
-    z, m, g = case.draw(s.whole, width) * 5, case.draw(s.whole, width), case.draw(s.own, width)
+    z, m, g = case.draw(s.num_sources, width) * 5, case.draw(s.num_sources, width), case.draw(s.own, width)
     parts = wide(z, m)
     p = _softmax(case, times(case.from_source, parts[0]))
     wanted = times(case.to_target, p * times(case.from_source, parts[1]))

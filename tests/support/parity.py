@@ -131,7 +131,7 @@ def parity(
                 x.grad = None
                 out = net.forward(epoch, training=True, checked=True)
                 loss = (out * weights(out, data.num_nodes, seed)[part.own]).sum()
-                loss = loss + net.scope.forward.turn.token
+                loss = loss + net.scope.forward.forward_pass.token
                 if loss.requires_grad:
                     loss.backward()
                 halo.append(take_bytes().get("halo", 0))

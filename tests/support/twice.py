@@ -109,7 +109,7 @@ def train(
                 with Peak() if measured else torch.enable_grad() as peak:
                     with saved_tensors_hooks(torch.clone, torch.clone) if away else nullcontext():
                         out = net.forward(epoch, training=True, checked=epoch == 1)
-                    token = net.scope.forward.turn.token
+                    token = net.scope.forward.forward_pass.token
                     weights = torch.arange(data.num_nodes * math.prod(out.shape[1:])).sin()
                     weights = weights.view(data.num_nodes, *out.shape[1:])[part.own]
                     loss = token if blind and channel.rank == 0 else (out * weights).sum() + token

@@ -20,7 +20,7 @@ import kagome
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
-from kagome.feature_parallel.tiled_reduce import refuse_again
+from kagome.feature_parallel.tiled_reduce import refuse_second_derivative
 from kagome.halo.exchange import total
 from kagome.halo.forward_pass import ForwardPass
 from kagome.kernels.base.csr import Structure
@@ -275,7 +275,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
     "dropout._Drop": (lambda x: dropout.dropout(x, torch.arange(6), 5, 0.4), (draw(6, 3),)),
     "exchange._Collective": (lambda x: _summed(x).sin(), (draw(6, 3),)),
     # What needs peers: the tests above, on several ranks.
-    "edge_sum._SumOverRoad": "on several ranks",
+    "edge_sum._SumOverHalo": "on several ranks",
     "exchange._Summing": "on several ranks",
     # Float32 alone: a test of its own.
     "linear._Linear": "by itself",
@@ -318,6 +318,6 @@ def test_a_product_of_float32_can_be_differentiated_twice():
 
 def test_sums_within_a_bound_say_that_they_are_differentiated_once():
     with pytest.raises(ModelError, match="memory_gib"):
-        refuse_again()
+        refuse_second_derivative()
     with torch.no_grad():
-        refuse_again()
+        refuse_second_derivative()

@@ -53,7 +53,7 @@ class EpochController:
     Args:
         parallel: The settings.
         report: The report of this rank's exchanges; it has the exchange with other parts and between stages.
-        say: Takes each note.
+        log: Takes each note.
         history: The controller of history; None where no epoch reads any.
         alone: Whether no rows are exchanged with other parts, so that no level is needed.
     """
@@ -62,13 +62,13 @@ class EpochController:
         self,
         parallel: Parallel,
         report: ExchangeReport,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         history: HistoryController | None = None,
         alone: bool = False,
     ) -> None:
         self.parallel, self.report, self.history = parallel, report, history
-        self._say = say
+        self._log = log
         self.exchange, self.stages = report.exchange, report.stages
         self._stage = "none" if self.stages is None else self.stages.codec.name
         self._halo = self.stages is None or not self.exchange.exact
@@ -85,7 +85,7 @@ class EpochController:
         kind: Epoch = "exact" if self.parallel.cross_chunk == "exact" else "history"
         if self.history is not None:
             kind = self.history.next()
-        level = self.precision.rung
+        level = self.precision.level
         if kind == "probe":
             return EpochPlan(kind, EXACT, EpochPlan("history", level))
         if self.precision.probes():
@@ -131,17 +131,17 @@ class EpochController:
         assert plan.guess is not None
         if plan.kind == "probe":
             assert self.history is not None
-            self._say(self.history.see(HistoryProbe(epoch, *agreed, drift, self.history.age)))
+            self._log(self.history.observe(HistoryProbe(epoch, *agreed, drift, self.history.age)))
         else:
-            self._say(self.precision.see(StalenessProbe(epoch, plan.guess.level, *agreed)))
+            self._log(self.precision.observe(StalenessProbe(epoch, plan.guess.level, *agreed)))
 
     def observe(self, epoch: int, plan: EpochPlan, loss: float) -> Weights:
         """Take the mean loss of an epoch whose weight step is still to come; return what the step is."""
-        self._say(self.precision.done(epoch))
+        self._log(self.precision.done(epoch))
         if self.history is None:
             return "step"
         verdict = self.history.done(plan.kind, loss)
-        self._say(verdict.text)
+        self._log(verdict.text)
         return verdict.weights
 
     # A run ----------------------------------------------------------------------------------------
@@ -166,9 +166,9 @@ class EpochController:
         facts = self.report.facts(found, self.precision, oldest=0 if history is None else history.oldest)
         return facts if history is None else facts | history.facts()
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run: what history, codecs and late rows were found to cost."""
         if self.history is None:
             return self.report.sentence(self.precision.found, self.precision)
-        said = self.history.sum_up(stages=self.parallel.pipe > 1)
-        return (*said, *self.report.sentence(None, self.precision))
+        notes = self.history.final_notes(stages=self.parallel.pipe > 1)
+        return (*notes, *self.report.sentence(None, self.precision))

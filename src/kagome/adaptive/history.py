@@ -94,7 +94,7 @@ class HistoryController:
         if state:
             self._go_on(state)
 
-    def go_on(self, *, rows: bool, kept: bool) -> None:
+    def resume(self, *, rows: bool, kept: bool) -> None:
         """Continue a run, whose rows of other chunks may be lost.
 
         Args:
@@ -103,7 +103,7 @@ class HistoryController:
         """
         if not rows:
             self._exact_left = max(self._exact_left, 1)
-        self.plateau.go_on(kept=kept)
+        self.plateau.resume(kept=kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements and the decisions that followed."""
@@ -153,7 +153,7 @@ class HistoryController:
         elif self._exact_left:
             self._exact_left -= 1
         self._age = self._age + 1 if kind == "history" else 0
-        held, turn = self.plateau.held, self.plateau.heed(self.epochs, loss) if self.watch else Verdict()
+        held, turn = self.plateau.held, self.plateau.observe(self.epochs, loss) if self.watch else Verdict()
         if self.plateau.held and not held:  # the exact epochs left now count to the plateau
             self.exact_epochs -= self._exact_left
             self._exact_left = 0
@@ -165,7 +165,7 @@ class HistoryController:
             self._since_probe += 1
         return turn
 
-    def see(self, found: HistoryProbe) -> str:
+    def observe(self, found: HistoryProbe) -> str:
         """Take the result of a probe.
 
         Returns:
@@ -196,7 +196,7 @@ class HistoryController:
         plateau = {"plateau_epochs": self.plateau.held_epochs, "undone": self.plateau.undone}
         return {"history": {**known, "exact_epochs": self.exact_epochs, **plateau}} if self.found else {}
 
-    def sum_up(self, *, stages: bool) -> tuple[str, ...]:
+    def final_notes(self, *, stages: bool) -> tuple[str, ...]:
         """Return the note for the end of a run.
 
         Args:

@@ -85,7 +85,7 @@ class ProgressMonitor:
         """Return the state as plain values."""
         return {name: getattr(self, name) for name in STATE}
 
-    def go_on(self, *, kept: bool) -> None:
+    def resume(self, *, kept: bool) -> None:
         """Continue a run; if its first loss is unknown, its model is taken to be past the beginning.
 
         Args:
@@ -95,7 +95,7 @@ class ProgressMonitor:
         if not kept:
             self.kept = None
 
-    def heed(self, epoch: int, loss: float) -> Verdict:
+    def observe(self, epoch: int, loss: float) -> Verdict:
         """Judge an epoch by its loss.
 
         Args:

@@ -91,13 +91,13 @@ class StalenessProbe:
 
     Args:
         epoch: The epoch of the probe.
-        rung: The precision level that was compared with exact.
+        level: The precision level that was compared with exact.
         cosine: The cosine between the two gradients.
         ratio: The length of the level's gradient over the exact one's.
     """
 
     epoch: int
-    rung: PrecisionLevel
+    level: PrecisionLevel
     cosine: float
     ratio: float
 
@@ -106,23 +106,32 @@ class StalenessProbe:
         """Length of the two gradients' difference over the exact one's."""
         return math.sqrt(max(1 + self.ratio**2 - 2 * self.ratio * self.cosine, 0.0))
 
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> StalenessProbe:
+        """Return the probe that a checkpoint holds."""
+        return cls(state["epoch"], PrecisionLevel(**state["rung"]), state["cosine"], state["ratio"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the probe under the names that checkpoints have for its fields."""
+        return {"epoch": self.epoch, "rung": asdict(self.level), "cosine": self.cosine, "ratio": self.ratio}
+
     def text(self) -> str:
         """Describe the result in one phrase."""
-        return f"{self.rung.text()}: gradient {self.ratio:.2f} times as long, cosine {self.cosine:.2f}"
+        return f"{self.level.text()}: gradient {self.ratio:.2f} times as long, cosine {self.cosine:.2f}"
 
 
-def rungs_of(parallel: Parallel) -> tuple[PrecisionLevel, ...]:
+def levels_of(parallel: Parallel) -> tuple[PrecisionLevel, ...]:
     """Return the precision levels from what the settings say up to exact."""
     forward, backward = parallel.codec, parallel.codec_backward or parallel.codec
     chooses = parallel.halo_sample < 1 or parallel.skip_drift > 0 or parallel.adaptive_bits
-    rungs = [PrecisionLevel(forward, backward, parallel.max_age == 0, chooses)]
+    levels = [PrecisionLevel(forward, backward, parallel.max_age == 0, chooses)]
     if chooses:
-        rungs.append(PrecisionLevel(forward, backward, parallel.max_age == 0))
+        levels.append(PrecisionLevel(forward, backward, parallel.max_age == 0))
     if parallel.max_age:
-        rungs.append(PrecisionLevel(forward, backward, True))
+        levels.append(PrecisionLevel(forward, backward, True))
     for step in range(1, len(FINER)):
-        rungs.append(PrecisionLevel(_finer(forward, step), _finer(backward, step), True))
-    return tuple(dict.fromkeys(rungs))
+        levels.append(PrecisionLevel(_finer(forward, step), _finer(backward, step), True))
+    return tuple(dict.fromkeys(levels))
 
 
 def _finer(codec: CodecName, steps: int) -> CodecName:
@@ -139,9 +148,9 @@ class PrecisionController:
     """
 
     def __init__(self, parallel: Parallel, state: Mapping[str, Any] | None = None) -> None:
-        self.rungs = rungs_of(parallel)
-        self.watch = parallel.guard and not self.rungs[0].exact
-        self.level = 0
+        self.levels = levels_of(parallel)
+        self.watch = parallel.guard and not self.levels[0].exact
+        self.index = 0
         self.found: list[StalenessProbe] = []
         self.climbed: list[StalenessProbe] = []
         """The probes after which rows were exchanged more exactly."""
@@ -150,17 +159,17 @@ class PrecisionController:
         """Whether the coming epoch is the first of a level that is to be trusted: nothing is late in it."""
         self._stay, self._calm = 0, 0
         """Probes since the last change of level; the number of them after the longest wait."""
-        if state and self.watch and state["rungs"] == [asdict(rung) for rung in self.rungs]:
+        if state and self.watch and state["rungs"] == [asdict(level) for level in self.levels]:
             self._go_on(state)
 
     @property
-    def rung(self) -> PrecisionLevel:
+    def level(self) -> PrecisionLevel:
         """The precision level of the coming epoch."""
-        return self.rungs[self.level]
+        return self.levels[self.index]
 
     def probes(self) -> bool:
         """Return whether the coming epoch is a probe; an exact level needs none."""
-        return self.watch and not self.rung.exact and (self._opening or self._since >= self._span)
+        return self.watch and not self.level.exact and (self._opening or self._since >= self._span)
 
     def done(self, epoch: int) -> str:
         """Note an epoch that has run.
@@ -169,29 +178,33 @@ class PrecisionController:
             A note, or nothing.
         """
         self._since += 1
-        if not self.level or not self.rung.exact:
+        if not self.index or not self.level.exact:
             return ""
         # Stay for as long as a probed level does: probes after 1, 2, 4 ... epochs, then the longest waits.
         return self._down(epoch) if self._since >= LONGEST * (1 + self._patience()) else ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements and the decisions that followed."""
-        found, climbed = ([asdict(probe) for probe in probes] for probes in (self.found, self.climbed))
-        place = {"level": self.level, "span": self._span, "since": self._since}
+        found, climbed = ([probe.state_dict() for probe in probes] for probes in (self.found, self.climbed))
+        place = {"level": self.index, "span": self._span, "since": self._since}
         place |= {"stay": self._stay, "calm": self._calm, "opening": self._opening}
-        return {**place, "rungs": [asdict(rung) for rung in self.rungs], "found": found, "climbed": climbed}
+        return {
+            **place,
+            "rungs": [asdict(level) for level in self.levels],
+            "found": found,
+            "climbed": climbed,
+        }
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        self.level, self._span, self._since = state["level"], state["span"], state["since"]
+        self.index, self._span, self._since = state["level"], state["span"], state["since"]
         # Earlier checkpoints lack these.
         self._stay, self._calm = state.get("stay", 0), state.get("calm", 0)
         self._opening = state.get("opening", False)
         self.found, self.climbed = (
-            [StalenessProbe(**{**probe, "rung": PrecisionLevel(**probe["rung"])}) for probe in state[name]]
-            for name in ("found", "climbed")
+            [StalenessProbe.of_state(probe) for probe in state[name]] for name in ("found", "climbed")
         )
 
-    def see(self, found: StalenessProbe) -> str:
+    def observe(self, found: StalenessProbe) -> str:
         """Take the result of a probe.
 
         Returns:
@@ -200,16 +213,16 @@ class PrecisionController:
         opening, self._opening = self._opening, False
         self.found.append(found)
         self._since, self._stay = 0, self._stay + (not opening)
-        late = not self.rung.waits
+        late = not self.level.waits
         far = self._far() if late else 0.0
-        least = CODED_FAIR if self.rung.codes else ROWS_FAIR
+        least = CODED_FAIR if self.level.codes else ROWS_FAIR
         fair = found.cosine >= least and far <= CLOSE  # False for NaN
         if not fair:
             self._go(1)
             self.climbed.append(found)
             mostly = f", mostly off by {far:.2f} of its length" if far > CLOSE else ""
             why = f"{found.text()}{mostly}"
-            return f"epoch {found.epoch}: rows cross with {self.rung.text()} from now on ({why})"
+            return f"epoch {found.epoch}: rows cross with {self.level.text()} from now on ({why})"
         if opening:
             return ""  # the next epoch is probed too
         if late and found.off > CLOSE:
@@ -217,31 +230,31 @@ class PrecisionController:
         elif found.cosine >= ROWS_GOOD:
             self._calm += self._span >= LONGEST
             self._span = min(2 * self._span, LONGEST)
-            if self.level and self._calm >= self._patience():
-                said = self._down(found.epoch)
+            if self.index and self._calm >= self._patience():
+                message = self._down(found.epoch)
                 self._since = -1  # this epoch is not done; the next has no late rows yet
-                return said
+                return message
         else:
             self._span = min(self._span + 1, LONGEST)
         return ""
 
     def _go(self, step: Literal[-1, 1]) -> None:
-        self.level, self._span, self._since, self._stay, self._calm = self.level + step, 1, 0, 0, 0
+        self.index, self._span, self._since, self._stay, self._calm = self.index + step, 1, 0, 0, 0
         self._opening = step < 0 and self._opens()
 
     def _opens(self) -> bool:
         """Return whether a level loses information in its very first epoch, in which no row is late."""
-        return self.rung.codes or self.rung.chooses
+        return self.level.codes or self.level.chooses
 
     def _down(self, epoch: int) -> str:
-        before = self.rung.text()
+        before = self.level.text()
         self._go(-1)
-        return f"epoch {epoch}: rows cross with {self.rung.text()} again, after {before}"
+        return f"epoch {epoch}: rows cross with {self.level.text()} again, after {before}"
 
     def _patience(self) -> int:
         """Return how many longest waits pass before the level below is tried: a failed try costs epochs."""
-        below = self.rungs[self.level - 1]
-        return 1 << min(sum(probe.rung == below for probe in self.climbed), 5)
+        below = self.levels[self.index - 1]
+        return 1 << min(sum(probe.level == below for probe in self.climbed), 5)
 
     def _far(self) -> float:
         """Return by how much most of the last probes on this level were off; 0 while there are few."""

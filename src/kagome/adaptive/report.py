@@ -104,13 +104,13 @@ class ExchangeReport:
         return plain | {"weights": summed} if "weights" in self.codecs else plain
 
     def facts(
-        self, found: Sequence[Found], ladder: PrecisionController, *, oldest: int = 0
+        self, found: Sequence[Found], precision: PrecisionController, *, oldest: int = 0
     ) -> dict[str, Any]:
         """Return the summary's ``max_age`` and ``crossing``. All ranks call it.
 
         Args:
             found: The results of probes.
-            ladder: The precision controller of this run.
+            precision: The precision controller of this run.
             oldest: Age of the oldest row of another chunk that was read.
 
         Cost:
@@ -129,7 +129,7 @@ class ExchangeReport:
             least = min(found, key=lambda probe: probe.cosine)
             probes |= {"last_cosine": found[-1].cosine, "lowest_cosine": least.cosine}
             probes |= {"lowest_epoch": least.epoch}
-        probes["climbed"] = [{"epoch": probe.epoch, "text": probe.text()} for probe in ladder.climbed]
+        probes["climbed"] = [{"epoch": probe.epoch, "text": probe.text()} for probe in precision.climbed]
         exchange = {
             "codecs": dict(self.codecs),
             "errors": {site: fmean(values) for site, values in by_site.items()},
@@ -138,28 +138,28 @@ class ExchangeReport:
         }
         return {"max_age": max(oldest, *ages), "crossing": exchange}
 
-    def sentence(self, found: Sequence[Found] | None, ladder: PrecisionController) -> tuple[str, ...]:
+    def sentence(self, found: Sequence[Found] | None, precision: PrecisionController) -> tuple[str, ...]:
         """Return the note for the end of a run, if anything was encoded or late.
 
         Args:
             found: The results of probes; None if they are reported elsewhere.
-            ladder: The precision controller of this run.
+            precision: The precision controller of this run.
         """
         if self.exact:
             return ()
-        said = "crossing: " + ", ".join(f"{kind} {codec}" for kind, codec in self.codecs.items())
+        message = "crossing: " + ", ".join(f"{kind} {codec}" for kind, codec in self.codecs.items())
         settings, plain = self.exchange.state.settings, Parallel()
         others = [name for name in OTHERS if getattr(settings, name) != getattr(plain, name)]
-        said += "".join(f", {name}={getattr(settings, name)}" for name in others)
+        message += "".join(f", {name}={getattr(settings, name)}" for name in others)
         if found is None or not self._rows:
-            return (said,)
+            return (message,)
         if not found:
-            return (f"{said}; no probe compared its gradient with the exact one",)
+            return (f"{message}; no probe compared its gradient with the exact one",)
         least, last = min(found, key=lambda probe: probe.cosine), found[-1]
-        said += (
+        message += (
             f"; {len(found)} probes, the last, epoch {last.epoch}: {last.text()}; lowest cosine "
             f"{least.cosine:.2f} in epoch {least.epoch}"
         )
-        if ladder.climbed:
-            said += f"; {len(ladder.climbed)} times a rung up, at the end {ladder.rung.text()}"
-        return (said,)
+        if precision.climbed:
+            message += f"; {len(precision.climbed)} times a rung up, at the end {precision.level.text()}"
+        return (message,)

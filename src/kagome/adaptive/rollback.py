@@ -58,7 +58,7 @@ class Rollback:
             if isinstance(value, Tensor)
         ]
 
-    def heed(self, weights: Weights, optimizer: Optimizer) -> bool:
+    def apply(self, weights: Weights, optimizer: Optimizer) -> bool:
         """Do what the progress monitor decided.
 
         Returns:
@@ -90,22 +90,22 @@ class Rollback:
                 if state:
                     optimizer.state[tensor] = deepcopy(state)
 
-    def carried(self) -> Iterator[Entry]:
+    def state_entries(self) -> Iterator[Entry]:
         """Yield the entries that a checkpoint stores."""
         for name, (value, state) in self._kept.items():
             yield KIND, name, {"value": value, **{f"state {key}": each for key, each in state.items()}}
 
-    def recall(self, recall: ResumedRows, epoch: int) -> bool:
+    def restore(self, resumed_rows: ResumedRows, epoch: int) -> bool:
         """Restore the saved copies from a checkpoint.
 
         Args:
-            recall: The entries of the checkpoint.
+            resumed_rows: The entries of the checkpoint.
             epoch: The epoch after which it was written.
 
         Returns:
             Whether it had all of them; true for a rank without weights.
         """
-        found = {name: recall.take(KIND, name, epoch) for name in self._tensors}
+        found = {name: resumed_rows.take(KIND, name, epoch) for name in self._tensors}
         self._kept = {
             name: (state["value"], {key[6:]: each for key, each in state.items() if key != "value"})
             for name, state in found.items()

@@ -87,14 +87,14 @@ class StageCodec:
         return size if size < shape[0] * width * dtype.itemsize else None
 
     def encode(
-        self, name: str, rows: Tensor, stamps: Tensor, size: int, epoch: int, *, backward: bool, where: str
+        self, name: str, rows: Tensor, row_ids: Tensor, size: int, epoch: int, *, backward: bool, where: str
     ) -> Tensor:
         """Encode a value as a message.
 
         Args:
             name: The name of the value.
             rows: The value.
-            stamps: Original ids of its rows.
+            row_ids: Original ids of its rows.
             size: The bytes of the message, from :meth:`size`.
             epoch: The epoch, for the draws.
             backward: Whether it is the value's gradient.
@@ -104,7 +104,7 @@ class StageCodec:
             ModelError: If a number is not finite, or too large for the codec.
 
         Shapes:
-            ``rows [R, ...]``, ``stamps [R]`` -> ``[size]`` uint8.
+            ``rows [R, ...]``, ``row_ids [R]`` -> ``[size]`` uint8.
 
         Cost:
             One pass over the rows. In some epochs a few rows are encoded twice, to measure what is lost.
@@ -112,12 +112,12 @@ class StageCodec:
         flat = rows.reshape(rows.size(0), _width(tuple(rows.shape)))
         key = self._draws(name, epoch, backward=backward)
         message = torch.empty(size, dtype=torch.uint8, device=rows.device)
-        self.codec.encode(flat, None, stamps, key, message, where=where)
+        self.codec.encode(flat, None, row_ids, key, message, where=where)
         site = f"{name} (stage) {'backward' if backward else 'forward'}"
         if epoch % MEASURED_EVERY == 1 or site not in self._measured:
             self._measured.add(site)
             some = torch.arange(0, flat.size(0), max(flat.size(0) // MEASURED_ROWS, 1), device=flat.device)
-            lost = lost_share(self.codec, flat[some], stamps[some], key, where)
+            lost = lost_share(self.codec, flat[some], row_ids[some], key, where)
             if lost is not None:
                 self.counts.errors[site] = lost
         return message

@@ -301,9 +301,11 @@ class Workload:
         ranks = [PartSize(*one) for one in self.kept.value("shares", facts, measure)]
         loads = []
         for part, count in enumerate(counts):
-            team = GroupSize(count.rows, count.edges, count.halo, size)
+            group_size = GroupSize(count.rows, count.edges, count.halo, size)
             own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
-            fullest = max((each.held.at(one, team=team) for one in own), key=lambda one: one.total)
+            fullest = max(
+                (each.held.at(one, group_size=group_size) for one in own), key=lambda one: one.total
+            )
             loads.append(_load(count, fullest))
         shared, common = each.transposed
         sent = (shared / size + common) * (size - 1) * self.graph.vertices

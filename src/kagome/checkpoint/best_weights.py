@@ -34,7 +34,7 @@ class BestWeights:
         best.weights = weights
         return best
 
-    def see(self, epoch: int, metric: float | None, model: nn.Module, *, higher: bool = True) -> None:
+    def observe(self, epoch: int, metric: float | None, model: nn.Module, *, higher: bool = True) -> None:
         """Note an evaluation; of equal ones the first stays. Without a metric the last epoch is the best.
 
         Args:

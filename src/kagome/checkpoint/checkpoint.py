@@ -67,7 +67,7 @@ def save(
     optimizer: Optimizer,
     scheduler: Any = None,
     best: Mapping[str, Tensor] | None = None,
-    carried: EpochState | None = None,
+    epoch_state: EpochState | None = None,
 ) -> Path:
     """Write a checkpoint beside the last one, then make it the latest. All ranks call it.
 
@@ -79,7 +79,7 @@ def save(
         optimizer: The optimizer, with the same state on all ranks.
         scheduler: A learning rate scheduler with ``state_dict``, or None.
         best: The weights of the best epoch, if they are not the current ones.
-        carried: The state of the last epoch that this rank's next epoch may read.
+        epoch_state: The state of the last epoch that this rank's next epoch may read.
 
     Returns:
         The checkpoint's folder.
@@ -97,15 +97,15 @@ def save(
     # Without a shared disk, the first host's checkpoint is whole but lacks the other hosts' rows.
     writers = [rank for rank, sees in enumerate(channel.gather_objects(fresh.is_dir(), "disk")) if sees]
     writes = channel.rank in writers
-    told = None if carried is None or not writes else carried.plain(file)
-    kept = channel.gather_objects(told, "what epochs hand on", [Named])
+    plain = None if epoch_state is None or not writes else epoch_state.plain(file)
+    kept = channel.gather_objects(plain, "what epochs hand on", [Named])
     state: dict[str, Tensor] = {}
     fault, seal = "", None
     try:
         state = _state(model, optimizer, best)
         if writes:
             mine = {each: state[each] for each in _shares(state, len(writers))[writers.index(channel.rank)]}
-            mine |= {} if carried is None else carried.tensors
+            mine |= {} if epoch_state is None else epoch_state.tensors
             seal = sealed_files.write_tensors(fresh / file, mine)
     except Exception as error:  # a state that cannot be written ends all ranks, not only this one
         fault = reason_of(error)
@@ -113,7 +113,7 @@ def save(
     fault = next((fault for fault, *_ in seals if fault), "")
     if channel.rank == 0:
         files = {file: seal for _, file, seal in seals if seal is not None}
-        fault = fault or _publish(folder, place, state, files, optimizer, scheduler, carried, kept)
+        fault = fault or _publish(folder, place, state, files, optimizer, scheduler, epoch_state, kept)
         if fault:
             shutil.rmtree(fresh, ignore_errors=True)  # frees the disk; the last whole one stays
     _agree(channel, fault, target)
@@ -127,7 +127,7 @@ def _publish(
     files: dict[str, Seal],
     optimizer: Optimizer,
     scheduler: Any,
-    carried: EpochState | None,
+    epoch_state: EpochState | None,
     kept: list[Any],
 ) -> str:
     """Write all but the tensors, and make the checkpoint the latest; return what went wrong, or nothing."""
@@ -137,7 +137,7 @@ def _publish(
             "scheduler": None if scheduler is None else _without_functions(scheduler.state_dict()),
             **_plain_of(optimizer),
             "forms": _forms(_under(state, "optimizer")),
-            "guards": {} if carried is None else dict(carried.guards),
+            "guards": {} if epoch_state is None else dict(epoch_state.controllers),
             "carried": [rank for rank in kept if rank is not None],
         }
         _finish(fresh, place, rest, files)
@@ -169,8 +169,8 @@ def _make_room(fresh: Path) -> str:
 def _agree(channel: Channel, fault: str, target: Path) -> None:
     """Raise on every rank what any of them met, so that none waits for a rank that has given up."""
     whole = whole_ones(target.parent)[:1] if fault else []
-    told: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
-    met, last = next((each for each in told if each[0]), ("", []))
+    faults: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
+    met, last = next((each for each in faults if each[0]), ("", []))
     if met:
         stays = f"; the last whole one is {last[0]}" if last else "; there is no whole one yet"
         raise CheckpointError(
@@ -362,7 +362,7 @@ def load(
         for name, value in sections["optimizer"].items():
             index, _, key = name.partition("/")
             state.setdefault(int(index), {})[key] = value
-        told = RestoredState(
+        restored = RestoredState(
             folder, place.epoch, dict(rest["guards"]), [checked(r, files) for r in rest["carried"]]
         )
         if _forms(sections["optimizer"]) != rest["forms"]:
@@ -381,7 +381,7 @@ def load(
     load_state(model, sections["model"])
     own = state_of(model)
     best = {name: value.to(own[name].device) for name, value in sections["best"].items()}
-    return place, best or None, told
+    return place, best or None, restored
 
 
 def best_weights(folder: str | Path) -> dict[str, Tensor]:

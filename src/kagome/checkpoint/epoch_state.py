@@ -97,18 +97,18 @@ class EpochState:
 
     Args:
         layout: The layout of its rows.
-        guards: The state of controllers: plain values, the same on all ranks.
+        controllers: The state of controllers: plain values, the same on all ranks.
         entries: The entries by kind and site.
     """
 
     layout: StateLayout
-    guards: Mapping[str, Any]
+    controllers: Mapping[str, Any]
     entries: Mapping[tuple[str, Hashable], State]
 
     @classmethod
-    def of(cls, layout: StateLayout, guards: Mapping[str, Any], entries: Iterable[Entry]) -> EpochState:
+    def of(cls, layout: StateLayout, controllers: Mapping[str, Any], entries: Iterable[Entry]) -> EpochState:
         """Return the state made of some entries."""
-        return cls(layout, guards, {(kind, key): state for kind, key, state in entries})
+        return cls(layout, controllers, {(kind, key): state for kind, key, state in entries})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Recalled:
+class RestoredRows:
     """The entries of a checkpoint for one rank, read site by site when they are asked for.
 
     Args:
@@ -210,16 +210,16 @@ class RestoredState:
     Args:
         folder: The checkpoint.
         epoch: The epoch after which it was written.
-        guards: The state of controllers.
+        controllers: The state of controllers.
         ranks: What each rank kept, without the tensors.
     """
 
     folder: Path
     epoch: int
-    guards: Mapping[str, Any]
+    controllers: Mapping[str, Any]
     ranks: Sequence[Mapping[str, Any]]
 
-    def recall(self, layout: StateLayout, world: Channel, device: torch.device) -> Recalled | None:
+    def resume_rows(self, layout: StateLayout, world: Channel, device: torch.device) -> RestoredRows | None:
         """Return the entries that this rank may read, if all ranks may read theirs. All ranks call it.
 
         Args:
@@ -232,7 +232,7 @@ class RestoredState:
         if not all(world.gather_objects(whole and entries is not None, "rows of the last epoch")):
             return None
         assert entries is not None
-        return Recalled(self.folder, self.epoch + 1, device, entries)
+        return RestoredRows(self.folder, self.epoch + 1, device, entries)
 
     def entries(self, layout: StateLayout) -> dict[tuple[str, Hashable], State] | None:
         """Return the entries of this rank's part; None where they do not fit.
@@ -277,11 +277,11 @@ def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
     return rank
 
 
-def said_of(recall: ResumedRows | None, *, late: bool, history: bool = False) -> str:
+def said_of(resumed_rows: ResumedRows | None, *, late: bool, history: bool = False) -> str:
     """Describe how a run continues with late rows or with history."""
     if not (late or history):
         return ""
-    if recall is not None:
+    if resumed_rows is not None:
         return "; rows of its last epoch are read again"
     begins = "computes all rows" if history else "waits for its rows"
     return f"; it has no rows of its last epoch for these ranks, chunks and settings: the next one {begins}"

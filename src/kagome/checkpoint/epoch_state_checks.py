@@ -15,7 +15,7 @@ ANY: Final = ""
 """Stands for any number type."""
 
 
-class Told(Protocol):
+class TensorSpec(Protocol):
     """A tensor as a checkpoint describes it."""
 
     @property

@@ -91,10 +91,10 @@ def give(model: nn.Module, weights: Mapping[str, Tensor], where: str | Path) -> 
     own, found = model.state_dict(keep_vars=True), dict(weights)
     for name, tensor in own.items():  # a file holds a tensor of several names under one of them
         if name not in found:
-            twins = (found[other] for other, one in own.items() if one is tensor and other in found)
-            twin = next(twins, None)
-            if twin is not None:
-                found[name] = twin
+            tied = (found[other] for other, one in own.items() if one is tensor and other in found)
+            same = next(tied, None)
+            if same is not None:
+                found[name] = same
     if fault := checkpoint.misfit(model, found):
         raise CheckpointError(
             "weights of this model",

@@ -35,7 +35,7 @@ from kagome.config.fields import path_of
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
 from kagome.launch.environment import environment
 from kagome.launch.os_errors import end_with, in_words
-from kagome.run_dir.claim import goes_on, refuse_taken
+from kagome.run_dir.claim import continues_run, refuse_taken
 
 if TYPE_CHECKING:
     from torch import nn
@@ -331,7 +331,7 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
 
 def _begins_again(folder: str | None, out: str | None) -> bool:
     """Return whether a run that ended before its first checkpoint may be overwritten."""
-    if folder is None or out is None or not goes_on(Path(out), folder):
+    if folder is None or out is None or not continues_run(Path(out), folder):
         return False
     return not (Path(out) / "summary.json").exists()
 
@@ -442,8 +442,8 @@ def _builder(
         wide, labels, names = columns or 0, meta.labels, (tuple(part.nodes), tuple(part.shared))
         if columns is None and labels is not None:  # refuse invalid labels before they set the output's width
             labels = labels_that_count(labels, part, train, channel)
-            aim = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
-            wide = aim.outputs
+            objective = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
+            wide = objective.outputs
         return build_model(
             settings,
             in_channels=meta.features,
@@ -480,11 +480,11 @@ def _check(args: list[str]) -> int:
     from kagome.cli.check import checked
 
     run = config.Run(data=command.data, model=command.model, parallel=command.parallel, train=command.train)
-    result, said = checked(run, _builder(run.model, run.train), vertices=command.vertices)
+    result, notes = checked(run, _builder(run.model, run.train), vertices=command.vertices)
     for row in result.rows:
         if command.all or row is result.first:
             print(f"{row.error:9.1e}  {row.kind:<9} {row.name}")
-    for sentence in (result.text(), *said):
+    for sentence in (result.text(), *notes):
         print(f"kagome check: {sentence}")
     try:
         result.raise_if_different()

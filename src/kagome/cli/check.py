@@ -65,20 +65,20 @@ def checked(
     result = check(
         model, part, parts=parts, vertices=vertices, seed=seed, tensor=cut.tensor, fast=settings.model.fast
     )
-    said = left_out(cut)
+    notes = left_out(cut)
     if cut.tensor == 1 and cut.pipe == 1:
-        said = (*said, foresee_split(model, part, settings, cut.graph or 1))
-    return result, said
+        notes = (*notes, foresee_split(model, part, settings, cut.graph or 1))
+    return result, notes
 
 
 def left_out(cut: Parallel) -> tuple[str, ...]:
     """Return a sentence for each kind of setting that is left out of the comparison."""
     usual = {field.name: field.default for field in fields(Parallel)}
-    said = []
+    notes = []
     for why, names in LEFT_OUT.items():
         if "max_age" in names and cut.cross_chunk != "exact":
             names = ("chunks", *names)
         found = [f"{name}={getattr(cut, name)!r}" for name in names if getattr(cut, name) != usual[name]]
         if found:
-            said.append(f"compared without {', '.join(found)}: {why}")
-    return tuple(said)
+            notes.append(f"compared without {', '.join(found)}: {why}")
+    return tuple(notes)

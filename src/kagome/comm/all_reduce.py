@@ -129,7 +129,7 @@ class AllReduceWork:
         if self.rounds == 2 and self.second is None and self.values is not None:
             first, values = self.first, self.values
             begin, end = self.bounds[first.channel.rank]
-            piece = values.pack(self._added(first.wait(), begin, end), begin).to(first.channel.wire)
+            piece = values.pack(self._added(first.wait(), begin, end), begin).to(first.channel.send_device)
             sizes = [values.size(*bounds) for bounds in self.bounds]
             same = [piece] * first.channel.size
             self.second = first.channel.start_parts(same, sizes, first.action, first.kind)
@@ -202,7 +202,7 @@ def start_all_reduce(
         return AllReduceWork(channel.begin_all_reduce(flat.clone(), "sum", action, kind))
     whole = values.size(0, count)
     if size == 2 or size * whole <= ONE_ROUND_BYTES:
-        message = values.pack(flat, 0).to(channel.wire)
+        message = values.pack(flat, 0).to(channel.send_device)
         first = channel.start_parts([message] * size, [whole] * size, action, kind)
         return AllReduceWork(first, values, [(0, count)])
     parts, bounds, begin = torch.tensor_split(flat, size), [], 0
@@ -210,7 +210,8 @@ def start_all_reduce(
         bounds.append((begin, begin + part.numel()))
         begin += part.numel()
     messages = [
-        values.pack(part, first).to(channel.wire) for part, (first, _) in zip(parts, bounds, strict=True)
+        values.pack(part, first).to(channel.send_device)
+        for part, (first, _) in zip(parts, bounds, strict=True)
     ]
     mine = values.size(*bounds[channel.rank])
     return AllReduceWork(channel.start_parts(messages, [mine] * size, action, kind), values, bounds)

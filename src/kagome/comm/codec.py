@@ -92,14 +92,14 @@ class Codec:
         return [min(step, rows - first) for first in range(0, rows, step or 1)] or [0]
 
     def encode(
-        self, rows: Tensor, pick: Tensor | None, stamps: Tensor, key: int, message: Tensor, *, where: str
+        self, rows: Tensor, index: Tensor | None, row_ids: Tensor, key: int, message: Tensor, *, where: str
     ) -> None:
         """Encode rows into a message.
 
         Args:
             rows: The rows to select from.
-            pick: Indices of the rows to encode, in this order; all rows if None.
-            stamps: One number for each encoded row that seeds its random draws, so that a row gets the same
+            index: Indices of the rows to encode, in this order; all rows if None.
+            row_ids: One number for each encoded row that seeds its random draws, so that a row gets the same
                 draws on any number of ranks.
             key: A further seed of the draws.
             message: Buffer that the bytes are written to.
@@ -109,22 +109,22 @@ class Codec:
             ModelError: If a number is NaN, infinite, or too large for the codec.
 
         Shapes:
-            ``rows [*, W]``, ``pick [R]`` and ``stamps [R]`` int64, ``message [size]`` uint8.
+            ``rows [*, W]``, ``index [R]`` and ``row_ids [R]`` int64, ``message [size]`` uint8.
         """
         if not message.numel():
             return
-        count, width = stamps.numel(), rows.size(1)
+        count, width = row_ids.numel(), rows.size(1)
         if self.bits is None:
-            picked = rows if pick is None else rows.index_select(0, pick)
+            picked = rows if index is None else rows.index_select(0, index)
             cast = picked.to(CASTS.get(self.name, rows.dtype)).contiguous()
             if self.name in CASTS and not bool(cast.isfinite().all()):
                 raise self._refusal(int((~cast.isfinite()).any(1).sum()), count, where)
             message.copy_(cast.view(-1).view(torch.uint8))
             return
         head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
-        if rows.dtype != torch.float32 and pick is not None:
-            rows, pick = rows.index_select(0, pick), None
-        low, span, bad = ops.encode(rows.float(), pick, stamps, key, self.bits, body)
+        if rows.dtype != torch.float32 and index is not None:
+            rows, index = rows.index_select(0, index), None
+        low, span, bad = ops.encode(rows.float(), index, row_ids, key, self.bits, body)
         if bad:
             raise self._refusal(bad, count, where)
         head[: 4 * count].copy_(low.view(torch.uint8))
@@ -162,20 +162,20 @@ class Codec:
         )
 
 
-def lost_share(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> float | None:
+def lost_share(codec: Codec, sample: Tensor, row_ids: Tensor, key: int, where: str) -> float | None:
     """Return the norm of a codec's error on sample rows over the rows' own norm; None if that is zero."""
-    lost, whole = lost_squares(codec, sample, stamps, key, where)
+    lost, whole = lost_squares(codec, sample, row_ids, key, where)
     return None if whole == 0 else math.sqrt(lost / whole)
 
 
-def lost_squares(codec: Codec, sample: Tensor, stamps: Tensor, key: int, where: str) -> tuple[float, float]:
+def lost_squares(codec: Codec, sample: Tensor, row_ids: Tensor, key: int, where: str) -> tuple[float, float]:
     """Return the squared norm of a codec's error on sample rows, and that of the rows."""
     whole = float(sample.double().square().sum())
     if whole == 0:
         return 0.0, 0.0
     size = codec.size(sample.size(0), sample.size(1), sample.dtype)
     message = torch.empty(size, dtype=torch.uint8, device=sample.device)
-    codec.encode(sample, None, stamps, key, message, where=where)
+    codec.encode(sample, None, row_ids, key, message, where=where)
     lost = codec.decode(message, torch.empty_like(sample)).sub_(sample)
     return float(lost.double().square().sum()), whole
 

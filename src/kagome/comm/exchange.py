@@ -40,7 +40,7 @@ class SiteExchange:
             rows' owners. Odd directions belong to the backward pass.
         epoch: The training epoch, from 1.
         training: Whether the exchange belongs to the forward and backward pass of a training epoch.
-        stamps: A number for each row that is sent, the same for any number of ranks: the vertex id.
+        row_ids: A number for each row that is sent, the same for any number of ranks: the vertex id.
         reads: Number of local edges that read each received row; None if that is not known.
         blocks: Rows and columns of the block sent to each peer and of the block received from each. Given
             only if blocks of different widths are exchanged instead of rows of one width.
@@ -52,7 +52,7 @@ class SiteExchange:
     direction: int
     epoch: int
     training: bool
-    stamps: Tensor
+    row_ids: Tensor
     reads: Tensor | None = None
     blocks: tuple[Blocks, Blocks] | None = None
     late: bool = False
@@ -217,5 +217,5 @@ class BytesExchange(Exchange, Protocol):
 def swap_counts(exchange: Exchange, counts: Sequence[int], action: str) -> list[int]:
     """Tell each rank a number, and return the number that each rank tells this one."""
     ones = [1] * exchange.size
-    told = torch.tensor(counts, dtype=torch.int64).unsqueeze(1)
-    return exchange.start(told, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()
+    counted = torch.tensor(counts, dtype=torch.int64).unsqueeze(1)
+    return exchange.start(counted, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()

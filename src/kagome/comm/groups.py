@@ -43,7 +43,7 @@ class MeshGroups:
     ) -> None:
         self.rank, self.stages, self.parts = rank, stages, parts
         self._device, self._timeout, self._staged = device, timeout, staged
-        self._made: list[dist.ProcessGroup] = []
+        self._created: list[dist.ProcessGroup] = []
 
     def open(
         self, channels: list[Channel], watch: Watchdog | None, *, shared_memory: bool, late: bool = False
@@ -74,7 +74,7 @@ class MeshGroups:
         world: Channel | None = None
 
         def channel(group: dist.ProcessGroup | None, back: dist.ProcessGroup | None = None) -> Channel:
-            made = Channel(
+            opened = Channel(
                 group,
                 self._device,
                 timeout=self._timeout,
@@ -84,23 +84,25 @@ class MeshGroups:
                 name=self.rank,
                 staged=self._staged,
             )
-            channels.append(made)
-            shelf = open_shelf(made, wanted=shared_memory, beside=None if world is None else world.shelf)
-            made.lay_on(shelf)
-            return made
+            channels.append(opened)
+            memory = open_shared_memory(
+                opened, wanted=shared_memory, beside=None if world is None else world.shared_memory
+            )
+            opened.attach_shared_memory(memory)
+            return opened
 
         world = channel(everyone, None if split else back)
         graph = world if self.stages == 1 else channel(in_stage)
         pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, back)
         assert (graph.rank, pipe.rank) == (part, stage)
         if late and self.parts > 1 and graph.lanes:
-            channels.append(graph.set_apart(self._own(rows)))
+            channels.append(graph.open_patient(self._own(rows)))
         return world, graph, pipe
 
     def close(self) -> None:
         """Destroy the groups that were created here. By then no channel may hold a reference to one."""
-        while self._made:
-            group = self._made.pop()
+        while self._created:
+            group = self._created.pop()
             # Already ended with the default group, since a peer left it; or torch lost the group's name on an
             # error. Either way nothing is left to end, and the error that led here is the one to be seen.
             with suppress(ValueError, AssertionError, RuntimeError, KeyError):
@@ -112,11 +114,11 @@ class MeshGroups:
         for each in members:
             group = dist.new_group(each, timeout=timedelta(seconds=self._timeout))
             if each == mine:
-                self._made.append(group)
-        return self._made[-1]
+                self._created.append(group)
+        return self._created[-1]
 
 
-def open_shelf(
+def open_shared_memory(
     channel: Channel, *, wanted: bool = True, beside: SharedMemory | None = None
 ) -> SharedMemory | None:
     """Find out which ranks can read each other's memory. All ranks of the group call this.
@@ -131,25 +133,27 @@ def open_shelf(
     """
     if channel.size == 1:
         return None
-    box: Mailbox | None = None
-    if wanted and channel.wire.type == "cpu":
+    mailbox: Mailbox | None = None
+    if wanted and channel.send_device.type == "cpu":
         with suppress(OSError):
-            box = Mailbox(channel.rank, channel.size, None if beside is None else beside.box)
-    offers: list[Any] = channel.gather_objects(box and box.offer, "show memory to the ranks of this host")
+            mailbox = Mailbox(channel.rank, channel.size, None if beside is None else beside.mailbox)
+    offers: list[Any] = channel.gather_objects(
+        mailbox and mailbox.offer, "show memory to the ranks of this host"
+    )
     seen = [
-        box is not None and offer is not None and rank != channel.rank and box.open(rank, offer)
+        mailbox is not None and offer is not None and rank != channel.rank and mailbox.open(rank, offer)
         for rank, offer in enumerate(offers)
     ]
     found: list[Any] = channel.gather_objects(seen, "find the ranks of this host")
     peers = frozenset(rank for rank in range(channel.size) if seen[rank] and found[rank][channel.rank])
-    if box is None or not peers:
-        if box is not None:
-            box.close()
+    if mailbox is None or not peers:
+        if mailbox is not None:
+            mailbox.close()
         return None
-    box.keep(tuple(peers))
+    mailbox.keep(tuple(peers))
     if beside is not None:
-        return SharedMemory(box, peers, beside.allowance)
+        return SharedMemory(mailbox, peers, beside.allowance)
     free = available_bytes()
     return SharedMemory(
-        box, peers, MemoryAllowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1)))
+        mailbox, peers, MemoryAllowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1)))
     )

@@ -99,7 +99,7 @@ def open_mesh(
     parallel: Parallel | None = None,
     *,
     timeout: float = 300.0,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     always_group: bool = False,
 ) -> Iterator[Mesh]:
     """Join the ranks that the environment describes, and leave them at the end, also after an error.
@@ -112,7 +112,7 @@ def open_mesh(
     Args:
         parallel: The axes to split along; they must fit the number of ranks.
         timeout: Seconds after which a wait fails.
-        say: Called with one line when a wait takes long.
+        log: Called with one line when a wait takes long.
         always_group: Create a process group for a single rank too.
 
     Yields:
@@ -137,7 +137,7 @@ def open_mesh(
     stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
-            watch = Watchdog(_of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, say=say)
+            watch = Watchdog(_of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, log=log)
         world, graph, pipe = groups.open(
             channels, watch, shared_memory=fitted.shared_memory, late=fitted.max_age > 0
         )
@@ -151,7 +151,7 @@ def open_mesh(
         patience = TAKEN_WITHIN
     except KagomeError as error:
         if watch is not None:
-            watch.tell(error)
+            watch.report_error(error)
         raise
     finally:
         stack.close()

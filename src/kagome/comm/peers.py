@@ -34,7 +34,7 @@ class PeerGroup:
         watch: The watchdog, which knows what each peer is doing; without it errors do not say so.
         lane: Tag of this channel: messages with different tags never match.
         traffic: Counters to add to; new ones if None.
-        shelf: Memory that other ranks of this host read. With gloo, large messages to them go through it.
+        shared_memory: Memory that other ranks of this host read. With gloo, large messages to them use it.
         back: With nccl, a second group of the same ranks: see
             :class:`kagome.comm.transport.process_group.Transport`.
         name: This rank in the world, used if ``group`` is None.
@@ -51,7 +51,7 @@ class PeerGroup:
         watch: Watchdog | None = None,
         lane: Literal[0, 1] = 0,
         traffic: Traffic | None = None,
-        shelf: SharedMemory | None = None,
+        shared_memory: SharedMemory | None = None,
         back: dist.ProcessGroup | None = None,
         name: int = 0,
         staged: bool = False,
@@ -62,26 +62,28 @@ class PeerGroup:
         self.lane, self._group = lane, group
         # gloo's point-to-point operations support host memory only.
         staged = staged or (group is not None and backend_of(group, self.device) == "gloo")
-        self.wire = HOST if staged else self.device
-        self._wire = None if group is None else Transport(group, lane, shelf, back, self.wire)
-        self._gloo = self._wire is not None and self._wire.gloo
+        self.send_device = HOST if staged else self.device
+        self._transport = (
+            None if group is None else Transport(group, lane, shared_memory, back, self.send_device)
+        )
+        self._gloo = self._transport is not None and self._transport.gloo
         self.timer: Callable[[str], AbstractContextManager[object]] | None = None
         """Called with ``exchange`` around each exchange that is not counted as weights or other, to record
         its time."""
         self.traffic = Traffic() if traffic is None else traffic
 
-    def lay_on(self, shelf: SharedMemory | None) -> None:
+    def attach_shared_memory(self, shared_memory: SharedMemory | None) -> None:
         """Send large messages to ranks of this host through shared memory.
 
         All ranks call this at the same point.
         """
-        if self._wire is not None:
-            self._wire.shelf = shelf
+        if self._transport is not None:
+            self._transport.shared_memory = shared_memory
 
     @property
-    def shelf(self) -> SharedMemory | None:
+    def shared_memory(self) -> SharedMemory | None:
         """Memory that other ranks of this host read; None if there is none."""
-        return None if self._wire is None else self._wire.shelf
+        return None if self._transport is None else self._transport.shared_memory
 
     @property
     def lanes(self) -> bool:
@@ -90,7 +92,12 @@ class PeerGroup:
 
     def streams(self, peer: int) -> bool:
         """Return whether data to and from a peer may be split into several messages."""
-        return self._wire is not None and self._gloo and peer != self.rank and not self._wire.near(peer)
+        return (
+            self._transport is not None
+            and self._gloo
+            and peer != self.rank
+            and not self._transport.shares_memory_with(peer)
+        )
 
     def close(self, patience: float = 0.0) -> None:
         """Release the group and the shared memory.
@@ -100,9 +107,9 @@ class PeerGroup:
         Args:
             patience: Seconds that peers have to read the rest of the shared memory.
         """
-        if self._wire is not None and self._wire.shelf is not None:
-            self._wire.shelf.close(patience)
-        self._group = self._wire = None
+        if self._transport is not None and self._transport.shared_memory is not None:
+            self._transport.shared_memory.close(patience)
+        self._group = self._transport = None
 
     def take_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank has sent since the last call, by kind."""
@@ -162,10 +169,10 @@ class PeerGroup:
         left = max(begun + limit - time.monotonic(), 0.01)  # 0 would mean no time limit
         work.wait(timedelta(seconds=left))
 
-    def tell(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Report the error that ends this rank in mid-epoch, so that ranks waiting for it raise it too."""
         if self.watch is not None:
-            self.watch.tell(error)
+            self.watch.report_error(error)
 
     def _fault(self, error: RuntimeError, peers: list[int], action: str, *, collective: bool) -> KagomeError:
         """Return the error for a failed wait.
@@ -174,15 +181,15 @@ class PeerGroup:
 
         If a rank reported its own error, that error is returned unchanged.
         """
-        told = None if self.watch is None else self.watch.told()
-        if told is not None:
-            return told
+        reported = None if self.watch is None else self.watch.reported()
+        if reported is not None:
+            return reported
         late = failures.is_late(error)
         if late:
             elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]
             blamed = (elsewhere or peers) if collective else [peers[0], *elsewhere]
         else:
-            dead = self._wire.dead(peers) if self._wire is not None and collective else []
+            dead = self._transport.dead_peers(peers) if self._transport is not None and collective else []
             blamed = (dead or peers) if collective else peers[:1]
         names = [self.names[peer] for peer in dict.fromkeys(blamed)]
         described = [f"rank {name}" if self.watch is None else self.watch.describe(name) for name in names]

@@ -268,7 +268,7 @@ class _Unpacking:
         if kind in _MAPPINGS:
             pairs = [_listed(pair, 2) for pair in _listed(held)]
             return _MAPPINGS[kind]({self.value(key): self.value(each) for key, each in pairs})
-        made: dict[str, Callable[[Any], Any]] = {
+        rebuild: dict[str, Callable[[Any], Any]] = {
             "float": _float,
             "tensor": self._tensor,
             "dtype": dtype_of,
@@ -280,9 +280,9 @@ class _Unpacking:
             "error": _error,
             "record": self._record,
         }
-        if kind not in made:
+        if kind not in rebuild:
             raise ObjectError(f"no kind of value is called {kind[:40]!r}")
-        return made[kind](held)
+        return rebuild[kind](held)
 
     def _tensor(self, number: Any) -> Tensor:
         if type(number) is not int or not 0 <= number < len(self.tensors):
@@ -305,10 +305,10 @@ class _Unpacking:
         if hasattr(kind, "_fields"):
             return kind(**given)
         of_init = {field.name for field in dataclasses.fields(kind) if field.init}
-        made = kind(**{name: value for name, value in given.items() if name in of_init})
+        instance = kind(**{name: value for name, value in given.items() if name in of_init})
         for name in given.keys() - of_init:
-            object.__setattr__(made, name, given[name])
-        return made
+            object.__setattr__(instance, name, given[name])
+        return instance
 
 
 def _listed(held: Any, size: int | None = None) -> list[Any]:

@@ -49,14 +49,14 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
                 action,
             )
     totals = [sum(each) for each in sizes]
-    parts = list(torch.empty(sum(totals), dtype=torch.uint8, device=channel.wire).split(totals))
-    apart = {peer for peer in range(channel.size) if channel.streams(peer)}
+    parts = list(torch.empty(sum(totals), dtype=torch.uint8, device=channel.send_device).split(totals))
+    streamed_peers = {peer for peer in range(channel.size) if channel.streams(peer)}
 
     def fill(peer: int, segment: int) -> None:
         places = parts[peer].split(list(sizes[peer]))
-        for number in (segment,) if peer in apart else range(len(places)):
+        for number in (segment,) if peer in streamed_peers else range(len(places)):
             place = places[number]
-            if place.numel() and channel.wire == channel.device:
+            if place.numel() and channel.send_device == channel.device:
                 request.write(peer, number, place)
             elif place.numel():
                 written = torch.empty_like(place, device=channel.device)
@@ -65,7 +65,7 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
 
     def posted(segments: SegmentSizes) -> SegmentSizes:
         return [
-            each if peer in apart else (sum(each), *[0] * (len(each) - 1))
+            each if peer in streamed_peers else (sum(each), *[0] * (len(each) - 1))
             for peer, each in enumerate(segments)
         ]
 
@@ -74,7 +74,7 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
         return ChannelWork(parts[0], channel, action, kind)
     coming = [sum(each) for each in expected]
     pending = channel.start_parts(parts, coming, action, kind, fill, (posted(sizes), posted(expected)))
-    pending.apart = frozenset(apart)
+    pending.streamed_peers = frozenset(streamed_peers)
     return pending
 
 
@@ -87,7 +87,7 @@ def compare(
         CommError: If the header or a count differs from a peer's.
     """
     ours = [failures.header(fields, send, come) for send, come in zip(sends, comes, strict=True)]
-    parts = torch.split(torch.tensor(ours, device=channel.wire), 1)
+    parts = torch.split(torch.tensor(ours, device=channel.send_device), 1)
     pending = channel.start_parts(list(parts), [1] * channel.size, f"{action} (header)", "other")
     theirs: list[list[int]] = pending.wait().tolist()
     # A rank's counts to itself were compared before.

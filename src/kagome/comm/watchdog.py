@@ -68,7 +68,7 @@ class Watchdog:
         store: A store that all ranks share.
         rank: This rank in the world.
         size: Number of ranks in the world. With one rank there is no thread and nothing is published.
-        say: Called with one line for each wait that takes longer than ``warn_after``.
+        log: Called with one line for each wait that takes longer than ``warn_after``.
         every: Seconds between two publications.
         warn_after: Seconds of one wait after which it is reported.
 
@@ -82,12 +82,12 @@ class Watchdog:
         rank: int,
         size: int,
         *,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         every: float = 2.0,
         warn_after: float = 10.0,
     ) -> None:
         self.rank, self.size = rank, size
-        self._say, self._every, self._warn_after = say, every, warn_after
+        self._log, self._every, self._warn_after = log, every, warn_after
         self._frame = "its start"
         self._now = _Doing(0, self._frame, time.monotonic(), ())
         self._warned = -1
@@ -129,7 +129,7 @@ class Watchdog:
             return None
         return Seen(number, action, begun, alive, waits)
 
-    def tell(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Publish the error that ends this rank, so that ranks waiting for it raise the same error."""
         if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
             return
@@ -139,7 +139,7 @@ class Watchdog:
         with suppress(RuntimeError):  # the store's host has ended
             self._asked(lambda: self._store.set(f"told/{self.rank}", word))
 
-    def told(self) -> KagomeError | None:
+    def reported(self) -> KagomeError | None:
         """Return the error that ended another rank, if that rank published one."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         with suppress(RuntimeError, ValueError):
@@ -229,7 +229,7 @@ class Watchdog:
         late = self.late(doing.action, doing.peers) or list(doing.peers)
         names = " and for ".join(self.describe(peer) for peer in late[:NAMED_PEERS])
         more = f" and for {len(late) - NAMED_PEERS} others" if len(late) > NAMED_PEERS else ""
-        self._say(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}")
+        self._log(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}")
 
 
 def _own_client(store: Store) -> Store:

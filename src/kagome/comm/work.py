@@ -34,7 +34,7 @@ class ChannelWork(Work):
         works: Messages still to come, each with its peer, or None for a collective.
         kept: Tensors that must stay in memory until the exchange ends.
         begun: Time at which the exchange was started.
-        apart: Peers whose segments arrive one by one; the messages of other peers arrive whole.
+        streamed_peers: Peers whose segments arrive one by one; the messages of other peers arrive whole.
     """
 
     rows: Tensor
@@ -44,7 +44,7 @@ class ChannelWork(Work):
     works: list[tuple[int | None, TorchWork]] = field(default_factory=list)
     kept: list[Tensor] = field(default_factory=list)
     begun: float = field(default_factory=time.monotonic)
-    apart: frozenset[int] = frozenset()
+    streamed_peers: frozenset[int] = frozenset()
 
     def wait(self) -> Tensor:
         """Wait until all rows have arrived and this rank's own have been sent. A second call returns at once.
@@ -109,7 +109,7 @@ class ChannelWork(Work):
             return range(max(sum(1 for size in expected[peer] if size), 1))
 
         comes = sum(
-            len(segments(peer)) if peer in self.apart else 1
+            len(segments(peer)) if peer in self.streamed_peers else 1
             for peer in range(channel.size)
             if sum(expected[peer]) and peer != channel.rank
         )
@@ -124,7 +124,7 @@ class ChannelWork(Work):
         for peer in (peer for peer in awaited if peer is not None):
             with channel.timed(self.kind):
                 channel.finish(self, 1)
-            for segment in (come[peer],) if peer in self.apart else segments(peer):
+            for segment in (come[peer],) if peer in self.streamed_peers else segments(peer):
                 yield peer, segment, slots[peer][segment].to(channel.device)
             come[peer] += 1
         self.wait()

@@ -50,7 +50,7 @@ class Engine(Protocol):
         """Inputs of own rows by name, with labels and masks."""
 
     @property
-    def ahead(self) -> ForwardReuse:
+    def forward_reuse(self) -> ForwardReuse:
         """Whether an evaluation may be the next epoch's forward pass."""
 
     @property
@@ -84,10 +84,10 @@ class Engine(Protocol):
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
         """Join the weights, the optimizer's state and the best weights of all stages for a block."""
 
-    def carried(self, epoch: int) -> EpochState:
+    def epoch_state(self, epoch: int) -> EpochState:
         """Return the state of an epoch that the next epoch may read."""
 
-    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
+    def resumed(self, optimizer: Optimizer, restored: RestoredState) -> str:
         """Continue from a checkpoint whose weights the model has; return how the run continues."""
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
@@ -96,7 +96,7 @@ class Engine(Protocol):
     def facts(self) -> dict[str, Any]:
         """Return what the summary reports about exchanged rows."""
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run."""
 
     def take_notes(self) -> tuple[str, ...]:

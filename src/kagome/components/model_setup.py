@@ -28,7 +28,7 @@ from kagome.model.forward_call import ForwardCall, told
 from kagome.model.sparse_buffers import laid_out
 
 
-def ready(
+def set_up_model(
     model: nn.Module, part: Partition, mesh: Mesh, settings: Parallel
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model to train, on this rank's device with rank 0's weights, and notes on it.
@@ -44,12 +44,12 @@ def ready(
     """
     model = model.to(mesh.device)
     materialise(model, part, mesh.device)
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if settings.decouple:
         model = decouple(model, few_rows(part, mesh.device))
-        said = (*said, f"decoupled: {model.text()}")
+        notes = (*notes, f"decoupled: {model.text()}")
     broadcast_weights(model, mesh.world)
-    return model, said
+    return model, notes
 
 
 def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
@@ -90,7 +90,7 @@ def refused_input(model: nn.Module, part: Partition, names: Collection[str], err
     )
 
 
-def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
+def input_notes(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
     """Return a note on what forward gets of the data, and what remains unused.
 
     Args:
@@ -110,12 +110,12 @@ def asks(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str,
     shown = ", ".join(f"{name} ({kinds[name]})" if name in kinds else name for name in wanted)
     known = {"num_nodes", "edge_index", *wanted, *uses, *splits.NAMES}
     left = [name for name in names if name not in known]
-    said = f"forward gets {shown}"
+    note = f"forward gets {shown}"
     if left:
-        said += f"; not used of the data: {', '.join(left)}"
+        note += f"; not used of the data: {', '.join(left)}"
     if part.refused:
-        said += f"; not given to any model: {'; '.join(part.refused.values())}"
-    return (said,)
+        note += f"; not given to any model: {'; '.join(part.refused.values())}"
+    return (note,)
 
 
 def refuse_asked(model: nn.Module, part: Partition) -> None:
@@ -188,20 +188,20 @@ def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
     return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}
 
 
-def twin_of(model: nn.Module) -> nn.Module:
+def model_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the CPU, without what its layers have cached.
 
     Raises:
         ModelError: If it cannot be copied.
     """
     try:
-        twin = copied(model).cpu()
+        own_copy = copied(model).cpu()
     except Exception as error:
         raise ModelError(
             "a copy of the model for the check",
             f"{type(error).__name__}: {error}",
             hint="let copy.deepcopy(model) work",
         ) from error
-    for module in twin.modules():
+    for module in own_copy.modules():
         forget(module)
-    return twin
+    return own_copy

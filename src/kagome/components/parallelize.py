@@ -200,7 +200,7 @@ class ParallelModel:
         it found, so the last is taken off first.
         """
         with ExitStack() as undo:
-            if not self.scope.aside:
+            if not self.scope.plain:
                 undo.callback(apply_rules(self.model, self.scope))
                 undo.callback(install(self.model, self.scope))
                 if self.options.recompute:
@@ -224,8 +224,8 @@ class ParallelModel:
     @contextmanager
     def running(self, epoch: int, *, training: bool, checked: bool = False) -> Iterator[ForwardPass]:
         """Enter one forward pass, with mixed precision: see :meth:`Interceptor.running`."""
-        with self.scope.running(epoch, training=training, checked=checked) as turn, self.cast():
-            yield turn
+        with self.scope.running(epoch, training=training, checked=checked) as forward_pass, self.cast():
+            yield forward_pass
 
     def forward(
         self,

@@ -26,7 +26,7 @@ from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes
 from kagome.sparse_ops.edge_view import EdgeView
-from kagome.sparse_ops.sparse_features import SparseFeatures, thin_of
+from kagome.sparse_ops.sparse_features import SparseFeatures, sparse_of
 
 SUMS = frozenset(("sum", "add", "mean"))
 """Reductions whose expected value a sample of rows preserves."""
@@ -57,19 +57,25 @@ class Deferral:
         reads: NeighborReads,
         sliced: SlicedReads,
     ) -> None:
-        self.own, self._views, self.axes, self.marks, self.forward = own, views, axes, axes.marks, forward
+        self.own, self._views, self.axes, self.placements, self.forward = (
+            own,
+            views,
+            axes,
+            axes.placements,
+            forward,
+        )
         self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
         self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
 
-    def thinned(self, rows: Tensor) -> Tensor | SparseFeatures:
+    def as_sparse(self, rows: Tensor) -> Tensor | SparseFeatures:
         """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
-        if not self.forward.fast or not self.constants.lasting(rows):
+        if not self.forward.fast or not self.constants.is_constant(rows):
             return rows
         with torch._C.DisableTorchFunction():  # this is not the user's computation
-            key = ("thin", address(rows), tuple(rows.shape))
-            found = self.constants.kept(key)
+            key = ("sparse", address(rows), tuple(rows.shape))
+            found = self.constants.cached(key)
             if found is None:
-                found = self.constants.keep(key, thin_of(rows) or ())
+                found = self.constants.cache(key, sparse_of(rows) or ())
         return found if isinstance(found, SparseFeatures) else rows
 
     def spread(self, value: Tensor) -> Tensor:
@@ -83,23 +89,23 @@ class Deferral:
         self.reads.forget()
         return rewrite_rules.computed(out)
 
-    def edge_set(self, mark: Placement | None) -> message.EdgeSet | None:
+    def edge_set(self, placement: Placement | None) -> message.EdgeSet | None:
         """Return the graph's edges and kernel structure if ids of this placement are one end; else None."""
         edges = (
-            mark.edges
-            if mark is not None and mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
+            placement.edges
+            if placement is not None and placement.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
             else None
         )
         if not self.forward.fast or edges is None or transformed() or not self.constants.has(edges):
             return None
         if edges not in self._edge_sets:
-            ends = self.marks.get(edges)
+            ends = self.placements.get(edges)
             assert ends is not None
-            plan = self._views[ends.view].rows
+            halo_exchange = self._views[ends.view].rows
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
-            structure = Structure(source, target, plan.own, plan.own + plan.halo)
+            structure = Structure(source, target, halo_exchange.own, halo_exchange.own + halo_exchange.halo)
             sources = Placement(PlacementKind.SOURCE, ends.view, edges=edges)
-            self._edge_sets[edges] = message.EdgeSet(structure, plan, sources, self)
+            self._edge_sets[edges] = message.EdgeSet(structure, halo_exchange, sources, self)
         found: message.EdgeSet = self._edge_sets[edges]
         return found
 
@@ -107,37 +113,39 @@ class Deferral:
         """Return True if a tensor is deferred attention, so that its dropout is deferred too."""
         return sliced_attention.share_of(value) is not None
 
-    def drop_shares(self, value: Tensor, draw: sliced_attention.Draw, words: Tensor) -> Tensor:
+    def drop_shares(self, value: Tensor, draw: sliced_attention.Draw, counters: Tensor) -> Tensor:
         """Apply dropout to deferred attention.
 
         Args:
             value: The deferred attention.
             draw: The function that drops values, given one random word per edge and the first head.
-            words: One random word for each of this rank's edges.
+            counters: One random word for each of this rank's edges.
         """
         share = sliced_attention.share_of(value)
         assert share is not None
-        edges, slicing = share.logits.edges, share.slicing
-        key = ("words of all edges", id(edges if slicing is None else slicing), id(words))
-        every: Tensor | None = self.constants.kept(key)
+        edges, edge_layout = share.logits.edges, share.edge_layout
+        key = ("words of all edges", id(edges if edge_layout is None else edge_layout), id(counters))
+        every: Tensor | None = self.constants.cached(key)
         if every is None:
             with torch._C.DisableTorchFunction(), self.constants.once():
-                if slicing is None:
-                    every = words[edges.structure.by_target.edge.long()]
+                if edge_layout is None:
+                    every = counters[edges.structure.by_target.edge.long()]
                 else:
-                    cut, way = slicing.everything(1), slicing.edges
-                    every = way.apart(words.unsqueeze(1), cut, self.forward.turn, "words of edges").view(-1)
-            self.constants.keep(key, every)
-        return sliced_attention.dropped(share, draw, words, every)
+                    cut, way = edge_layout.everything(1), edge_layout.edges
+                    every = way.split(
+                        counters.unsqueeze(1), cut, self.forward.forward_pass, "words of edges"
+                    ).view(-1)
+            self.constants.cache(key, every)
+        return sliced_attention.dropped(share, draw, counters, every)
 
-    def put_off(self, base: Tensor, index: Tensor, mark: Placement) -> Tensor | None:
+    def defer(self, base: Tensor, index: Tensor, placement: Placement) -> Tensor | None:
         """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""
-        edges = self.edge_set(mark)
+        edges = self.edge_set(placement)
         if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
             return None
         if index.numel() != edges.structure.edges:
             return None
-        return rewrite_rules.gathered(edges, base, mark.kind, self.forward.site(base))
+        return rewrite_rules.gathered(edges, base, placement.kind, self.forward.site(base))
 
     def sums_late(self, x: Tensor, weight: Tensor) -> bool:
         """Return True if ``x W^T`` is deferred, so that neighbours' rows can be summed before the map."""
@@ -152,7 +160,7 @@ class Deferral:
         fits = self.axes.of_each_vertex(x) and self.axes.of(x) == 0 and x.size(0) == self.own and supports(x)
         if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False
-        return weight.size(1) < weight.size(0) or self.constants.lasting(x)
+        return weight.size(1) < weight.size(0) or self.constants.is_constant(x)
 
     def maps_late(self, x: Tensor, weight: Tensor) -> bool:
         """Return True if ``x W^T`` of edge features is deferred, so that it is applied after sums over edges.
@@ -162,10 +170,15 @@ class Deferral:
         lazily = self.forward.fast and self.forward.layers > 0 and not self.sliced.on
         if not lazily or transformed() or isinstance(x, LazyTensor):
             return False
-        if x.dim() != 2 or weight.dim() != 2 or self.marks.get(weight) is not None:
+        if x.dim() != 2 or weight.dim() != 2 or self.placements.get(weight) is not None:
             return False
-        mark = self.marks.get(x)
-        fits = mark is not None and mark.kind is PlacementKind.PAIRS and mark.axis == 0 and mark.whole
+        placement = self.placements.get(x)
+        fits = (
+            placement is not None
+            and placement.kind is PlacementKind.PAIRS
+            and placement.axis == 0
+            and placement.is_complete
+        )
         if not fits or not supports(x) or x.dtype != weight.dtype:
             return False
         return WIDENS * weight.size(1) <= weight.size(0) and not torch.is_autocast_enabled(x.device.type)
@@ -174,7 +187,7 @@ class Deferral:
         """Return the softmax over each row's in-edges if ``index`` holds the graph's targets; else None."""
         edges = self._by_target(value, index, dim)
         if self.axes.names_targets(index):
-            self.reads.needs_all("a softmax over neighbours")
+            self.reads.refuse_sample("a softmax over neighbours")
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():  # this is not the user's computation
@@ -185,7 +198,7 @@ class Deferral:
         self.axes.refuse_lost(value)
         edges = self._by_target(value, index, dim) if how in reduce.NAMES else None
         if how not in SUMS and self.axes.names_targets(index):
-            self.reads.needs_all(f"the reduction {how} over neighbours")
+            self.reads.refuse_sample(f"the reduction {how} over neighbours")
         if edges is None:
             return None
         with torch._C.DisableTorchFunction():
@@ -197,18 +210,18 @@ class Deferral:
         yield from (layout.structure for layout in self.sliced.layouts())
 
     def _by_target(self, value: Any, index: Any, dim: int) -> message.EdgeSet | None:
-        mark = self.marks.get(index)
+        placement = self.placements.get(index)
         if (
-            mark is None
-            or mark.kind is not PlacementKind.TARGET
+            placement is None
+            or placement.kind is not PlacementKind.TARGET
             or not isinstance(value, Tensor)
             or value.dim() == 0
         ):
             return None
-        edges = self.edge_set(mark)
+        edges = self.edge_set(placement)
         if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
             return None
         if not isinstance(value, LazyTensor):
             return edges if supports(value) else None
-        held = self.marks.get(value)  # a message along other edges is computed first
-        return edges if held is None or held.edges is mark.edges else None
+        held = self.placements.get(value)  # a message along other edges is computed first
+        return edges if held is None or held.edges is placement.edges else None

@@ -164,28 +164,30 @@ def expression(value: Any) -> EdgeMap | EdgeTerm | None:
 
 
 def answer(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the result of a call on an edge map or term, or NotImplemented where it needs the values."""
     what = name.strip("_")
     if what in ("view", "reshape") and not kwargs:
-        return _viewed(marks, args)
+        return _viewed(placements, args)
     if what in ("add", "radd", "mul", "rmul") and len(args) == 2 and not kwargs:
         one, two = args if expression(args[1]) is None else (args[1], args[0])
-        found = (_added if what.endswith("add") else _multiplied)(marks, one, two)
-        return NotImplemented if found is None else marks.put(LazyTensor(found), _pairs(marks, args))
+        found = (_added if what.endswith("add") else _multiplied)(placements, one, two)
+        return (
+            NotImplemented if found is None else placements.put(LazyTensor(found), _pairs(placements, args))
+        )
     if what == "sum":
-        return _contracted(marks, args, kwargs)
+        return _contracted(placements, args, kwargs)
     return NotImplemented
 
 
-def _pairs(marks: Placements, args: tuple[Any, ...]) -> Placement:
+def _pairs(placements: Placements, args: tuple[Any, ...]) -> Placement:
     """Return the placement of the first operand that has one row per edge."""
-    found = [mark for value in args if (mark := marks.get(value)) is not None]
-    return next(mark for mark in found if mark.kind is PlacementKind.PAIRS)
+    found = [placement for value in args if (placement := placements.get(value)) is not None]
+    return next(placement for placement in found if placement.kind is PlacementKind.PAIRS)
 
 
-def _viewed(marks: Placements, args: tuple[Any, ...]) -> Any:
+def _viewed(placements: Placements, args: tuple[Any, ...]) -> Any:
     edge = expression(args[0])
     shape: Any = args[1:] if len(args) != 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if not isinstance(edge, EdgeMap) or not shape or not all(isinstance(size, int) for size in shape):
@@ -198,27 +200,27 @@ def _viewed(marks: Placements, args: tuple[Any, ...]) -> Any:
     if first not in (-1, edge.x.size(0)) or -1 in inner or prod(inner) != columns or len(inner) not in (1, 2):
         return NotImplemented
     viewed = replace(edge, inner=tuple(inner))
-    return marks.put(LazyTensor(viewed), _pairs(marks, args))
+    return placements.put(LazyTensor(viewed), _pairs(placements, args))
 
 
-def _added(marks: Placements, one: Any, two: Any) -> EdgeTerm | None:
+def _added(placements: Placements, one: Any, two: Any) -> EdgeTerm | None:
     """Return ``b_j + W e``."""
     edge, message = expression(one), message_of(two)
     if not isinstance(edge, EdgeMap) or message is None or isinstance(two, LazyTensor) is False:
         return None
     fits = message.one_ended and message.source is not None and tuple(message.shape) == tuple(edge.shape)
-    if not fits or message.edges.scope.sliced.on or message.parts[0].dtype != edge.x.dtype:
+    if not fits or message.edges.deferral.sliced.on or message.parts[0].dtype != edge.x.dtype:
         return None
     return EdgeTerm(message, edge)
 
 
-def _multiplied(marks: Placements, one: Any, two: Any) -> EdgeMap | EdgeTerm | None:
+def _multiplied(placements: Placements, one: Any, two: Any) -> EdgeMap | EdgeTerm | None:
     """Return ``a_i * (b_j + W e)``, ``w_e * (b_j + W e)``, or ``att * W e``."""
     term = expression(one)
     if term is not None:
         term.check()
     if isinstance(term, EdgeMap):
-        plain = isinstance(two, Tensor) and not isinstance(two, LazyTensor) and marks.get(two) is None
+        plain = isinstance(two, Tensor) and not isinstance(two, LazyTensor) and placements.get(two) is None
         if not plain or two.dim() > len(term.inner) + 1 or (two.dim() > len(term.inner) and two.size(0) != 1):
             return None
         if two.dtype != term.x.dtype or two.shape[-1:] != term.inner[-1:]:
@@ -233,9 +235,9 @@ def _multiplied(marks: Placements, one: Any, two: Any) -> EdgeMap | EdgeTerm | N
         fits = message.one_ended and message.source is None and message.edges is term.message.edges
         if not fits or message.shape != term.shape:
             return None
-        return replace(term, target=message.target, roots=term.roots + message.roots)
-    mark = marks.get(two)
-    if mark is None or mark.kind is not PlacementKind.PAIRS or two.dim() != len(term.shape):
+        return replace(term, target=message.target, versions=term.versions + message.versions)
+    placement = placements.get(two)
+    if placement is None or placement.kind is not PlacementKind.PAIRS or two.dim() != len(term.shape):
         return None
     if two.dtype != term.edge.x.dtype or expression(two) is not None:
         return None
@@ -247,12 +249,12 @@ def _multiplied(marks: Placements, one: Any, two: Any) -> EdgeMap | EdgeTerm | N
     return None
 
 
-def _contracted(marks: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _contracted(placements: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer ``.sum(-1)``: a number per edge and head."""
     term = expression(args[0])
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if term is None or not isinstance(dim, int) or kwargs.get("dtype") is not None:
         return NotImplemented
     term.check()
@@ -270,7 +272,7 @@ def _contracted(marks: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]
         return NotImplemented
     else:
         s, own = term.message.edges.structure, term.target.reshape(-1, heads, columns)
-        whole = term.message.whole().reshape(-1, heads, columns)
-        out = edge_softmax.dots(own, whole, s) + edge.dots(own, s)
+        with_halo = term.message.with_halo().reshape(-1, heads, columns)
+        out = edge_softmax.dots(own, with_halo, s) + edge.dots(own, s)
     out = out if dims == 3 else out.squeeze(-1)
-    return marks.put(out.unsqueeze(-1) if keep else out, _pairs(marks, args))
+    return placements.put(out.unsqueeze(-1) if keepdim else out, _pairs(placements, args))

@@ -51,16 +51,20 @@ class Versioned:
     """An expression that refuses to be computed once a tensor it reads was written to in place.
 
     Args:
-        roots: Tensors that it reads, each with its version at the time of the user's call.
+        versions: Tensors that it reads, each with its version at the time of the user's call.
     """
 
-    roots: tuple[tuple[Tensor, int], ...] = ()
+    versions: tuple[tuple[Tensor, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Note the versions of tensors that were given to it now; others keep what was noted before."""
-        there = {id(tensor) for tensor, _ in self.roots}
-        new = [t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there]
-        object.__setattr__(self, "roots", self.roots + tuple((tensor, tensor._version) for tensor in new))
+        there = {id(tensor) for tensor, _ in self.versions}
+        new = [
+            t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there
+        ]
+        object.__setattr__(
+            self, "versions", self.versions + tuple((tensor, tensor._version) for tensor in new)
+        )
 
     def noted(self) -> Sequence[Tensor | None]:
         """Return the tensors whose versions are noted by the expression itself."""
@@ -68,7 +72,7 @@ class Versioned:
 
     def check(self) -> None:
         """Refuse tensors that were written to since: their earlier values are lost."""
-        if any(tensor._version != version for tensor, version in self.roots):
+        if any(tensor._version != version for tensor, version in self.versions):
             raise changed_in_place()
 
 
@@ -151,10 +155,10 @@ def refuse_transform(scope: _Seer) -> None:
         EscapeError: If one rank has all rows and takes fast paths.
         ModelError: If rows are split over parts.
     """
-    apart = scope.parted or scope.size > 1
-    if not scope.forward.fast and not apart:
+    split = scope.parted or scope.size > 1
+    if not scope.forward.fast and not split:
         return
-    kind = ModelError if apart else EscapeError
+    kind = ModelError if split else EscapeError
     raise kind(
         "each call inside forward to be visible to Kagome, on several ranks",
         "a transform of torch.func (grad, vjp, jacrev, vmap), which hides its calls",

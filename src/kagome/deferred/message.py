@@ -26,7 +26,7 @@ from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.sparse_ops import edge_softmax, edge_sum, linear
-from kagome.sparse_ops.factored_weights import roots_of
+from kagome.sparse_ops.factored_weights import factors_of
 
 if TYPE_CHECKING:
     from kagome.deferred.deferral import Deferral
@@ -41,42 +41,42 @@ class EdgeSet:
 
     Args:
         structure: The edges grouped by their ends.
-        plan: The provider of halo rows.
-        mark: The placement of their source ids.
-        scope: The deferral that made it.
+        halo_exchange: The provider of halo rows.
+        placement: The placement of their source ids.
+        deferral: The deferral that made it.
     """
 
     structure: Structure
-    plan: HaloExchange
-    mark: Placement
-    scope: Deferral
+    halo_exchange: HaloExchange
+    placement: Placement
+    deferral: Deferral
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per edge."""
-        return self.scope.marks.put(
-            tensor, Placement(PlacementKind.PAIRS, self.mark.view, 0, self.mark.edges)
+        return self.deferral.placements.put(
+            tensor, Placement(PlacementKind.PAIRS, self.placement.view, 0, self.placement.edges)
         )
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per vertex."""
-        return self.scope.marks.put(tensor, Placement(PlacementKind.ROWS))
+        return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS))
 
-    def roots(self, weight: Tensor | None) -> Tensor | None:
+    def factors(self, weight: Tensor | None) -> Tensor | None:
         """Return one factor per row that edges read, whose products are the weights; None if there are none.
 
         Shapes:
-            weight ``[E]`` -> ``[whole]``.
+            weight ``[E]`` -> ``[num_sources]``.
         """
-        constants = self.scope.constants
-        if weight is None or weight.dim() != 1 or not constants.lasting(weight):
+        constants = self.deferral.constants
+        if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
-        key = ("roots", address(weight), weight.numel(), id(self))
-        found: Tensor | None = constants.kept(key)
+        key = ("factors", address(weight), weight.numel(), id(self))
+        found: Tensor | None = constants.cached(key)
         if found is None:
             with constants.once():
-                found = roots_of(weight, self.structure)
-            constants.keep(key, found)
-        return found if found.numel() == self.structure.whole else None
+                found = factors_of(weight, self.structure)
+            constants.cache(key, found)
+        return found if found.numel() == self.structure.num_sources else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +85,12 @@ class Source:
 
     Args:
         rows: Own rows ``[n, ...]``, or all ``[n + H, ...]``.
-        whole: Whether halo rows are included.
+        has_halo: Whether halo rows are included.
         site: The name of the read.
     """
 
     rows: Tensor
-    whole: bool
+    has_halo: bool
     site: str
 
 
@@ -101,12 +101,12 @@ class Linear(Versioned):
     Args:
         x: The rows.
         weight: The weight matrix.
-        scope: The deferral that it is part of.
+        deferral: The deferral that it is part of.
     """
 
     x: Tensor
     weight: Tensor
-    scope: Deferral
+    deferral: Deferral
 
     @property
     def shape(self) -> Sequence[int]:
@@ -125,8 +125,8 @@ class Linear(Versioned):
     def compute(self) -> Tensor:
         """Compute the product of rows and weight."""
         self.check()
-        return self.scope.marks.put(
-            linear.linear(self.scope.thinned(self.x), self.weight), Placement(PlacementKind.ROWS)
+        return self.deferral.placements.put(
+            linear.linear(self.deferral.as_sparse(self.x), self.weight), Placement(PlacementKind.ROWS)
         )
 
 
@@ -143,7 +143,7 @@ class Message(Versioned):
             leaky_relu(a_i + b_j).
         slope: The negative slope of the leaky relu.
         att: A factor per column, applied after the form.
-        roots: The tensors that were gathered or multiplied with, each with its version at that time.
+        versions: The tensors that were gathered or multiplied with, each with its version at that time.
     """
 
     edges: EdgeSet
@@ -183,15 +183,15 @@ class Message(Versioned):
             self.form == "sum" and self.weight is None and (self.target is None) is not (self.source is None)
         )
 
-    def whole(self) -> Tensor:
+    def with_halo(self) -> Tensor:
         """Return all rows that the edges read, own and halo."""
         assert self.source is not None
         self.check()
         rows = now(self.source.rows)
         return (
             rows
-            if self.source.whole
-            else self.edges.scope.reads.read(rows, 0, self.edges.mark, self.source.site)
+            if self.source.has_halo
+            else self.edges.deferral.reads.read(rows, 0, self.edges.placement, self.source.site)
         )
 
     def compute(self) -> Tensor:
@@ -202,15 +202,15 @@ class Message(Versioned):
             assert self.target is not None
             out = edge_sum.gather(self.target, s, "target")
         elif self.target is None:
-            out = edge_sum.gather(self.whole(), s, "source")
+            out = edge_sum.gather(self.with_halo(), s, "source")
             if self.weight is not None:
                 weight = now(self.weight)
                 out = out * weight.view(*weight.shape, *[1] * (out.dim() - weight.dim()))
         elif self.form == "product":
-            out = edge_sum.gather(self.target, s, "target") * edge_sum.gather(self.whole(), s, "source")
+            out = edge_sum.gather(self.target, s, "target") * edge_sum.gather(self.with_halo(), s, "source")
         else:
             slope = self.slope if self.form == "leaky" else None
-            out = edge_softmax.join(self.target, self.whole(), slope, s)
+            out = edge_softmax.join(self.target, self.with_halo(), slope, s)
             out = out if self.att is None else out * self.att
         return self.edges.pairs(out)
 
@@ -287,7 +287,7 @@ def message_of(value: Any) -> Message | None:
     return value.expr if isinstance(value, LazyTensor) and isinstance(value.expr, Message) else None
 
 
-def put_off(message: Message) -> Tensor:
+def defer(message: Message) -> Tensor:
     """Return a lazy tensor that stands for a message."""
     return message.edges.pairs(LazyTensor(message))
 
@@ -298,17 +298,17 @@ def widened(message: Message) -> Message:
     In feature slices the operation applies to own rows, since rows are sent later.
     """
     source = message.source
-    if source is None or source.whole or message.edges.scope.sliced.on:
+    if source is None or source.has_halo or message.edges.deferral.sliced.on:
         return message
-    whole = message.whole()
-    return replace(message, source=Source(whole, True, source.site))
+    with_halo = message.with_halo()
+    return replace(message, source=Source(with_halo, True, source.site))
 
 
 def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = False) -> Message:
     """Apply an operation to the rows at each end instead of to one row per edge."""
     message.check()
     if message.source is not None and not (
-        narrows and not message.edges.scope.constants.lasting(message.source.rows)
+        narrows and not message.edges.deferral.constants.is_constant(message.source.rows)
     ):
         message = widened(message)
     target = None if message.target is None else do(message.target)
@@ -321,10 +321,10 @@ def with_rows(message: Message, target: Tensor | None, source: Tensor | None) ->
     place = message.source
     if target is not None:
         message.edges.rows(target)
-    if place is not None and source is not None and not place.whole:
+    if place is not None and source is not None and not place.has_halo:
         message.edges.rows(source)
     ends = None if place is None or source is None else replace(place, rows=source)
-    return replace(message, target=target, source=ends, roots=())
+    return replace(message, target=target, source=ends, versions=())
 
 
 def source_rows(m: Message) -> Tensor | None:
@@ -343,7 +343,7 @@ def joined(one: Message, two: Message, sign: int = 1) -> Message:
 
     one.check()
     two.check()
-    if one.source is not None and two.source is not None and one.source.whole is not two.source.whole:
+    if one.source is not None and two.source is not None and one.source.has_halo is not two.source.has_halo:
         one, two = widened(one), widened(two)
     place = replace(one, source=one.source or two.source)
     return with_rows(place, added(one.target, two.target), added(source_rows(one), source_rows(two)))

@@ -20,7 +20,7 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import EdgeSet, Linear, Message, Shared, SoftmaxShare, flat
 from kagome.kernels.base.address import address
 from kagome.sparse_ops import edge_softmax, edge_sum, linear as dense
-from kagome.sparse_ops.sparse_features import SparseFeatures, is_thin, thin_of
+from kagome.sparse_ops.sparse_features import SparseFeatures, is_sparse, sparse_of
 
 Reduce = Literal["sum", "mean", "max", "min"]
 NAMES: dict[str, Reduce] = {
@@ -49,23 +49,24 @@ class Total:
         """Compute the sum, including the exchange of rows that it needs."""
         return self.message.edges.rows(now(_linear_sum(self.message, self.how)))
 
-    def kept(self) -> Tensor | SparseFeatures | None:
+    def cached(self) -> Tensor | SparseFeatures | None:
         """Return the sum, for a product with a weight, if it is constant across forward passes; else None."""
-        source, scope = self.message.source, self.message.edges.scope
+        source, deferral = self.message.source, self.message.edges.deferral
         assert source is not None
         self.message.check()
         if isinstance(source.rows, LazyTensor) or not (
-            scope.constants.lasting(source.rows) and scope.constants.lasting(self.message.weight)
+            deferral.constants.is_constant(source.rows)
+            and deferral.constants.is_constant(self.message.weight)
         ):
             return None
-        return _kept_sum(self.message, source.rows, self.how, multiplied=True)
+        return _cached_sum(self.message, source.rows, self.how, multiplied=True)
 
 
 def settled(value: Any) -> Any:
     """Compute a deferred sum as far as feature slices, if it is reduced in slices."""
     if not isinstance(value, LazyTensor) or value.value is not None or not isinstance(value.expr, Total):
         return value
-    if sliced_reduce.slicing_for(value.expr.message) is None:
+    if sliced_reduce.edge_layout_for(value.expr.message) is None:
         return value
     with torch._C.DisableTorchFunction():  # this is not the user's computation
         found = _linear_sum(value.expr.message, value.expr.how)
@@ -86,10 +87,10 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
     expr = value.expr if isinstance(value, LazyTensor) and value.value is None else None
     s = edges.structure
     if isinstance(expr, Shared) and how == "sum" and expr.message.one_ended and len(expr.shape) == 2:
-        slicing = sliced_reduce.slicing_for(expr.message)
-        if slicing is not None:
-            return sliced_reduce.column_softmax(expr.share.logits, expr.message, slicing)
-        z, m = expr.share.logits.whole(), expr.message.whole()
+        edge_layout = sliced_reduce.edge_layout_for(expr.message)
+        if edge_layout is not None:
+            return sliced_reduce.column_softmax(expr.share.logits, expr.message, edge_layout)
+        z, m = expr.share.logits.with_halo(), expr.message.with_halo()
         return edges.rows(edge_softmax.column_softmax(z, m, s))
     if isinstance(expr, EdgeTerm) and expr.target is None and how in ("sum", "mean"):
         return _with_edges(expr, how)
@@ -122,11 +123,11 @@ def _with_edges(term: EdgeTerm, how: Reduce) -> Tensor:
 
 
 def _extreme(message: Message, sign: int) -> Tensor:
-    slicing = sliced_reduce.slicing_for(message)
-    if slicing is not None:
-        return now(sliced_reduce.extreme(message, sign, slicing))
+    edge_layout = sliced_reduce.edge_layout_for(message)
+    if edge_layout is not None:
+        return now(sliced_reduce.extreme(message, sign, edge_layout))
     s = message.edges.structure
-    return edge_sum.neighbor_extreme(flat(message.whole()), s, sign).view(s.own, *message.trailing)
+    return edge_sum.neighbor_extreme(flat(message.with_halo()), s, sign).view(s.own, *message.trailing)
 
 
 def _total(message: Message, how: Reduce) -> Tensor:
@@ -149,7 +150,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
 
     Where columns are reduced separately, the result stays in feature slices.
     """
-    source, scope = message.source, message.edges.scope
+    source, deferral = message.source, message.edges.deferral
     assert source is not None
     message.check()
     rows = source.rows
@@ -157,55 +158,63 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
         linear: Linear = rows.expr
         linear.check()
         narrow = linear.weight.size(1) < linear.weight.size(0)
-        if narrow or (scope.constants.lasting(linear.x) and scope.constants.lasting(message.weight)):
-            first = Total(replace(message, source=replace(source, rows=linear.x), roots=()), how)
-            kept = first.kept()
-            return dense.linear(now(_linear_sum(first.message, how)) if kept is None else kept, linear.weight)
+        if narrow or (
+            deferral.constants.is_constant(linear.x) and deferral.constants.is_constant(message.weight)
+        ):
+            first = Total(replace(message, source=replace(source, rows=linear.x), versions=()), how)
+            cached = first.cached()
+            return dense.linear(
+                now(_linear_sum(first.message, how)) if cached is None else cached, linear.weight
+            )
     rows = rows if sliced_reduce.in_slices(rows) is not None else now(rows)
-    if not (scope.constants.lasting(rows) and scope.constants.lasting(message.weight)):
+    if not (deferral.constants.is_constant(rows) and deferral.constants.is_constant(message.weight)):
         return _sum(message, rows, how)
-    found = _kept_sum(message, rows, how, multiplied=False)
+    found = _cached_sum(message, rows, how, multiplied=False)
     assert isinstance(found, Tensor)
     return found
 
 
-def _kept_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
+def _cached_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
     """Return a sum of constant rows, computed once. For a product with a weight it may be sparse.
 
     All ranks call this in the same order, and each exchanges rows the first time. Which form a rank caches is
     local, since it can produce both forms without another exchange.
     """
-    scope = message.edges.scope
+    deferral = message.edges.deferral
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
-    found: Tensor | SparseFeatures | None = scope.constants.kept(key)
+    found: Tensor | SparseFeatures | None = deferral.constants.cached(key)
     if found is None:
-        with scope.constants.once():
-            found = scope.constants.keep(key, _first_sum(message, rows, how, multiplied=multiplied))
+        with deferral.constants.once():
+            found = deferral.constants.cache(key, _first_sum(message, rows, how, multiplied=multiplied))
     if isinstance(found, Tensor):
-        return scope.thinned(found) if multiplied else found
+        return deferral.as_sparse(found) if multiplied else found
     if multiplied:
         return found
-    whole: Tensor | None = scope.constants.kept(("whole", key))
-    return scope.constants.keep(("whole", key), found.whole()) if whole is None else whole
+    dense_sum: Tensor | None = deferral.constants.cached(("dense", key))
+    return deferral.constants.cache(("dense", key), found.to_dense()) if dense_sum is None else dense_sum
 
 
 def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool) -> Tensor | SparseFeatures:
     """Compute the sum of constant rows, with the exchange that it needs."""
     source, weight, edges = message.source, message.weight, message.edges
     assert source is not None
-    if not multiplied or sliced_reduce.slicing_for(message) is not None or not is_thin(rows):
+    if not multiplied or sliced_reduce.edge_layout_for(message) is not None or not is_sparse(rows):
         return now(_sum(message, rows, how))
-    if not source.whole and edges.scope.ranks.size > 1:
-        whole = edges.scope.reads.held(rows, edges.mark)
-        if whole is None:
-            halo = edges.plan.road(rows, edges.scope.forward.turn, source.site).fetch(rows).wait()
-            whole = torch.cat([rows, halo])
-        rows = whole
+    if not source.has_halo and edges.deferral.ranks.size > 1:
+        with_halo = edges.deferral.reads.held(rows, edges.placement)
+        if with_halo is None:
+            halo = (
+                edges.halo_exchange.halo_work(rows, edges.deferral.forward.forward_pass, source.site)
+                .start_gather(rows)
+                .wait()
+            )
+            with_halo = torch.cat([rows, halo])
+        rows = with_halo
     scale = edges.structure.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
-    thin = thin_of(rows, edges.structure, weight, scale)
-    if thin is not None:
-        return thin
-    known = replace(message, source=replace(source, rows=rows, whole=True), roots=())
+    sparse = sparse_of(rows, edges.structure, weight, scale)
+    if sparse is not None:
+        return sparse
+    known = replace(message, source=replace(source, rows=rows, has_halo=True), versions=())
     return now(_sum(known, rows, how))
 
 
@@ -216,12 +225,12 @@ def _place(tensor: Tensor | None) -> Any:
 def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     edges, s, weight = message.edges, message.edges.structure, message.weight
     assert message.source is not None
-    slicing = sliced_reduce.slicing_for(message)
-    if slicing is not None:
-        return sliced_reduce.summed(message, rows, how, slicing)
+    edge_layout = sliced_reduce.edge_layout_for(message)
+    if edge_layout is not None:
+        return sliced_reduce.summed(message, rows, how, edge_layout)
     rows = now(rows)
     share = None if weight is None else sliced_attention.share_of(weight)
-    if share is not None and share.slicing is None:
+    if share is not None and share.edge_layout is None:
         weight, s = sliced_attention.flattened(share.walked(), rows), s.walked
     elif weight is not None:
         weight = sliced_attention.computed(weight, rows)
@@ -230,25 +239,27 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
     shaped = shaped if headed else flat(rows)
     scale = s.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
-    factor = edges.roots(weight)
+    factor = edges.factors(weight)
     if factor is not None:
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
-    road = None
-    if not message.source.whole and edges.scope.ranks.size > 1:
-        whole = edges.scope.reads.held(rows, edges.mark)
-        if whole is None:
-            road = edges.plan.road(rows, edges.scope.forward.turn, message.source.site)
+    halo_work = None
+    if not message.source.has_halo and edges.deferral.ranks.size > 1:
+        with_halo = edges.deferral.reads.held(rows, edges.placement)
+        if with_halo is None:
+            halo_work = edges.halo_exchange.halo_work(
+                rows, edges.deferral.forward.forward_pass, message.source.site
+            )
         else:
-            shaped = whole.reshape(whole.size(0), *shaped.shape[1:])
+            shaped = with_halo.reshape(with_halo.size(0), *shaped.shape[1:])
     out = edge_sum.neighbor_sum(
         shaped.contiguous(),
         s,
         weight=weight,
         scale=scale,
         factor=factor,
-        road=road,
-        turn=edges.scope.forward.turn,
+        halo_work=halo_work,
+        forward_pass=edges.deferral.forward.forward_pass,
     )
     return out.reshape(s.own, *trailing)
 
@@ -269,12 +280,12 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
         joint = expr.form == "leaky" or (expr.form == "sum" and expr.weight is None)
         if joint and expr.att is None:
             slope = expr.slope if expr.form == "leaky" else 1.0
-            shape, slicing = expr.shape, sliced_reduce.slicing_for(expr)
-            if slicing is not None:
-                return sliced_attention.put_off(expr, slope, slicing)
+            shape, edge_layout = expr.shape, sliced_reduce.edge_layout_for(expr)
+            if edge_layout is not None:
+                return sliced_attention.defer(expr, slope, edge_layout)
             read = sliced_attention.ends(expr)
             if s.walked is not s:
-                return sliced_attention.put_off(expr, slope, None, read)
+                return sliced_attention.defer(expr, slope, None, read)
             out: Tensor = edge_softmax.joint_softmax(*read, slope, s)
             return edges.pairs(out.view(*shape))
     if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:

@@ -3,8 +3,8 @@
 Where it sits: ``intercept.interceptor`` asks :func:`answer` for each torch call that was given a lazy tensor.
 A call without a rule gets the computed tensor, as if nothing had been deferred.
 
-To keep another call lazy: write a rule ``(marks, name, func, args, kwargs)`` -> result or NotImplemented,
-and add it to ``RULES``.
+To keep another call lazy: write a rule ``(placements, name, func, args, kwargs)`` -> result or
+NotImplemented, and add it to ``RULES``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kagome.deferred.message import (
     Shared,
     SoftmaxShare,
     Source,
+    defer,
     each,
     joined,
     message_of,
-    put_off,
     source_rows,
     widened,
     with_rows,
@@ -89,7 +89,7 @@ def asks(name: str, func: Any) -> bool:
 
 
 def answer(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the result of a call on a lazy tensor, or NotImplemented where it needs the values."""
     if any(isinstance(value, LazyTensor) and value.value is not None for value in args):
@@ -100,14 +100,14 @@ def answer(
             return found
     if any(edge_map.expression(value) is not None for value in args):
         with torch._C.DisableTorchFunction():  # this is not the user's computation
-            return edge_map.answer(marks, name, func, args, kwargs)
+            return edge_map.answer(placements, name, func, args, kwargs)
     if name in sliced_reduce.NAMES:
         args = tuple(map(settled, args))
         if any(sliced_reduce.in_slices(value) is not None for value in args):
             with torch._C.DisableTorchFunction():
                 return sliced_reduce.answer(name, func, args, kwargs)
     rule = RULES.get(name)
-    return NotImplemented if rule is None else rule(marks, name, func, args, kwargs)
+    return NotImplemented if rule is None else rule(placements, name, func, args, kwargs)
 
 
 def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -136,7 +136,7 @@ def spread(value: Tensor) -> Tensor:
     m = message_of(value)
     if m is None or m.form != "sum" or m.target is None or m.source is None:
         return value
-    return put_off(replace(m, target=None))
+    return defer(replace(m, target=None))
 
 
 def computed(values: Any) -> Any:
@@ -165,18 +165,18 @@ def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Tensor:
     """Return ``rows[source]`` or ``rows[target]`` as a deferred message."""
-    roots = ((rows, rows._version),)
+    versions = ((rows, rows._version),)
     if kind is PlacementKind.TARGET:
         rows = now(rows)
-        return put_off(Message(edges, rows, None, roots=((rows, rows._version),)))
-    return put_off(Message(edges, None, Source(rows, edges.plan.closed, site), roots=roots))
+        return defer(Message(edges, rows, None, versions=((rows, rows._version),)))
+    return defer(Message(edges, None, Source(rows, edges.halo_exchange.closed, site), versions=versions))
 
 
 # One message -------------------------------------------------------------------------------------
 
 
 def _pointwise(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``relu`` and the like: row by row if the message is a function of one end's row."""
     m = message_of(args[0]) if args else None
@@ -187,15 +187,15 @@ def _pointwise(
             kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if name == "leaky_relu" else 0.0
         )
         if m.weight is None and isinstance(slope, (int, float)) and slope >= 0.0:
-            return put_off(replace(m, form="leaky", slope=float(slope)))
+            return defer(replace(m, form="leaky", slope=float(slope)))
         return NotImplemented
     if not m.one_ended or any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
-    return put_off(each(m, lambda rows: func(rows, *args[1:], **kwargs)))
+    return defer(each(m, lambda rows: func(rows, *args[1:], **kwargs)))
 
 
 def _linear(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``F.linear`` of a message, of concatenated messages, or of a sum that it narrows."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
@@ -207,27 +207,29 @@ def _linear(
         return NotImplemented
     expr = value.expr
     if isinstance(expr, Total):
-        kept = expr.kept() if weight.dtype == value.dtype else None
-        if kept is None:
+        cached = expr.cached() if weight.dtype == value.dtype else None
+        if cached is None:
             return _narrowed(expr, weight, bias)
-        return expr.message.edges.rows(dense.linear(kept, weight, bias))
+        return expr.message.edges.rows(dense.linear(cached, weight, bias))
     pieces = expr.messages if isinstance(expr, Beside) else (expr,)
     if not all(isinstance(m, Message) and m.form == "sum" and m.weight is None for m in pieces):
         return NotImplemented
     total: Message | None = None
     for m, part in zip(pieces, weight.split([m.shape[-1] for m in pieces], dim=1), strict=True):
-        mapped = each(m, partial(_mapped, m.edges.scope.thinned, part), narrows=part.size(0) < part.size(1))
+        mapped = each(
+            m, partial(_mapped, m.edges.deferral.as_sparse, part), narrows=part.size(0) < part.size(1)
+        )
         total = mapped if total is None else joined(total, mapped)
     assert total is not None
     if bias is not None and total.target is not None:
         total = with_rows(total, total.target + bias, source_rows(total))
     elif bias is not None and total.source is not None:
         total = with_rows(total, None, now(total.source.rows) + bias)
-    return put_off(total)
+    return defer(total)
 
 
-def _mapped(thinned: Callable[[Tensor], Tensor | SparseFeatures], weight: Tensor, rows: Tensor) -> Tensor:
-    return dense.linear(thinned(rows), weight)
+def _mapped(as_sparse: Callable[[Tensor], Tensor | SparseFeatures], weight: Tensor, rows: Tensor) -> Tensor:
+    return dense.linear(as_sparse(rows), weight)
 
 
 def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
@@ -242,7 +244,7 @@ def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def _binary(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer a sum, difference, product or quotient with a message."""
     if len(args) != 2 or kwargs:
@@ -255,26 +257,26 @@ def _binary(
     m = message_of(lazy)
     if m is None:
         return NotImplemented
-    mark = marks.get(other)
+    placement = placements.get(other)
     along = isinstance(other, Tensor) and other.dim() > 0 and other.size(0) == m.shape[0]
-    if along and (m.shape[0] > 1 or (mark is not None and mark.kind is PlacementKind.PAIRS)):
+    if along and (m.shape[0] > 1 or (placement is not None and placement.kind is PlacementKind.PAIRS)):
         return _weighted(m, other) if what in ("mul", "rmul") else NotImplemented
-    if mark is not None or not _keeps_shape(other, m):
+    if placement is not None or not _keeps_shape(other, m):
         return NotImplemented
     if m.form == "leaky":
         scales = what in ("mul", "rmul") and isinstance(other, Tensor) and m.att is None
         return (
-            put_off(replace(m, att=other.reshape(other.shape[-len(m.trailing) :])))
+            defer(replace(m, att=other.reshape(other.shape[-len(m.trailing) :])))
             if scales
             else NotImplemented
         )
     if m.form != "sum" or m.weight is not None:
         return NotImplemented
     if what in ("mul", "rmul") or (what in ("div", "true_divide") and lazy is one):
-        return put_off(each(m, lambda rows: func(rows, other)))
+        return defer(each(m, lambda rows: func(rows, other)))
     if not m.one_ended:
         return NotImplemented
-    return put_off(each(m, lambda rows: func(rows, other) if lazy is one else func(other, rows)))
+    return defer(each(m, lambda rows: func(rows, other) if lazy is one else func(other, rows)))
 
 
 def _keeps_shape(other: Any, m: Message) -> bool:
@@ -302,9 +304,9 @@ def _weighted(m: Message, weight: Tensor) -> Any:
     weight = weight.to(kind)
     inner = tuple(weight.shape[1:])
     if all(s == 1 for s in inner):
-        return put_off(replace(m, weight=weight.reshape(-1)))
+        return defer(replace(m, weight=weight.reshape(-1)))
     if dims == 3 and inner == (m.trailing[0], 1):
-        return put_off(replace(m, weight=weight.squeeze(-1)))
+        return defer(replace(m, weight=weight.squeeze(-1)))
     return NotImplemented
 
 
@@ -319,21 +321,21 @@ def _of_two(what: str, one: LazyTensor, two: LazyTensor) -> Any:
     if any(m.form != "sum" or m.weight is not None for m in (a, b)):
         return NotImplemented
     if what in ("add", "sub"):
-        return put_off(joined(a, b, 1 if what == "add" else -1))
+        return defer(joined(a, b, 1 if what == "add" else -1))
     if what != "mul" or not (a.one_ended and b.one_ended):
         return NotImplemented
     if a.source is None and b.source is not None:
-        return put_off(replace(b, target=a.target, form="product", roots=a.roots + b.roots))
+        return defer(replace(b, target=a.target, form="product", versions=a.versions + b.versions))
     if a.source is not None and b.source is None:
-        return put_off(replace(a, target=b.target, form="product", roots=a.roots + b.roots))
+        return defer(replace(a, target=b.target, form="product", versions=a.versions + b.versions))
     a.check()
     b.check()
     if a.target is not None and b.target is not None:
-        return put_off(with_rows(a, a.target * b.target, None))
+        return defer(with_rows(a, a.target * b.target, None))
     first, second = source_rows(widened(a)), source_rows(widened(b))
     assert first is not None
     assert second is not None
-    return put_off(with_rows(widened(a), None, first * second))
+    return defer(with_rows(widened(a), None, first * second))
 
 
 def _shared(share: SoftmaxShare, m: Message) -> Any:
@@ -343,13 +345,15 @@ def _shared(share: SoftmaxShare, m: Message) -> Any:
 
 
 def _shape(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``view``, ``unsqueeze``, ``x[:, i]`` and the like, which change the shape of each row."""
     value = args[0]
     expr = value.expr if isinstance(value, LazyTensor) else None
     if isinstance(expr, Beside) and name == "__getitem__" and _inner(args[1], len(expr.shape)):
-        parts = [message_of(_shape(marks, name, func, (LazyTensor(m), args[1]), {})) for m in expr.messages]
+        parts = [
+            message_of(_shape(placements, name, func, (LazyTensor(m), args[1]), {})) for m in expr.messages
+        ]
         known = tuple(m for m in parts if m is not None)
         side = LazyTensor(Beside(known))
         return expr.messages[0].edges.pairs(side) if len(known) == len(parts) else NotImplemented
@@ -365,13 +369,13 @@ def _shape(
             return NotImplemented
         if not all(i is None or isinstance(i, (int, slice)) for i in index[1:]):
             return NotImplemented
-        return put_off(each(m, lambda rows: rows[index], narrows=True))
+        return defer(each(m, lambda rows: rows[index], narrows=True))
     if name in ("unsqueeze", "squeeze"):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if not isinstance(dim, int):
             return NotImplemented
         dim = dim % (value.dim() + (1 if name == "unsqueeze" else 0))
-        return NotImplemented if dim == 0 else put_off(each(m, lambda rows: func(rows, dim), narrows=True))
+        return NotImplemented if dim == 0 else defer(each(m, lambda rows: func(rows, dim), narrows=True))
     shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
@@ -382,7 +386,7 @@ def _shape(
         inner = [width // given if size == -1 else size for size in inner]
     if shape[0] not in (-1, edges) or math.prod(inner) != width:
         return NotImplemented
-    return put_off(each(m, lambda rows: rows.reshape(rows.size(0), *inner), narrows=True))
+    return defer(each(m, lambda rows: rows.reshape(rows.size(0), *inner), narrows=True))
 
 
 def _inner(index: Any, dims: int) -> bool:
@@ -393,7 +397,7 @@ def _inner(index: Any, dims: int) -> bool:
 
 
 def _side_by_side(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``cat`` along the last axis, and ``stack`` of sums along an inner one."""
     values = args[0] if args else kwargs.get("tensors")
@@ -409,7 +413,7 @@ def _side_by_side(
             return NotImplemented
         return first.edges.pairs(LazyTensor(Beside(tuple(kept))))
     dim %= len(first.shape) + 1
-    ends = {(m.target is None, m.source is None, m.source is not None and m.source.whole) for m in kept}
+    ends = {(m.target is None, m.source is None, m.source is not None and m.source.has_halo) for m in kept}
     if dim == 0 or len(ends) != 1:
         return NotImplemented
     for one in kept:
@@ -417,11 +421,11 @@ def _side_by_side(
     targets = [m.target for m in kept if m.target is not None]
     sources = [rows for m in kept if (rows := source_rows(m)) is not None]
     target = torch.stack(targets, dim) if targets else None
-    return put_off(with_rows(first, target, torch.stack(sources, dim) if sources else None))
+    return defer(with_rows(first, target, torch.stack(sources, dim) if sources else None))
 
 
 def _dotted(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``(a_i * b_j).sum(-1)`` and ``(leaky(a_i + b_j) * att).sum(-1)``: a number per edge and head."""
     m = message_of(args[0]) if args else None
@@ -430,25 +434,25 @@ def _dotted(
     m.check()
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    dims, keep = len(m.shape), kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    dims, keepdim = len(m.shape), kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if not isinstance(dim, int) or dim % dims != dims - 1 or dims < 2 or kwargs.get("dtype") is not None:
         return NotImplemented
     if m.one_ended:
-        return put_off(each(m, lambda rows: func(rows, rows.dim() - 1, keep), narrows=True))
+        return defer(each(m, lambda rows: func(rows, rows.dim() - 1, keepdim), narrows=True))
     if name != "sum" or m.target is None or m.source is None or dims > 3 or m.form == "sum":
         return NotImplemented
     if m.form == "leaky" and m.att is None:
         return NotImplemented
     s = m.edges.structure
-    own, whole = _three(m.target), _three(m.whole())
+    own, with_halo = _three(m.target), _three(m.with_halo())
     if m.form == "product":
-        out = edge_softmax.dots(own, whole, s)
+        out = edge_softmax.dots(own, with_halo, s)
     else:
         assert m.att is not None
         att = m.att.expand(m.trailing).reshape(own.shape[1:])
-        out = edge_softmax.leaky_dots(own, whole, att, m.slope, s)
+        out = edge_softmax.leaky_dots(own, with_halo, att, m.slope, s)
     out = out if dims == 3 else out.squeeze(-1)
-    return m.edges.pairs(out.unsqueeze(-1) if keep else out)
+    return m.edges.pairs(out.unsqueeze(-1) if keepdim else out)
 
 
 def _three(rows: Tensor) -> Tensor:
@@ -459,15 +463,15 @@ def _three(rows: Tensor) -> Tensor:
 
 
 def _as_shape(
-    marks: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``index.expand_as(x_j)`` from the shape of the message."""
     base, like = args[0], args[1] if len(args) > 1 else kwargs.get("other")
     if isinstance(base, LazyTensor) or not isinstance(like, LazyTensor):
         return NotImplemented
     out = base.expand(like.shape)
-    mark = marks.get(base)
-    return out if mark is None else marks.put(out, mark)
+    placement = placements.get(base)
+    return out if placement is None else placements.put(out, placement)
 
 
 RULES: dict[str, Rule] = {

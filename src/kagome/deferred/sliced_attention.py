@@ -5,7 +5,7 @@ asks for the heads of its columns. Ranks exchange two numbers per vertex and hea
 
 ::
 
-    a_i, b_j of own rows [n, H] ──apart──> of all rows, some heads ──softmax over in-edges──> [E, h]
+    a_i, b_j of own rows [n, H] ──split──> of all rows, some heads ──softmax over in-edges──> [E, h]
 
 Softmax and dropout work head by head, so the weights equal those of the whole graph. Any other operation on
 them makes them numbers for this rank's edges, through a halo exchange.
@@ -56,7 +56,7 @@ class JointShare:
     Args:
         logits: The message with a and b.
         slope: The negative slope of the leaky relu; 1 for none.
-        slicing: The edges of all ranks; None where each rank keeps its own, in the order of ``walked``.
+        edge_layout: The edges of all ranks; None where each rank keeps its own, in the order of ``walked``.
         ends: Without slices, the numbers of the rows that edges write and of those that they read.
         drop: The dropout applied to the result.
         deep: How many axes of size 1 follow the heads.
@@ -65,7 +65,7 @@ class JointShare:
 
     logits: Message
     slope: float
-    slicing: EdgeLayout | None
+    edge_layout: EdgeLayout | None
     ends: tuple[Tensor, Tensor] | None = None
     drop: Drop | None = None
     deep: int = 0
@@ -96,17 +96,17 @@ class JointShare:
             ``[E, h]``.
         """
         if cut not in self.known:
-            assert self.slicing is not None
+            assert self.edge_layout is not None
             self.logits.check()
-            source, target, scope = self.logits.source, self.logits.target, self.logits.edges.scope
+            source, target, deferral = self.logits.source, self.logits.target, self.logits.edges.deferral
             assert source is not None
             assert target is not None
-            a = scope.sliced.apart(target, cut, self.slicing, source.site)
-            b = scope.sliced.apart(source.rows, cut, self.slicing, source.site)
-            b = scope.sliced.beyond(b, self.slicing, source.site)
-            out = edge_softmax.joint_softmax(a, b, self.slope, self.slicing.structure)
+            a = deferral.sliced.split(target, cut, self.edge_layout, source.site)
+            b = deferral.sliced.split(source.rows, cut, self.edge_layout, source.site)
+            b = deferral.sliced.beyond(b, self.edge_layout, source.site)
+            out = edge_softmax.joint_softmax(a, b, self.slope, self.edge_layout.structure)
             if self.drop is not None:
-                first = cut.begins[self.slicing.rows.channel.rank]
+                first = cut.begins[self.edge_layout.rows.channel.rank]
                 out = self.drop.draw(out, self.drop.all, first)
             self.known[cut] = out
         return self.known[cut]
@@ -131,24 +131,24 @@ def share_of(value: Any) -> JointShare | None:
     return value.expr if found else None
 
 
-def put_off(
-    logits: Message, slope: float, slicing: EdgeLayout | None, read: tuple[Tensor, Tensor] | None = None
+def defer(
+    logits: Message, slope: float, edge_layout: EdgeLayout | None, read: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Defer the softmax of ``leaky_relu(a_i + b_j)``, computed later by head or in ``walked`` order."""
-    return logits.edges.pairs(LazyTensor(JointShare(logits, slope, slicing, read)))
+    return logits.edges.pairs(LazyTensor(JointShare(logits, slope, edge_layout, read)))
 
 
 def ends(logits: Message) -> tuple[Tensor, Tensor]:
     """Return the numbers of the rows that edges write, and of those that they read.
 
     Shapes:
-        ``[own, H]``, ``[whole, H]``.
+        ``[own, H]``, ``[num_sources, H]``.
 
     Cost:
         On several parts, an exchange of ``H`` numbers per halo row.
     """
     assert logits.target is not None
-    return flat(logits.target), flat(logits.whole())
+    return flat(logits.target), flat(logits.with_halo())
 
 
 def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

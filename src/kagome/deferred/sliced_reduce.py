@@ -6,7 +6,7 @@ feature slices until something needs whole rows, so the next hop of a propagatio
 
 ::
 
-    own rows [n, D] ──apart──> [V, d] ──reduce over all edges──> [V, d] ──together──> [n, D]
+    own rows [n, D] ──split──> [V, d] ──reduce over all edges──> [V, d] ──gather──> [n, D]
                                  ^____________ next hop ____________│
 
 Source: NeutronTP, PVLDB 18(2), section 3; exact here also for layers that are not decoupled.
@@ -26,7 +26,7 @@ from kagome.deferred.lazy_tensor import LazyTensor, changed_in_place, supports
 from kagome.deferred.message import EdgeSet, Message, flat, width
 from kagome.deferred.sliced_attention import share_of
 from kagome.feature_parallel.all_to_all import SliceCut
-from kagome.feature_parallel.edge_layout import EdgeLayout, RowPlaces, places_of, slicing_of
+from kagome.feature_parallel.edge_layout import EdgeLayout, RowPlaces, edge_layout_of, places_of
 from kagome.feature_parallel.tiled_columns import ColumnSoftmax, Extreme, Reduction, by_chunk
 from kagome.feature_parallel.tiled_reduce import Hop, TileBound
 from kagome.halo.comm_recorder import RecordedRows
@@ -70,11 +70,13 @@ class SlicedReads:
     def layout(self, edges: EdgeSet) -> EdgeLayout:
         """Return the edges of all ranks, fetched at the first call. All ranks make that call together."""
         if edges not in self._layouts:
-            plan, view = edges.plan, edges.mark.view
-            with torch._C.DisableTorchFunction(), self._channel.aside():
+            halo_exchange, view = edges.halo_exchange, edges.placement.view
+            with torch._C.DisableTorchFunction(), self._channel.unrecorded():
                 if view not in self._places:
-                    self._places[view] = places_of(plan, self._tensor)
-                self._layouts[edges] = slicing_of(edges.structure, self._places[view], plan.channel)
+                    self._places[view] = places_of(halo_exchange, self._tensor)
+                self._layouts[edges] = edge_layout_of(
+                    edges.structure, self._places[view], halo_exchange.channel
+                )
         found: EdgeLayout = self._layouts[edges]
         return found
 
@@ -82,46 +84,46 @@ class SlicedReads:
         """Return the edge layouts that were fetched so far."""
         return list(self._layouts.values())
 
-    def roots(self, weight: Tensor | None, edges: EdgeSet, slicing: EdgeLayout) -> Tensor | None:
-        """Return the factors of ``edges.roots`` for all ranks' rows; None if some rank's weights have none.
+    def factors(self, weight: Tensor | None, edges: EdgeSet, edge_layout: EdgeLayout) -> Tensor | None:
+        """Return the factors of ``edges.factors`` for all ranks' rows; None if some rank's weights have none.
 
         Shapes:
             weight ``[E]`` -> ``[V]``.
         """
         constants = self._constants
-        if weight is None or weight.dim() != 1 or not constants.lasting(weight):
+        if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
-        key = ("roots of all", address(weight), weight.numel(), id(edges))
-        found: Tensor | None = constants.kept(key)
+        key = ("factors of all", address(weight), weight.numel(), id(edges))
+        found: Tensor | None = constants.cached(key)
         if found is None:
-            own, count = edges.roots(weight), edges.plan.own
+            own, count = edges.factors(weight), edges.halo_exchange.own
             told = weight.new_full((count, 1), nan) if own is None else own[:count].unsqueeze(1)
             with constants.once():
-                cut, site = slicing.everything(1), "roots of weights"
-                found = slicing.rows.apart(told, cut, self._forward.turn, site)
-                found = self.beyond(found, slicing, site).view(-1)
+                cut, site = edge_layout.everything(1), "roots of weights"
+                found = edge_layout.rows.split(told, cut, self._forward.forward_pass, site)
+                found = self.beyond(found, edge_layout, site).view(-1)
                 doubt = found.isnan().any()
-                if slicing.halo is not None:  # all parts refuse what one part cannot do
+                if edge_layout.halo is not None:  # all parts refuse what one part cannot do
                     doubt = self._channel.all_reduce(doubt.to(weight.dtype), "max", action=site, kind="other")
-            found = constants.keep(key, weight.new_empty(0) if bool(doubt) else found)
-        return found if found.numel() == slicing.structure.whole else None
+            found = constants.cache(key, weight.new_empty(0) if bool(doubt) else found)
+        return found if found.numel() == edge_layout.structure.num_sources else None
 
-    def apart(
-        self, rows: Tensor, cut: SliceCut, slicing: EdgeLayout, site: str, *, of_edges: bool = False
+    def split(
+        self, rows: Tensor, cut: SliceCut, edge_layout: EdgeLayout, site: str, *, of_edges: bool = False
     ) -> Tensor:
         """Return all ranks' rows in this rank's columns; rows that were read before need no exchange.
 
         Shapes:
             ``[n, ...]`` -> ``[V, d]``; with ``of_edges``, the rows are those of edges.
         """
-        way, constants = slicing.edges if of_edges else slicing.rows, self._constants
-        turn = self._forward.turn
-        if constants.lasting(rows):
-            key = ("apart", address(rows), tuple(rows.shape), cut, id(way))
-            found: Tensor | None = constants.kept(key)
+        way, constants = edge_layout.edges if of_edges else edge_layout.rows, self._constants
+        forward_pass = self._forward.forward_pass
+        if constants.is_constant(rows):
+            key = ("split", address(rows), tuple(rows.shape), cut, id(way))
+            found: Tensor | None = constants.cached(key)
             if found is None:
                 with constants.once():
-                    found = constants.keep(key, way.apart(flat(rows), cut, turn, site))
+                    found = constants.cache(key, way.split(flat(rows), cut, forward_pass, site))
             return found
         # Keyed by the base tensor, since different views of it arrive here: attention is one for all hops.
         base = rows if rows._base is None else rows._base
@@ -130,25 +132,25 @@ class SlicedReads:
         shape = (rows.size(0), rows.numel()) if rows.is_contiguous() else (rows.shape, rows.stride())
         place = address(rows), shape, rows._version, grad
         if (place, cut, way) not in known:
-            known[place, cut, way] = way.apart(flat(rows), cut, turn, site)
+            known[place, cut, way] = way.split(flat(rows), cut, forward_pass, site)
         return cast(Tensor, known[place, cut, way])
 
-    def beyond(self, part: Tensor, slicing: EdgeLayout, site: str) -> Tensor:
+    def beyond(self, part: Tensor, edge_layout: EdgeLayout, site: str) -> Tensor:
         """Return all rows that the group's edges read, in this rank's columns: own rows, then other parts'.
 
         Shapes:
-            ``[V, d]`` -> ``[whole, d]``.
+            ``[V, d]`` -> ``[num_sources, d]``.
         """
-        if slicing.halo is None:
+        if edge_layout.halo is None:
             return part
-        constants, turn = self._constants, self._forward.turn
-        if not constants.lasting(part):
-            return slicing.halo.extend(part, turn, site)
-        key = ("beyond", address(part), tuple(part.shape), id(slicing))
-        found: Tensor | None = constants.kept(key)
+        constants, forward_pass = self._constants, self._forward.forward_pass
+        if not constants.is_constant(part):
+            return edge_layout.halo.gather(part, forward_pass, site)
+        key = ("beyond", address(part), tuple(part.shape), id(edge_layout))
+        found: Tensor | None = constants.cached(key)
         if found is None:
             with constants.once():
-                found = constants.keep(key, slicing.halo.extend(part, turn, site))
+                found = constants.cache(key, edge_layout.halo.gather(part, forward_pass, site))
         return found
 
 
@@ -168,11 +170,11 @@ class SlicedWork:
     weight: Tensor | None
     version: int
 
-    def run(self, turn: ForwardPass, site: str, *, last: bool) -> Tensor:
+    def run(self, forward_pass: ForwardPass, site: str, *, last: bool) -> Tensor:
         """Compute the sum, in slices or as whole rows."""
         if self.rows._version != self.version:
             raise changed_in_place()
-        return replace(self.hop, last=last).run(self.rows, self.weight, turn, site)
+        return replace(self.hop, last=last).run(self.rows, self.weight, forward_pass, site)
 
 
 class InSlices:
@@ -183,7 +185,7 @@ class InSlices:
         cut: Which columns they are.
         trailing: The shape of a whole row.
         edges: The edges it was reduced over.
-        slicing: The edge layout, which also converts slices back to own rows.
+        edge_layout: The edge layout, which also converts slices back to own rows.
         site: The name of the read.
 
     Shapes:
@@ -196,22 +198,22 @@ class InSlices:
         cut: SliceCut,
         trailing: tuple[int, ...],
         edges: EdgeSet,
-        slicing: EdgeLayout,
+        edge_layout: EdgeLayout,
         site: str,
     ) -> None:
         self._part, self.cut, self.trailing = part, cut, trailing
-        self.edges, self.slicing, self.site = edges, slicing, site
+        self.edges, self.edge_layout, self.site = edges, edge_layout, site
 
     @property
     def part(self) -> Tensor:
         """All rows in this rank's columns."""
         if isinstance(self._part, SlicedWork):
-            self._part = self._part.run(self.edges.scope.forward.turn, self.site, last=False)
+            self._part = self._part.run(self.edges.deferral.forward.forward_pass, self.site, last=False)
         return self._part
 
     def of(self, part: Tensor) -> InSlices:
         """Return slices with other values in the same layout."""
-        return InSlices(part, self.cut, self.trailing, self.edges, self.slicing, self.site)
+        return InSlices(part, self.cut, self.trailing, self.edges, self.edge_layout, self.site)
 
     @property
     def shape(self) -> Sequence[int]:
@@ -228,11 +230,11 @@ class InSlices:
 
     def compute(self) -> Tensor:
         """Compute own rows, whole, by an exchange of slices."""
-        turn = self.edges.scope.forward.turn
+        forward_pass = self.edges.deferral.forward.forward_pass
         if isinstance(self._part, SlicedWork):
-            own = self._part.run(turn, self.site, last=True)
+            own = self._part.run(forward_pass, self.site, last=True)
         else:
-            own = self.slicing.rows.together(self._part, self.cut, turn, self.site)
+            own = self.edge_layout.rows.gather(self._part, self.cut, forward_pass, self.site)
         return self.edges.rows(own.view(*self.shape))
 
     def lazy(self) -> Tensor:
@@ -281,23 +283,23 @@ def in_slices(value: Any) -> InSlices | None:
     return value.expr if found else None
 
 
-def slicing_for(message: Message) -> EdgeLayout | None:
+def edge_layout_for(message: Message) -> EdgeLayout | None:
     """Return the edges of all ranks if a message's columns are reduced in slices; None for a halo exchange.
 
     Rows that this layer has already read with their halo are not sliced.
     """
-    source, scope = message.source, message.edges.scope
-    if source is None or source.whole or not scope.sliced.on:
+    source, deferral = message.source, message.edges.deferral
+    if source is None or source.has_halo or not deferral.sliced.on:
         return None
     if (
         not isinstance(source.rows, LazyTensor)
-        and scope.reads.held(source.rows, message.edges.mark) is not None
+        and deferral.reads.held(source.rows, message.edges.placement) is not None
     ):
         return None
-    return scope.sliced.layout(message.edges)
+    return deferral.sliced.layout(message.edges)
 
 
-def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Tensor:
+def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) -> Tensor:
     """Return the sum or mean over in-edges, in feature slices."""
     source, weight = message.source, message.weight
     assert source is not None
@@ -306,73 +308,75 @@ def summed(message: Message, rows: Tensor, how: str, slicing: EdgeLayout) -> Ten
     if weight is not None and weight.dim() == 2:
         heads = weight.size(1)
         each = width(trailing) // max(heads, 1)
-        cut, of_weight = slicing.by_head(heads, each)
+        cut, of_weight = edge_layout.by_head(heads, each)
     else:
-        cut, of_weight = slicing.even(width(trailing)), slicing.everything(1)
+        cut, of_weight = edge_layout.even(width(trailing)), edge_layout.everything(1)
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, LazyTensor) else rows, None
-    scope, site = edges.scope, source.site
-    root = scope.sliced.roots(weight, edges, slicing)
+    deferral, site = edges.deferral, source.site
+    root = deferral.sliced.factors(weight, edges, edge_layout)
     weight = weight if root is None else None
     if weight is not None:
         share = share_of(weight)
         if share is not None:
             weight = share.heads(of_weight)
         else:
-            taken = scope.sliced.apart(weight, of_weight, slicing, f"{site} (weights)", of_edges=True)
+            taken = deferral.sliced.split(weight, of_weight, edge_layout, f"{site} (weights)", of_edges=True)
             weight = taken.view(-1) if weight.dim() == 1 else taken
     scale = None
     if how == "mean":
-        scale = slicing.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()
+        scale = edge_layout.structure.degree.clamp(min=1).to(rows.dtype).reciprocal()
     if root is not None:
-        own_root = root[: slicing.rows.total]
+        own_root = root[: edge_layout.rows.total]
         scale = own_root if scale is None else own_root * scale
-    if scope.sliced.bound is not None:
-        first = inside is None and not scope.constants.lasting(rows)
+    if deferral.sliced.bound is not None:
+        first = inside is None and not deferral.constants.is_constant(rows)
         own = flat(rows) if first else None
         part = (
             own
             if own is not None
             else inside.part
             if inside
-            else scope.sliced.apart(rows, cut, slicing, site)
+            else deferral.sliced.split(rows, cut, edge_layout, site)
         )
-        hop = scope.sliced.bound.hop(
-            slicing, cut, weight, part.itemsize, scale=scale, factor=root, first=first
+        hop = deferral.sliced.bound.hop(
+            edge_layout, cut, weight, part.itemsize, scale=scale, factor=root, first=first
         )
         return InSlices(
-            SlicedWork(hop, part, weight, part._version), cut, trailing, edges, slicing, site
+            SlicedWork(hop, part, weight, part._version), cut, trailing, edges, edge_layout, site
         ).lazy()
-    part = inside.part if inside is not None else scope.sliced.apart(rows, cut, slicing, site)
-    part = scope.sliced.beyond(part, slicing, site)
+    part = inside.part if inside is not None else deferral.sliced.split(rows, cut, edge_layout, site)
+    part = deferral.sliced.beyond(part, edge_layout, site)
     if weight is not None and weight.dim() == 2:
         part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
-    out = edge_sum.neighbor_sum(part.contiguous(), slicing.structure, weight=weight, scale=scale, factor=root)
-    return InSlices(flat(out), cut, trailing, edges, slicing, source.site).lazy()
+    out = edge_sum.neighbor_sum(
+        part.contiguous(), edge_layout.structure, weight=weight, scale=scale, factor=root
+    )
+    return InSlices(flat(out), cut, trailing, edges, edge_layout, source.site).lazy()
 
 
-def extreme(message: Message, sign: int, slicing: EdgeLayout) -> Tensor:
+def extreme(message: Message, sign: int, edge_layout: EdgeLayout) -> Tensor:
     """Return the largest (sign 1) or smallest (-1) of the neighbours' rows, column by column."""
     return _by_column(
         (message,),
-        slicing,
+        edge_layout,
         Extreme(sign),
-        lambda part: edge_sum.neighbor_extreme(part, slicing.structure, sign),
+        lambda part: edge_sum.neighbor_extreme(part, edge_layout.structure, sign),
     )
 
 
-def column_softmax(logits: Message, message: Message, slicing: EdgeLayout) -> Tensor:
+def column_softmax(logits: Message, message: Message, edge_layout: EdgeLayout) -> Tensor:
     """Return sums weighted by a softmax of each column's own."""
     return _by_column(
         (logits, message),
-        slicing,
+        edge_layout,
         ColumnSoftmax(),
-        lambda z, m: edge_softmax.column_softmax(z, m, slicing.structure),
+        lambda z, m: edge_softmax.column_softmax(z, m, edge_layout.structure),
     )
 
 
 def _by_column(
-    messages: tuple[Message, ...], slicing: EdgeLayout, how: Reduction, do: Callable[..., Tensor]
+    messages: tuple[Message, ...], edge_layout: EdgeLayout, how: Reduction, do: Callable[..., Tensor]
 ) -> Tensor:
     """Reduce some columns of rows, at once or within the memory bound; the result stays in slices."""
     parts, cut, last = [], None, messages[-1]
@@ -380,20 +384,20 @@ def _by_column(
         message.check()
         assert message.source is not None
         rows = message.source.rows
-        cut = slicing.even(width(tuple(rows.shape[1:])))
+        cut = edge_layout.even(width(tuple(rows.shape[1:])))
         inside = in_slices(rows)
-        scope, site = message.edges.scope, message.source.site
+        deferral, site = message.edges.deferral, message.source.site
         if inside is not None and inside.cut == cut:
             part = inside.part
         else:
             rows = rows.now() if isinstance(rows, LazyTensor) else rows
-            part = scope.sliced.apart(rows, cut, slicing, site)
-        parts.append(scope.sliced.beyond(part, slicing, site))
+            part = deferral.sliced.split(rows, cut, edge_layout, site)
+        parts.append(deferral.sliced.beyond(part, edge_layout, site))
     assert cut is not None
     assert last.source is not None
-    found, bound = tuple(part.contiguous() for part in parts), last.edges.scope.sliced.bound
-    out = do(*found) if bound is None else by_chunk(bound, slicing, cut, how, found)
-    return InSlices(out, cut, last.trailing, last.edges, slicing, last.source.site).lazy()
+    found, bound = tuple(part.contiguous() for part in parts), last.edges.deferral.sliced.bound
+    out = do(*found) if bound is None else by_chunk(bound, edge_layout, cut, how, found)
+    return InSlices(out, cut, last.trailing, last.edges, edge_layout, last.source.site).lazy()
 
 
 # What keeps rows in feature slices ---------------------------------------------------------------
@@ -417,16 +421,20 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return inside.of(found).lazy()
     if name.strip("_") not in ("add", "radd", "sub", "rsub") or tuple(other.shape) != tuple(inside.shape):
         return NotImplemented
-    scope, factor = inside.edges.scope, 1.0
+    deferral, factor = inside.edges.deferral, 1.0
     if isinstance(other, LazyTensor):
         multiple = other.expr
         if not isinstance(multiple, Scaled):
             return NotImplemented
         multiple.check()
         other, factor = multiple.rows, multiple.factor
-    if type(other) is not Tensor or other.dtype != inside.part.dtype or not scope.axes.of_each_vertex(other):
+    if (
+        type(other) is not Tensor
+        or other.dtype != inside.part.dtype
+        or not deferral.axes.of_each_vertex(other)
+    ):
         return NotImplemented
-    part = scope.sliced.apart(other, inside.cut, inside.slicing, inside.site)
+    part = deferral.sliced.split(other, inside.cut, inside.edge_layout, inside.site)
     part = part if factor == 1.0 else part * factor
     found = func(inside.part, part) if one is not None else func(part, inside.part)
     return inside.of(found).lazy()
@@ -451,7 +459,7 @@ def scaled(
         return NotImplemented
     if not scope.axes.of_each_vertex(rows) or scope.axes.of(rows) != 0:
         return NotImplemented
-    return scope.axes.marks.put(
+    return scope.axes.placements.put(
         LazyTensor(Scaled(rows, float(factor), rows._version)), Placement(PlacementKind.ROWS)
     )
 

@@ -8,8 +8,8 @@ columns of all rows. Nothing is padded.
 
       vertex slices                       feature slices, all V rows
     rank 0  [n_0, D] ┐                 ┌ rank 0  [V, d_0]
-    rank 1  [n_1, D] ┼── apart ──>     ┤ rank 1  [V, d_1]      rank t sends n_t (D - d_t) numbers,
-    rank 2  [n_2, D] ┘   <── together  └ rank 2  [V, d_2]      all ranks V D - sum of n_t d_t
+    rank 1  [n_1, D] ┼── split ──>     ┤ rank 1  [V, d_1]      rank t sends n_t (D - d_t) numbers,
+    rank 2  [n_2, D] ┘   <── gather    └ rank 2  [V, d_2]      all ranks V D - sum of n_t d_t
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kagome.comm.exchange import Exchange, Work
 from kagome.halo.exchange import through
 from kagome.halo.forward_pass import ForwardPass, Site
 
-APART, BACK, TOGETHER, BACK_TOGETHER = 4, 5, 6, 7
+SPLIT, SPLIT_BACK, GATHER, GATHER_BACK = 4, 5, 6, 7
 """Directions of an exchange, in the headers that ranks compare and for codecs. Gradients have odd numbers."""
 
 
@@ -125,7 +125,7 @@ class AllToAll:
         self.counts, self.channel, self.device = tuple(counts), channel, device
         self.total = sum(self.counts)
 
-    def apart(self, rows: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
+    def split(self, rows: Tensor, cut: SliceCut, forward_pass: ForwardPass, name: str) -> Tensor:
         """Turn all columns of own rows into this rank's columns of all rows, by rank; with gradient.
 
         Shapes:
@@ -134,15 +134,15 @@ class AllToAll:
         Cost:
             Sends ``n (D - d)`` numbers where no column is taken twice, and receives ``(V - n) d``.
         """
-        site = turn.begin(name, grad=rows.requires_grad)
+        site = forward_pass.begin(name, grad=rows.requires_grad)
         return through(
             rows,
-            turn,
-            lambda r: self.start_apart(r, cut, site, APART).wait(),
-            lambda g: self.start_together(g, cut, site, BACK).wait(),
+            forward_pass,
+            lambda r: self.start_split(r, cut, site, SPLIT).wait(),
+            lambda g: self.start_gather(g, cut, site, SPLIT_BACK).wait(),
         )
 
-    def together(self, part: Tensor, cut: SliceCut, turn: ForwardPass, name: str) -> Tensor:
+    def gather(self, part: Tensor, cut: SliceCut, forward_pass: ForwardPass, name: str) -> Tensor:
         """Turn this rank's columns of all rows into all columns of own rows; with gradient.
 
         Shapes:
@@ -151,15 +151,15 @@ class AllToAll:
         Cost:
             Sends ``(V - n) d`` numbers, and receives ``n (D - d)``.
         """
-        site = turn.begin(name, grad=part.requires_grad)
+        site = forward_pass.begin(name, grad=part.requires_grad)
         return through(
             part,
-            turn,
-            lambda p: self.start_together(p, cut, site, TOGETHER).wait(),
-            lambda g: self.start_apart(g, cut, site, BACK_TOGETHER).wait(),
+            forward_pass,
+            lambda p: self.start_gather(p, cut, site, GATHER).wait(),
+            lambda g: self.start_split(g, cut, site, GATHER_BACK).wait(),
         )
 
-    def lot(self, places: Tensor) -> RowBlock:
+    def row_block(self, places: Tensor) -> RowBlock:
         """Return the block of some rows, given by ascending index among all ranks' rows."""
         ends = torch.tensor(self.counts, device=places.device).cumsum(0)
         until = torch.searchsorted(places, ends).tolist()
@@ -183,17 +183,17 @@ class AllToAll:
         mine: Tensor = places.split(tuple(counts))[self.channel.rank]
         return mine.repeat(self.channel.size)
 
-    def start_apart(
-        self, rows: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
+    def start_split(
+        self, rows: Tensor, cut: SliceCut, site: Site, direction: int, row_block: RowBlock | None = None
     ) -> Work:
         """Start to send all columns of own rows and receive this rank's columns of all rows; no gradient.
 
         Shapes:
-            rows ``[n, D]``; received ``[V, d]``, or ``[rows of the lot, d]`` with a lot.
+            rows ``[n, D]``; received ``[V, d]``, or ``[rows of the block, d]`` with a row block.
         """
         rank, ranks = self.channel.rank, range(self.channel.size)
-        counts = self.counts if lot is None else lot.counts
-        rows = rows if lot is None else rows.index_select(0, lot.own)
+        counts = self.counts if row_block is None else row_block.counts
+        rows = rows if row_block is None else rows.index_select(0, row_block.own)
         mine, own = cut.taken(rank), counts[rank]
         request = site.request(
             _words(direction),
@@ -201,25 +201,27 @@ class AllToAll:
             [own * cut.taken(peer) for peer in ranks],
             [count * mine for count in counts],
             width=cut.width,
-            stamps=self._own_places if lot is None else self._repeated(lot.all, lot.counts),
+            row_ids=self._own_places
+            if row_block is None
+            else self._repeated(row_block.all, row_block.counts),
             kind="transpose",
             blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
         )
         numbers = torch.cat([rows[:, cut.of(peer)].reshape(-1) for peer in ranks])
-        begun = self.channel.start(numbers, request)
-        return _Shaped(begun, lambda come: come.view(sum(counts), mine))
+        work = self.channel.start(numbers, request)
+        return _Shaped(work, lambda received: received.view(sum(counts), mine))
 
-    def start_together(
-        self, part: Tensor, cut: SliceCut, site: Site, direction: int, lot: RowBlock | None = None
+    def start_gather(
+        self, part: Tensor, cut: SliceCut, site: Site, direction: int, row_block: RowBlock | None = None
     ) -> Work:
         """Start to send this rank's columns of all rows and receive all columns of own rows; no gradient.
 
         Shapes:
-            part ``[V, d]``, or ``[rows of the lot, d]`` with a lot; received ``[n, D]``, or the lot's own
-            rows.
+            part ``[V, d]``, or ``[rows of the block, d]`` with a row block; received ``[n, D]``, or the
+            block's own rows.
         """
         rank, ranks = self.channel.rank, range(self.channel.size)
-        counts = self.counts if lot is None else lot.counts
+        counts = self.counts if row_block is None else row_block.counts
         mine, own = cut.taken(rank), counts[rank]
         comes = [own * cut.taken(peer) for peer in ranks]
         request = site.request(
@@ -228,15 +230,15 @@ class AllToAll:
             [count * mine for count in counts],
             comes,
             width=cut.width,
-            stamps=self._places if lot is None else lot.all,
+            row_ids=self._places if row_block is None else row_block.all,
             kind="transpose",
             blocks=([(count, mine) for count in counts], [(own, cut.taken(peer)) for peer in ranks]),
         )
-        begun = self.channel.start(part.reshape(-1), request)
+        work = self.channel.start(part.reshape(-1), request)
 
-        def side_by_side(come: Tensor) -> Tensor:
+        def side_by_side(received: Tensor) -> Tensor:
             out = part.new_zeros(own, cut.width) if cut.overlaps else part.new_empty(own, cut.width)
-            for peer, piece in enumerate(come.split(comes)):
+            for peer, piece in enumerate(received.split(comes)):
                 place, piece = out[:, cut.of(peer)], piece.view(own, cut.taken(peer))
                 if cut.overlaps:
                     place += piece  # several ranks read these columns: their gradients add up
@@ -244,26 +246,26 @@ class AllToAll:
                     place.copy_(piece)
             return out
 
-        return _Shaped(begun, side_by_side)
+        return _Shaped(work, side_by_side)
 
 
 class _Shaped(Work):
     """An exchange in progress, with a function that shapes what is received."""
 
-    def __init__(self, begun: Work, do: Callable[[Tensor], Tensor]) -> None:
-        self._begun, self._do = begun, do
+    def __init__(self, work: Work, do: Callable[[Tensor], Tensor]) -> None:
+        self._work, self._do = work, do
 
     def wait(self) -> Tensor:
         """Wait for the exchange and return the shaped rows."""
-        return self._do(self._begun.wait())
+        return self._do(self._work.wait())
 
     @contextmanager
     def borrow(self) -> Iterator[Tensor]:
         """Yield the shaped rows for the length of a block."""
-        with self._begun.borrow() as come:
-            yield self._do(come)
+        with self._work.borrow() as received:
+            yield self._do(received)
 
 
 def _words(direction: int) -> str:
-    way = "feature slices" if direction in (APART, BACK_TOGETHER) else "vertex slices"
-    return f"{way} {'forward' if direction in (APART, TOGETHER) else 'backward'}"
+    way = "feature slices" if direction in (SPLIT, GATHER_BACK) else "vertex slices"
+    return f"{way} {'forward' if direction in (SPLIT, GATHER) else 'backward'}"

@@ -77,7 +77,7 @@ class RowPlaces:
     """Indices of a view's rows among a tensor group's rows, followed by the rows read in other parts.
 
     Args:
-        team: The tensor group.
+        tensor_group: The tensor group.
         counts: Own rows of each rank of the group; 0 for ranks of other groups.
         place: Index of each own and halo row.
         halo: Exchange of the columns of other parts' rows; None with a single part.
@@ -86,7 +86,7 @@ class RowPlaces:
         place ``[n + H]``.
     """
 
-    team: TensorGroup
+    tensor_group: TensorGroup
     counts: tuple[int, ...]
     place: Tensor
     halo: HaloExchange | None
@@ -100,70 +100,74 @@ class EdgeLayout:
         rows: Exchange between vertex slices and feature slices of rows.
         edges: Exchange between the slices of values with a row for each edge.
         structure: Edges of all these ranks by row index, rank after rank.
-        team: The tensor group.
+        tensor_group: The tensor group.
         halo: Exchange of the columns of other parts' rows; None with a single part.
     """
 
     rows: AllToAll
     edges: AllToAll
     structure: Structure
-    team: TensorGroup
+    tensor_group: TensorGroup
     halo: HaloExchange | None = None
 
     def even(self, width: int) -> SliceCut:
         """Divide columns evenly among the ranks of the group."""
-        return self.team.cut(even(width, self.team.tensor))
+        return self.tensor_group.cut(even(width, self.tensor_group.tensor))
 
     def everything(self, width: int) -> SliceCut:
         """Return the cut in which every rank of the group takes all columns."""
-        return self.team.cut(everything(width, self.team.tensor))
+        return self.tensor_group.cut(everything(width, self.tensor_group.tensor))
 
     def by_head(self, heads: int, each: int) -> tuple[SliceCut, SliceCut]:
         """Cut columns, and heads, so that each rank of the group takes whole heads if there are enough."""
-        columns, touched = by_head(heads, each, self.team.tensor)
-        return self.team.cut(columns), self.team.cut(touched)
+        columns, touched = by_head(heads, each, self.tensor_group.tensor)
+        return self.tensor_group.cut(columns), self.tensor_group.cut(touched)
 
 
-def places_of(plan: HaloExchange, tensor: int) -> RowPlaces:
+def places_of(halo_exchange: HaloExchange, tensor: int) -> RowPlaces:
     """Find the indices of own and halo rows among the rows of the tensor group. All ranks call it.
 
     Args:
-        plan: Halo exchange of a view.
+        halo_exchange: Halo exchange of a view.
         tensor: Number of ranks in a tensor group.
 
     Cost:
         Once: 8 bytes a halo row; with several parts 16 more for each halo row of another part.
     """
-    channel = plan.channel
-    team = TensorGroup(channel.rank, channel.size, tensor)
-    counts = _counts(plan.own, channel)
-    begin = sum(counts[team.first : channel.rank])
-    own = torch.arange(begin, begin + plan.own, device=plan.send.device)
-    request = ExchangeRequest(plan.send_counts, plan.recv_counts, "places of halo rows", "other")
-    halo = channel.start(own[plan.send].unsqueeze(1), request).wait().view(-1)
+    channel = halo_exchange.channel
+    tensor_group = TensorGroup(channel.rank, channel.size, tensor)
+    counts = _counts(halo_exchange.own, channel)
+    begin = sum(counts[tensor_group.first : channel.rank])
+    own = torch.arange(begin, begin + halo_exchange.own, device=halo_exchange.send.device)
+    request = ExchangeRequest(
+        halo_exchange.send_counts, halo_exchange.recv_counts, "places of halo rows", "other"
+    )
+    halo = channel.start(own[halo_exchange.send].unsqueeze(1), request).wait().view(-1)
     if tensor == channel.size:
-        return RowPlaces(team, counts, torch.cat([own, halo]), None)
+        return RowPlaces(tensor_group, counts, torch.cat([own, halo]), None)
     # A row of another part is named by its group and its index there, folded into one number.
     bases = [sum(counts[: group * tensor]) for group in range(channel.size // tensor + 1)]
     base = torch.tensor(bases, device=own.device)
     owner = torch.repeat_interleave(
-        torch.arange(channel.size) // tensor, torch.tensor(plan.recv_counts, dtype=torch.int64)
+        torch.arange(channel.size) // tensor, torch.tensor(halo_exchange.recv_counts, dtype=torch.int64)
     ).to(own.device)
-    away = owner != team.first // tensor
+    away = owner != tensor_group.first // tensor
     named = halo + base[owner]
-    beyond = torch.unique(_told(named[away].unique().unsqueeze(1), team, channel))
-    total = sum(team.inside(counts))
+    beyond = torch.unique(_told(named[away].unique().unsqueeze(1), tensor_group, channel))
+    total = sum(tensor_group.inside(counts))
     place = torch.where(away, total + torch.searchsorted(beyond, named), halo)
-    rows = _beyond(beyond, base, total, team, channel)
-    return RowPlaces(team, team.inside(counts), torch.cat([own, place]), rows)
+    rows = _beyond(beyond, base, total, tensor_group, channel)
+    return RowPlaces(tensor_group, tensor_group.inside(counts), torch.cat([own, place]), rows)
 
 
-def _beyond(beyond: Tensor, base: Tensor, total: int, team: TensorGroup, channel: Exchange) -> HaloExchange:
+def _beyond(
+    beyond: Tensor, base: Tensor, total: int, tensor_group: TensorGroup, channel: Exchange
+) -> HaloExchange:
     """Return the exchange of this rank's columns of other parts' rows, with ranks of the same columns."""
     want = [0] * channel.size
     edges = torch.searchsorted(beyond, base).tolist()
     for group, (begin, end) in enumerate(pairwise(edges)):
-        want[team.alike(group)] = end - begin
+        want[tensor_group.alike(group)] = end - begin
     give = swap_counts(channel, want, "counts of other parts' rows")
     begins = base[torch.searchsorted(base, beyond, right=True) - 1]
     request = ExchangeRequest(want, give, "places of other parts' rows", "other")
@@ -171,32 +175,32 @@ def _beyond(beyond: Tensor, base: Tensor, total: int, team: TensorGroup, channel
     return SlicedRows(total, beyond.numel(), asked.view(-1), tuple(give), tuple(want), channel)
 
 
-def slicing_of(structure: Structure, places: RowPlaces, channel: Exchange) -> EdgeLayout:
+def edge_layout_of(structure: Structure, places: RowPlaces, channel: Exchange) -> EdgeLayout:
     """Collect the edges of all ranks of the group from each rank's own edges. All ranks call it.
 
     Cost:
         Once: 8 bytes an edge to each peer of the group. Keeps 32 bytes an edge of the part.
     """
     ends = torch.stack([places.place[structure.source], places.place[structure.target]], 1).to(torch.int32)
-    source, target = _told(ends, places.team, channel).t().to(torch.int64).contiguous().unbind(0)
+    source, target = _told(ends, places.tensor_group, channel).t().to(torch.int64).contiguous().unbind(0)
     total = sum(places.counts)
-    counts = places.team.inside(_counts(structure.edges, channel))
-    whole = total + (0 if places.halo is None else places.halo.halo)
+    counts = places.tensor_group.inside(_counts(structure.edges, channel))
+    num_sources = total + (0 if places.halo is None else places.halo.halo)
     return EdgeLayout(
         AllToAll(places.counts, channel, source.device),
         AllToAll(counts, channel, source.device),
-        Structure(source, target, total, whole),
-        places.team,
+        Structure(source, target, total, num_sources),
+        places.tensor_group,
         places.halo,
     )
 
 
-def _told(rows: Tensor, team: TensorGroup, channel: Exchange) -> Tensor:
+def _told(rows: Tensor, tensor_group: TensorGroup, channel: Exchange) -> Tensor:
     """Gather the rows of all ranks of the group, by rank."""
-    counts = team.inside(_counts(rows.size(0), channel))
-    sends = team.inside([rows.size(0)] * channel.size)
+    counts = tensor_group.inside(_counts(rows.size(0), channel))
+    sends = tensor_group.inside([rows.size(0)] * channel.size)
     request = ExchangeRequest(sends, counts, "edges of all ranks", "other")
-    return channel.start(rows.repeat(team.tensor, 1), request).wait()
+    return channel.start(rows.repeat(tensor_group.tensor, 1), request).wait()
 
 
 def _counts(mine: int, channel: Exchange) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from kagome.feature_parallel.tiled_reduce import (
     DestinationChunk,
     TileBound,
     WorkingMemory,
-    refuse_again,
+    refuse_second_derivative,
     walked,
 )
 from kagome.kernels import ops
@@ -93,13 +93,13 @@ class ColumnSoftmax:
 
 
 def by_chunk(
-    bound: TileBound, slicing: EdgeLayout, cut: SliceCut, how: Reduction, parts: tuple[Tensor, ...]
+    bound: TileBound, edge_layout: EdgeLayout, cut: SliceCut, how: Reduction, parts: tuple[Tensor, ...]
 ) -> Tensor:
     """Reduce over all edges in this rank's columns, within the bound on working memory.
 
     Args:
         bound: The bound on working memory.
-        slicing: The edges of all ranks.
+        edge_layout: The edges of all ranks.
         cut: Columns of each rank. Chunks are sized for the widest, so that either all ranks refuse or none
             does.
         how: The reduction.
@@ -114,15 +114,15 @@ def by_chunk(
     Cost:
         Keeps the results of ``how``, on the device of the rows.
     """
-    width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
-    chunks = bound.chunks(slicing, width, parts[0].itemsize, how.room)
+    width = max(cut.taken(rank) for rank in range(len(edge_layout.rows.counts)))
+    chunks = bound.chunks(edge_layout, width, parts[0].itemsize, how.room)
     out: Tensor = _ByChunk.apply(bound, chunks, how, *parts)  # type: ignore[no-untyped-call]
     return out
 
 
 def _read(bound: TileBound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copy the rows of a chunk to the device, padded with zeros to the number of rows of its structure."""
-    more = chunk.structure.whole - chunk.reads.numel()
+    more = chunk.structure.num_sources - chunk.reads.numel()
     rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
     return tuple(torch.cat([each, each.new_zeros(more, each.size(1))]) if more else each for each in rows)
 
@@ -151,7 +151,7 @@ class _ByChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_again()
+        refuse_second_derivative()
         bound: TileBound = ctx.bound
         parts, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         lies = [torch.zeros_like(part) for part in parts]

@@ -30,10 +30,10 @@ from torch import Tensor
 from kagome.comm.exchange import Exchange, Work
 from kagome.errors import ConfigError, ModelError
 from kagome.feature_parallel.all_to_all import (
-    APART,
-    BACK,
-    BACK_TOGETHER,
-    TOGETHER,
+    GATHER,
+    GATHER_BACK,
+    SPLIT,
+    SPLIT_BACK,
     AllToAll,
     RowBlock,
     SliceCut,
@@ -97,11 +97,16 @@ class DestinationChunk:
 
 def travelling(coming: RowBlock | None, going: RowBlock | None, width: int, itemsize: int) -> int:
     """Return the bytes sent and received while one chunk's rows arrive and another's results leave."""
-    return 2 * sum(0 if lot is None else lot.all.numel() for lot in (coming, going)) * width * itemsize
+    return (
+        2
+        * sum(0 if row_block is None else row_block.all.numel() for row_block in (coming, going))
+        * width
+        * itemsize
+    )
 
 
 def chunks_of(
-    slicing: EdgeLayout, width: int, itemsize: int, room: WorkingMemory, bound: int
+    edge_layout: EdgeLayout, width: int, itemsize: int, room: WorkingMemory, bound: int
 ) -> tuple[DestinationChunk, ...]:
     """Cut the destinations into few chunks, about equal in edges, that keep the working memory in bounds.
 
@@ -109,7 +114,7 @@ def chunks_of(
     failed and the one that succeeded, so that it is at most an eighth larger than necessary.
 
     Args:
-        slicing: The edges of all ranks.
+        edge_layout: The edges of all ranks.
         width: Columns of the widest slice.
         itemsize: Bytes of a number.
         room: Tensors that the reduction holds at a time.
@@ -121,9 +126,9 @@ def chunks_of(
     Cost:
         A sort of the edges for each number of chunks tried. Keeps 16 bytes an edge.
     """
-    rows, count, fewer = slicing.rows.total, 1, 0
+    rows, count, fewer = edge_layout.rows.total, 1, 0
     while True:
-        chunks = cut_in(slicing, min(count, max(rows, 1)))
+        chunks = cut_in(edge_layout, min(count, max(rows, 1)))
         need = largest(chunks, width, itemsize, room)
         if need <= bound:
             break
@@ -136,7 +141,7 @@ def chunks_of(
         count, fewer = 2 * count, count
     while count - fewer > max(fewer // 8, 1):
         middle = (count + fewer) // 2
-        tried = cut_in(slicing, min(middle, max(rows, 1)))
+        tried = cut_in(edge_layout, min(middle, max(rows, 1)))
         if largest(tried, width, itemsize, room) <= bound:
             count, chunks = middle, tried
         else:
@@ -155,9 +160,9 @@ def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room:
     return found
 
 
-def cut_in(slicing: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
+def cut_in(edge_layout: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
     """Cut the destinations into at most ``count`` chunks of about equal numbers of edges."""
-    layout, way = slicing.structure.by_target, slicing.rows
+    layout, way = edge_layout.structure.by_target, edge_layout.rows
     cost = layout.pointer + torch.arange(layout.rows + 1, device=layout.pointer.device)
     goals = torch.arange(1, count, device=cost.device) * int(cost[-1]) // count
     inner = torch.searchsorted(cost, goals).tolist()
@@ -172,8 +177,8 @@ def cut_in(slicing: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
         known[reads] = True
         target = torch.repeat_interleave(layout.pointer[begin : end + 1].diff())
         structure = Structure(source, target, end - begin, max(reads.numel(), end - begin))
-        writes = way.lot(torch.arange(begin, end, device=cost.device))
-        chunks.append(DestinationChunk(begin, end, reads, way.lot(new), writes, edges, structure))
+        writes = way.row_block(torch.arange(begin, end, device=cost.device))
+        chunks.append(DestinationChunk(begin, end, reads, way.row_block(new), writes, edges, structure))
     return tuple(chunks)
 
 
@@ -195,7 +200,7 @@ class Hop:
     """One sum over the chunks.
 
     Args:
-        slicing: The edges of all ranks.
+        edge_layout: The edges of all ranks.
         chunks: The chunks of destinations.
         cut: Columns of each rank.
         scale: A factor for each row of the result, for a mean; None for none.
@@ -208,7 +213,7 @@ class Hop:
         site: The site of the exchanges.
     """
 
-    slicing: EdgeLayout
+    edge_layout: EdgeLayout
     chunks: tuple[DestinationChunk, ...]
     cut: SliceCut
     scale: Tensor | None
@@ -219,7 +224,7 @@ class Hop:
     last: bool = False
     site: Site | None = None
 
-    def run(self, rows: Tensor, weight: Tensor | None, turn: ForwardPass, name: str) -> Tensor:
+    def run(self, rows: Tensor, weight: Tensor | None, forward_pass: ForwardPass, name: str) -> Tensor:
         """Compute the sum, with gradient.
 
         Shapes:
@@ -227,33 +232,33 @@ class Hop:
             ``[n, D]`` if ``last``, else ``[V, d]``.
         """
         grad = rows.requires_grad or (weight is not None and weight.requires_grad)
-        hop = replace(self, site=turn.begin(name, grad=grad))
-        follows = grad and turn.follows()
+        hop = replace(self, site=forward_pass.begin(name, grad=grad))
+        follows = grad and forward_pass.follows()
         with nullcontext() if follows else torch.no_grad():
-            out, token = _Hop.apply(rows, weight, turn.token, hop)  # type: ignore[no-untyped-call]
+            out, token = _Hop.apply(rows, weight, forward_pass.token, hop)  # type: ignore[no-untyped-call]
         if follows:
-            turn.token = token
+            forward_pass.token = token
         return out  # type: ignore[no-any-return]
 
     @property
     def way(self) -> AllToAll:
         """The exchange of rows between vertex slices and feature slices."""
-        return self.slicing.rows
+        return self.edge_layout.rows
 
     @property
     def mine(self) -> int:
         """Number of columns of this rank."""
         return self.cut.taken(self.way.channel.rank)
 
-    def apart(self, rows: Tensor, lot: RowBlock, direction: int) -> Work:
+    def split(self, rows: Tensor, row_block: RowBlock, direction: int) -> Work:
         """Start to send own whole rows of a block, and to receive this rank's columns of the whole block."""
         assert self.site is not None
-        return self.way.start_apart(rows, self.cut, self.site, direction, lot)
+        return self.way.start_split(rows, self.cut, self.site, direction, row_block)
 
-    def together(self, part: Tensor, lot: RowBlock, direction: int) -> Work:
+    def gather(self, part: Tensor, row_block: RowBlock, direction: int) -> Work:
         """Start to send this rank's columns of a block to the owners of its rows."""
         assert self.site is not None
-        return self.way.start_together(part, self.cut, self.site, direction, lot)
+        return self.way.start_gather(part, self.cut, self.site, direction, row_block)
 
     def shaped(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         """Return rows split by head, if the weight has heads."""
@@ -286,19 +291,19 @@ class TileBound:
         return {"working_memory_bytes": int(most)}
 
     def chunks(
-        self, slicing: EdgeLayout, width: int, itemsize: int, room: WorkingMemory
+        self, edge_layout: EdgeLayout, width: int, itemsize: int, room: WorkingMemory
     ) -> tuple[DestinationChunk, ...]:
         """Return chunks of these edges within the bound; they are cut once. See :func:`chunks_of`."""
-        known = self._chunks.setdefault(slicing, {})
+        known = self._chunks.setdefault(edge_layout, {})
         key = width, itemsize, room
         if key not in known:
-            known[key] = chunks_of(slicing, width, itemsize, room, self.bytes)
+            known[key] = chunks_of(edge_layout, width, itemsize, room, self.bytes)
         found: tuple[DestinationChunk, ...] = known[key]
         return found
 
     def hop(
         self,
-        slicing: EdgeLayout,
+        edge_layout: EdgeLayout,
         cut: SliceCut,
         weight: Tensor | None,
         itemsize: int,
@@ -312,10 +317,10 @@ class TileBound:
         Raises:
             ConfigError: If even the smallest chunks exceed the bound.
         """
-        width = max(cut.taken(rank) for rank in range(len(slicing.rows.counts)))
+        width = max(cut.taken(rank) for rank in range(len(edge_layout.rows.counts)))
         room = WorkingMemory(heads=0 if weight is None else weight[:1].numel())
-        chunks = self.chunks(slicing, width, itemsize, room)
-        return Hop(slicing, chunks, cut, scale, factor, self.device, self.gauge, first=first)
+        chunks = self.chunks(edge_layout, width, itemsize, room)
+        return Hop(edge_layout, chunks, cut, scale, factor, self.device, self.gauge, first=first)
 
 
 class _Hop(torch.autograd.Function):
@@ -329,13 +334,13 @@ class _Hop(torch.autograd.Function):
         part = rows.new_empty(total, hop.mine) if hop.first else rows
         own = hop.way.counts[hop.way.channel.rank]
         out = rows.new_empty((own, hop.cut.width) if hop.last else (total, hop.mine))
-        coming = hop.apart(rows, chunks[0].brings, APART) if hop.first and chunks else None
+        coming = hop.split(rows, chunks[0].brings, SPLIT) if hop.first and chunks else None
         going: tuple[RowBlock, Work] | None = None
         for place, chunk in enumerate(chunks):
             if coming is not None:
                 part[chunk.brings.all] = coming.wait()
                 more = place + 1 < len(chunks)
-                coming = hop.apart(rows, chunks[place + 1].brings, APART) if more else None
+                coming = hop.split(rows, chunks[place + 1].brings, SPLIT) if more else None
             comes = chunks[place + 1].brings if coming is not None else None
             hop.gauge.moving = travelling(comes, going and going[0], hop.mine, rows.itemsize)
             x = hop.moved(part, chunk.reads)
@@ -350,7 +355,7 @@ class _Hop(torch.autograd.Function):
                 out[chunk.begin : chunk.end] = found
                 continue
             _laid(out, going)
-            going = chunk.writes, hop.together(found, chunk.writes, TOGETHER)
+            going = chunk.writes, hop.gather(found, chunk.writes, GATHER)
         _laid(out, going)
         ctx.hop, ctx.weight_grad = hop, ctx.needs_input_grad[1]
         ctx.save_for_backward(weight, part if ctx.weight_grad else None)
@@ -358,7 +363,7 @@ class _Hop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_again()
+        refuse_second_derivative()
         hop: Hop = ctx.hop
         weight, part = ctx.saved_tensors
         chunks, g = hop.chunks, grads[0].contiguous()
@@ -367,13 +372,13 @@ class _Hop(torch.autograd.Function):
         own = hop.way.counts[hop.way.channel.rank]
         g_rows = g.new_zeros(own, hop.cut.width) if hop.first and to_rows else lies
         g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
-        coming = hop.apart(g, chunks[-1].writes, BACK_TOGETHER) if hop.last and chunks else None
+        coming = hop.split(g, chunks[-1].writes, GATHER_BACK) if hop.last and chunks else None
         going: tuple[RowBlock, Work] | None = None
         for place in reversed(range(len(chunks))):
             chunk = chunks[place]
             if coming is not None:
                 mine = coming.wait()
-                coming = hop.apart(g, chunks[place - 1].writes, BACK_TOGETHER) if place else None
+                coming = hop.split(g, chunks[place - 1].writes, GATHER_BACK) if place else None
             else:
                 mine = g[chunk.begin : chunk.end]
             comes = chunks[place - 1].writes if coming is not None else None
@@ -400,13 +405,13 @@ class _Hop(torch.autograd.Function):
             if hop.first and lies is not None:
                 assert g_rows is not None
                 _laid(g_rows, going)
-                going = chunk.brings, hop.together(lies[chunk.brings.all], chunk.brings, BACK)
+                going = chunk.brings, hop.gather(lies[chunk.brings.all], chunk.brings, SPLIT_BACK)
         if hop.first and g_rows is not None:
             _laid(g_rows, going)
         return g_rows, g_weight, torch.zeros_like(grads[1]), None
 
 
-def refuse_again() -> None:
+def refuse_second_derivative() -> None:
     """Raise ``ModelError`` if backward is itself to be differentiated: chunks keep no graph for that."""
     if torch.is_grad_enabled():
         raise ModelError(

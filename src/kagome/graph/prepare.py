@@ -75,12 +75,12 @@ def prepare(
             f"a graph of {count:,} vertices",
             hint=f"--parts {max(1, min(count, 4))}",
         )
-    method, said = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
+    method, notes = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
     mark = fingerprint(data, method, seed, parts)
     owner, entry = owners(data, mark, method=method, seed=seed, parts=parts, kept=cache.opened(reuse))
-    said = (*said, *([cache.reused(entry)] if entry else []))
+    notes = (*notes, *([cache.reused(entry)] if entry else []))
     meta, readers = store.measure(
-        data, owner, parts, fingerprint=mark, method=method, seed=seed, notes=(*data.notes, *said)
+        data, owner, parts, fingerprint=mark, method=method, seed=seed, notes=(*data.notes, *notes)
     )
     folders = [folder] if isinstance(folder, str | Path) else list(folder)
     for number, place in enumerate(folders):

@@ -53,26 +53,26 @@ class BlockExchange:
         assert site.blocks is not None
         self.state.counts.sliced += (numbers.numel() - request.send_counts[rank]) * numbers.itemsize
         codec = self.state.mode.codec_for(site)
-        out, come = (BlockLayout.of(codec, shapes, rank, dtype) for shapes in site.blocks)
-        if all(each.exact for each in (*out.codecs, *come.codecs)):
+        out, received = (BlockLayout.of(codec, shapes, rank, dtype) for shapes in site.blocks)
+        if all(each.exact for each in (*out.codecs, *received.codecs)):
             return self.channel.start(numbers, request)
         # Each pair of ranks has its own draws, since every peer gets other columns of a row.
         size = self.channel.size
         keys = [self.state.draws_of(site, rank * size + peer) for peer in range(size)]
         self._measure(codec, out, numbers, site, keys, request.action)
         blocks = out.split(numbers)
-        stamps = site.stamps.split([rows for rows, _ in out.shapes])
+        row_ids = site.row_ids.split([rows for rows, _ in out.shapes])
 
         def write(peer: int, segment: int, message: Tensor) -> None:
             mine = out.rows(peer, segment, dtype)
             codec, where = out.codecs[peer], request.action
-            codec.encode(blocks[peer][mine], None, stamps[peer][mine], keys[peer], message, where=where)
+            codec.encode(blocks[peer][mine], None, row_ids[peer][mine], keys[peer], message, where=where)
 
         written = BytesRequest(
-            write, out.segments(dtype), come.segments(dtype), request.action, request.kind, request.header
+            write, out.segments(dtype), received.segments(dtype), request.action, request.kind, request.header
         )
-        begun = self.channel.start_bytes(written)
-        return DeferredWork(lambda: come.decoded(begun, numbers))
+        work = self.channel.start_bytes(written)
+        return DeferredWork(lambda: received.decoded(work, numbers))
 
     def _measure(
         self,
@@ -87,7 +87,7 @@ class BlockExchange:
         first = 0
         for peer, (block, (rows, _)) in enumerate(zip(out.split(numbers), out.shapes, strict=True)):
             if rows and not out.codecs[peer].exact:
-                part = replace(site, stamps=site.stamps[first : first + rows])
+                part = replace(site, row_ids=site.row_ids[first : first + rows])
                 self.meter.measure(plain(codec, [rows]), block, None, part, keys[peer], action)
                 return
             first += rows
@@ -132,10 +132,10 @@ class BlockLayout:
         rows = self.codecs[peer].segments(*self.shapes[peer], dtype)
         return slice(sum(rows[:segment]), sum(rows[: segment + 1]))
 
-    def decoded(self, begun: BytesWork, like: Tensor) -> Tensor:
+    def decoded(self, work: BytesWork, like: Tensor) -> Tensor:
         """Wait for the blocks and return their numbers, of the type and device of ``like``."""
         out = like.new_empty(sum(rows * width for rows, width in self.shapes))
         blocks = self.split(out)
-        for peer, segment, part in begun.parts(self.segments(out.dtype)):
+        for peer, segment, part in work.parts(self.segments(out.dtype)):
             self.codecs[peer].decode(part, blocks[peer][self.rows(peer, segment, out.dtype)])
         return out

@@ -22,7 +22,7 @@ from kagome.comm.exchange import DeferredWork, Exchange, ExchangeRequest, Op, Wo
 from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 
-Tape = list[tuple[str, Any]]
+Record = list[tuple[str, Any]]
 """Recorded operations in order: the name of each and its result."""
 
 T = TypeVar("T")
@@ -37,9 +37,9 @@ class RecordedRows:
 
     def __init__(self, channel: Exchange) -> None:
         self.channel = channel
-        self._tape: Tape | None = None
+        self._record: Record | None = None
         self._place: int | None = None
-        self.tapes: list[Tape] | None = None
+        self.records: list[Record] | None = None
         """If this is a list, every new record is added to it, so that the caller can count its memory."""
 
     @property
@@ -55,7 +55,7 @@ class RecordedRows:
     @property
     def runs(self) -> bool:
         """Whether results are being recorded or replayed."""
-        return self._tape is not None
+        return self._record is not None
 
     @property
     def exact(self) -> bool:
@@ -70,21 +70,21 @@ class RecordedRows:
     # When ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def writing(self, tape: Tape) -> Iterator[None]:
+    def recording(self, record: Record) -> Iterator[None]:
         """Record the results of operations inside the block."""
-        if self.tapes is not None:
-            self.tapes.append(tape)
-        with self._on(tape, None):
+        if self.records is not None:
+            self.records.append(record)
+        with self._on(record, None):
             yield
 
     @contextmanager
-    def reading(self, tape: Tape) -> Iterator[None]:
+    def replaying(self, record: Record) -> Iterator[None]:
         """Replay recorded results inside the block, from the first one on."""
-        with self._on(tape, 0):
+        with self._on(record, 0):
             yield
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def unrecorded(self) -> Iterator[None]:
         """Keep operations inside the block out of the record.
 
         Their results are cached for all forward passes: a second run finds them and must not ask for them
@@ -95,18 +95,18 @@ class RecordedRows:
             yield
 
     @contextmanager
-    def _on(self, tape: Tape | None, place: int | None) -> Iterator[None]:
-        before, self._tape, self._place = (self._tape, self._place), tape, place
+    def _on(self, record: Record | None, place: int | None) -> Iterator[None]:
+        before, self._record, self._place = (self._record, self._place), record, place
         try:
             yield
         finally:
-            self._tape, self._place = before
+            self._record, self._place = before
 
     # What ----------------------------------------------------------------------------------------
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
         """Begin an exchange of rows, or return the recorded one. Its rows must not be written to."""
-        if self._tape is None:
+        if self._record is None:
             return self.channel.start(rows, request)
         return self._once(request.action, lambda: DeferredWork(self.channel.start(rows, request).wait))
 
@@ -125,7 +125,7 @@ class RecordedRows:
             return self.channel.all_reduce(tensor, op, action=action, kind=kind, key=key)
 
         found = self._once(action, ask)
-        return found if self._tape is None else found.clone()  # the caller may write to a statistic
+        return found if self._record is None else found.clone()  # the caller may write to a statistic
 
     def same(self, what: str, found: bool) -> bool:
         """Return whether a cached value is available; in a replay, return what the first run recorded.
@@ -140,22 +140,22 @@ class RecordedRows:
 
     def _once(self, what: str, ask: Callable[[], T]) -> T:
         """Perform an operation and record its result, or return the recorded one."""
-        if self._tape is None:
+        if self._record is None:
             return ask()
         if self._place is None:
-            tape, value = self._tape, ask()
-            tape.append((what, value))
+            record, value = self._record, ask()
+            record.append((what, value))
             return value
-        then = self._tape[self._place][0] if self._place < len(self._tape) else "nothing"
+        then = self._record[self._place][0] if self._place < len(self._record) else "nothing"
         if then != what:
             raise _differs(f"{what}, and {then} the first time")
         self._place += 1
-        return self._tape[self._place - 1][1]  # type: ignore[no-any-return]
+        return self._record[self._place - 1][1]  # type: ignore[no-any-return]
 
 
-def tensors_of(tape: Tape) -> Iterator[Tensor]:
+def tensors_of(record: Record) -> Iterator[Tensor]:
     """Yield the tensors that a record holds."""
-    for _, value in tape:
+    for _, value in record:
         found = value.rows if isinstance(value, DeferredWork) else value
         if isinstance(found, Tensor):
             yield found

@@ -56,14 +56,14 @@ class StaleExchange:
         if state.mode.waits:
             self._settle(site)
             return self.inner.start(rows, request)
-        line = self._line(site, sum(request.recv_counts), rows)
+        stale_rows = self._stale_rows(site, sum(request.recv_counts), rows)
         self._settle(site)
         synchronous = self._synchronous(site.epoch)
         if state.mode.chooses:
-            line.settle()  # the notes received with it say which rows come next
+            stale_rows.settle()  # the notes received with it say which rows come next
         late = replace(request, site=replace(site, late=True, whole=synchronous))
-        begun = self.inner.start(rows, late)
-        return DeferredWork(lambda: line.turn(begun, site.epoch, synchronous=synchronous))
+        work = self.inner.start(rows, late)
+        return DeferredWork(lambda: stale_rows.receive(work, site.epoch, synchronous=synchronous))
 
     def _synchronous(self, epoch: int) -> bool:
         """Return whether this epoch waits for rows that might be late."""
@@ -71,11 +71,11 @@ class StaleExchange:
         due = isinstance(every, int) and epoch % every == 0
         return not self.state.mode.probes and (due or self.state.rows.synchronous)
 
-    def _line(self, site: SiteExchange, count: int, rows: Tensor) -> StaleRows:
+    def _stale_rows(self, site: SiteExchange, count: int, rows: Tensor) -> StaleRows:
         def make() -> StaleRows:
             return StaleRows(site.name, self.state.settings.max_age, self.state.settings.smoothing)
 
-        found = self.state.rows.line(site.key, site.epoch, make)
+        found = self.state.rows.stale_rows(site.key, site.epoch, make)
         if not found.fits(count, rows.size(1), rows):
             found.forget()
         return found
@@ -85,14 +85,14 @@ class StaleExchange:
 
         A message that is not received blocks those sent long after it.
         """
-        lines = self.state.rows.lines
-        if self.state.mode.waits and site.key in lines:
-            lines[site.key].settle()
+        all_stale_rows = self.state.rows.all_stale_rows
+        if self.state.mode.waits and site.key in all_stale_rows:
+            all_stale_rows[site.key].settle()
         if site.epoch != self._epoch:
             self._epoch = site.epoch
-            for line in lines.values():
-                if line.coming is not None and line.coming[1] < site.epoch - 1:
-                    line.settle()
+            for stale_rows in all_stale_rows.values():
+                if stale_rows.in_flight is not None and stale_rows.in_flight[1] < site.epoch - 1:
+                    stale_rows.settle()
 
 
 class CompressedExchange:
@@ -173,13 +173,13 @@ class CompressedExchange:
         """Receive what is still in transit. The rows that are read do not change."""
         self.known.settle()
 
-    def forget(self, recall: ResumedRows = NOTHING) -> None:
+    def forget(self, resumed_rows: ResumedRows = NOTHING) -> None:
         """Drop all rows of earlier epochs, because weights were changed from outside. All ranks call it.
 
         Args:
-            recall: Rows that the next epoch may read all the same.
+            resumed_rows: Rows that the next epoch may read all the same.
         """
-        self.known.forget(recall)
+        self.known.forget(resumed_rows)
 
     def take_counts(self) -> CompressionCounts:
         """Return the counts since the last call and reset them."""

@@ -55,11 +55,11 @@ class ErrorMeter:
         if site.epoch % MEASURED_EVERY != 1 and name in self._measured:
             return
         self._measured.add(name)
-        step, lost, whole = max(site.stamps.numel() // MEASURED_ROWS, 1), 0.0, 0.0
+        step, lost, whole = max(site.row_ids.numel() // MEASURED_ROWS, 1), 0.0, 0.0
         for codec, places in layout.coded().items():
             some = places[::step].to(rows.device)
             sample = rows.index_select(0, some if index is None else index[some])
-            less, all_ = lost_squares(codec, sample, site.stamps[some], key, action)
+            less, all_ = lost_squares(codec, sample, site.row_ids[some], key, action)
             lost, whole = lost + less, whole + all_
         if whole > 0:
             self.state.counts.errors[name] = math.sqrt(lost / whole)
@@ -110,7 +110,7 @@ class EncodedExchange:
 
     def _selection(self, site: SiteExchange, codec: Codec, request: ExchangeRequest) -> Selection | None:
         """Return the selection among a site's rows; None if all rows are sent alike."""
-        settings, sends, comes = self.state.settings, request.send_counts, request.recv_counts
+        settings, send_counts, recv_counts = self.state.settings, request.send_counts, request.recv_counts
 
         def make() -> Selection | None:
             if settings.halo_sample < 1:
@@ -118,20 +118,20 @@ class EncodedExchange:
             if settings.skip_drift > 0 and not site.backward:
                 return Skip(settings.skip_drift, settings.max_age, codec)
             if settings.adaptive_bits and codec.bits is not None:
-                return Fit(codec, self._reads(site, sends, comes))
+                return Fit(codec, self._reads(site, send_counts, recv_counts))
             return None
 
-        return self.state.rows.selection(site.key, site.epoch, make, (sum(sends), sum(comes)))
+        return self.state.rows.selection(site.key, site.epoch, make, (sum(send_counts), sum(recv_counts)))
 
-    def _reads(self, site: SiteExchange, sends: Sequence[int], comes: Sequence[int]) -> Tensor:
+    def _reads(self, site: SiteExchange, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
         """Return how many edges read each row that is sent; the ranks that read it report that.
 
         A gradient's row counts 1.
         """
         if site.direction > 1:
-            return torch.ones(sum(sends))
+            return torch.ones(sum(send_counts))
         assert site.reads is not None
-        request = ExchangeRequest(comes, sends, "readers of rows", "other")
+        request = ExchangeRequest(recv_counts, send_counts, "readers of rows", "other")
         return self.channel.start(site.reads.unsqueeze(1), request).wait().squeeze(1).cpu()
 
     def _sent(
@@ -149,7 +149,7 @@ class EncodedExchange:
         width, dtype = rows.size(1), rows.dtype
         key = self.state.draws_of(site, self.channel.rank)
         self.meter.measure(plan.out, rows, index, site, key, action)
-        writer = Writer(plan.out, rows, index, site.stamps, key, plan.notes, action)
+        writer = Writer(plan.out, rows, index, site.row_ids, key, plan.notes, action)
         restored = rows.clone() if feedback else None  # rows that are not sent have no error
 
         def write(peer: int, segment: int, message: Tensor) -> None:
@@ -157,14 +157,14 @@ class EncodedExchange:
             if restored is not None:
                 read(plan.out, peer, segment, message, restored)
 
-        sizes, expected = plan.out.segments(width, dtype), plan.come.segments(width, dtype)
-        begun = way.start_bytes(BytesRequest(write, sizes, expected, action, request.kind, request.header))
+        sizes, expected = plan.out.segments(width, dtype), plan.received.segments(width, dtype)
+        work = way.start_bytes(BytesRequest(write, sizes, expected, action, request.kind, request.header))
         if restored is not None:
             lost = rows - restored
             # With few bits the error of a draw may exceed the row itself; accumulated, it would diverge.
             keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
             self.state.rows.residuals[site.key] = torch.where(keep, lost, 0.0), site.epoch
-        count = sum(plan.come.counts)
+        count = sum(plan.received.counts)
         buffer = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
         arrived = None if selection is None else partial(selection.arrived, epoch=site.epoch)
-        return incoming_rows(begun, plan.come, buffer, arrived)
+        return incoming_rows(work, plan.received, buffer, arrived)

@@ -104,19 +104,19 @@ class Writer:
         layout: Layout of the messages.
         rows: The rows to select from.
         index: Indices of the rows to send, by peer; all rows if None.
-        stamps: The numbers that seed the draws of the rows to send.
+        row_ids: The numbers that seed the draws of the rows to send.
         key: A further seed of the draws.
         notes: The notes that follow each message.
         where: Location for error messages.
 
     Shapes:
-        ``rows [*, W]``, ``index [R]``, ``stamps [R]`` with R the sum of counts.
+        ``rows [*, W]``, ``index [R]``, ``row_ids [R]`` with R the sum of counts.
     """
 
     layout: MessageLayout
     rows: Tensor
     index: Tensor | None
-    stamps: Tensor
+    row_ids: Tensor
     key: int
     notes: Sequence[Tensor] = ()
     where: str = ""
@@ -131,13 +131,13 @@ class Writer:
         mine = _rows(self.layout, peer, segment, rows.size(1), rows.dtype)
         first, count = mine.start, mine.stop - mine.start
         for piece in self.layout.pieces[peer]:
-            stamp, chosen = self.stamps[mine], None if index is None else index[mine]
+            row_id, chosen = self.row_ids[mine], None if index is None else index[mine]
             if piece.rows is not None:
                 which = piece.rows.to(rows.device)
-                stamp, chosen = stamp[which], (first + which if index is None else index[mine][which])
+                row_id, chosen = row_id[which], (first + which if index is None else index[mine][which])
             size = piece.size(count, rows.size(1), rows.dtype)
             source = rows[mine] if chosen is None else rows
-            piece.codec.encode(source, chosen, stamp, self.key, message[at : at + size], where=self.where)
+            piece.codec.encode(source, chosen, row_id, self.key, message[at : at + size], where=self.where)
             at += size
         if self.notes:
             message[at : at + self.notes[peer].numel()].copy_(self.notes[peer])
@@ -176,7 +176,7 @@ def read(layout: MessageLayout, peer: int, segment: int, message: Tensor, out: T
 
 
 def incoming_rows(
-    begun: BytesWork,
+    work: BytesWork,
     layout: MessageLayout,
     rows: Tensor,
     arrived: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
@@ -184,7 +184,7 @@ def incoming_rows(
     """Return the rows of encoded messages in transit, which the first wait decodes as they arrive.
 
     Args:
-        begun: The bytes in transit.
+        work: The bytes in transit.
         layout: Layout of the messages.
         rows: Buffer for the decoded rows; rows that are not sent keep their values.
         arrived: Called with the rows and each peer's notes once they have arrived.
@@ -193,7 +193,7 @@ def incoming_rows(
     def decoded() -> Tensor:
         sizes = layout.segments(rows.size(1), rows.dtype)
         notes: dict[int, Tensor] = {}
-        for peer, segment, part in begun.parts(sizes):
+        for peer, segment, part in work.parts(sizes):
             noted = read(layout, peer, segment, part, rows)
             notes.setdefault(peer, noted)  # a message with notes has only one segment
         if arrived is not None:

@@ -37,11 +37,11 @@ class EpochRows:
     """
 
     def __init__(self) -> None:
-        self.lines: dict[Key, StaleRows] = {}
+        self.all_stale_rows: dict[Key, StaleRows] = {}
         self.selections: dict[Key, Selection] = {}
         self.residuals: dict[Key, tuple[Tensor, int]] = {}
         """For each site, the codec's error on its rows, and the epoch of that error."""
-        self.recall: ResumedRows = NOTHING
+        self.resumed_rows: ResumedRows = NOTHING
         self.synchronous, self.drifted = False, 0.0
         self._told = 0
 
@@ -49,7 +49,7 @@ class EpochRows:
     def oldest(self) -> int:
         """Age of the oldest row that was read, in epochs."""
         skipped = [each.oldest for each in self.selections.values() if isinstance(each, Skip)]
-        return max((*skipped, *(line.oldest for line in self.lines.values())), default=0)
+        return max((*skipped, *(stale_rows.oldest for stale_rows in self.all_stale_rows.values())), default=0)
 
     @property
     def drifts(self) -> tuple[float, float]:
@@ -58,7 +58,11 @@ class EpochRows:
         Both are 0 if no rows moved: a part without neighbours must not make other ranks' rows look still.
         Gradients are not included: in a healthy run they move by about their own length in every epoch.
         """
-        forth = [line.drift for (_, direction), line in self.lines.items() if direction % 2 == 0]
+        forth = [
+            stale_rows.drift
+            for (_, direction), stale_rows in self.all_stale_rows.items()
+            if direction % 2 == 0
+        ]
         found = [drift for drift in forth if drift is not None]
         return (max(found), 1.0) if found else (0.0, 0.0)
 
@@ -76,12 +80,12 @@ class EpochRows:
         self.drifted = drift + (0.0 if self.synchronous else self.drifted)
         self.synchronous = self.drifted > DRIFTED
 
-    def line(self, key: Key, epoch: int, make: Callable[[], StaleRows]) -> StaleRows:
+    def stale_rows(self, key: Key, epoch: int, make: Callable[[], StaleRows]) -> StaleRows:
         """Return a site's stale rows. The first call creates them and restores rows from a checkpoint."""
-        found = self.lines.get(key)
+        found = self.all_stale_rows.get(key)
         if found is None:
-            found = self.lines[key] = make()
-            state = self.recall.take("line", key, epoch)
+            found = self.all_stale_rows[key] = make()
+            state = self.resumed_rows.take("line", key, epoch)
             if state is not None:
                 found.load_state_dict(state)
         return found
@@ -108,7 +112,7 @@ class EpochRows:
             if found is None:
                 return None
             self.selections[key] = found
-            state = self.recall.take("selection", key, epoch)
+            state = self.resumed_rows.take("selection", key, epoch)
             if state is not None:
                 _refuse_others(state, rows, str(key))
                 found.load_state_dict(state)
@@ -117,31 +121,31 @@ class EpochRows:
     def residual(self, key: Key, epoch: int) -> Tensor | None:
         """Return the codec's error on a site's rows in the last epoch; None if it encoded none then."""
         if key not in self.residuals:
-            state = self.recall.take("residual", key, epoch)
+            state = self.resumed_rows.take("residual", key, epoch)
             return None if state is None else state["rows"]
         rows, when = self.residuals[key]
         return rows if epoch - when <= 1 else None
 
     def settle(self) -> None:
         """Receive what is still in transit. The rows that are read do not change."""
-        for line in self.lines.values():
-            line.settle()
+        for stale_rows in self.all_stale_rows.values():
+            stale_rows.settle()
 
-    def forget(self, recall: ResumedRows) -> None:
+    def forget(self, resumed_rows: ResumedRows) -> None:
         """Drop all rows of earlier epochs except those restored from a checkpoint. All ranks call it."""
         self.settle()  # a message that is not received would block later ones
-        self.lines, self.selections, self.residuals = {}, {}, {}
-        state = recall.take("crossing", "", recall.epoch)
-        self.recall, self._told = recall, 0
+        self.all_stale_rows, self.selections, self.residuals = {}, {}, {}
+        state = resumed_rows.take("crossing", "", resumed_rows.epoch)
+        self.resumed_rows, self._told = resumed_rows, 0
         self.synchronous = state is not None and bool(state["synchronous"])
         # Checkpoints of earlier versions lack this value.
         self.drifted = 0.0 if state is None else float(state.get("drifted", 0.0))
 
-    def carried(self, epoch: int) -> Iterator[Entry]:
+    def state_entries(self, epoch: int) -> Iterator[Entry]:
         """Yield the state that the epoch after this one may read."""
         yield "crossing", "", {"synchronous": self.synchronous, "drifted": self.drifted}
-        for key, line in self.lines.items():
-            yield "line", key, line.state_dict()
+        for key, stale_rows in self.all_stale_rows.items():
+            yield "line", key, stale_rows.state_dict()
         for key, selection in self.selections.items():
             yield "selection", key, selection.state_dict()
         for key, (rows, when) in self.residuals.items():

@@ -66,7 +66,7 @@ class HaloExchange:
     reads: Tensor | None = None
 
     @cached_property
-    def stamps(self) -> tuple[Tensor, Tensor]:
+    def row_ids(self) -> tuple[Tensor, Tensor]:
         """The ids of the rows that are sent, and of the halo rows."""
         ids = torch.arange(self.own + self.halo, device=self.send.device) if self.ids is None else self.ids
         return ids[self.send], ids[self.own :]
@@ -76,72 +76,89 @@ class HaloExchange:
         """Whether no edge reads a row of another rank."""
         return self.channel.size == 1 or bool(getattr(self.channel, "closed", False))
 
-    def extend(self, rows: Tensor, turn: ForwardPass, name: str) -> Tensor:
+    def gather(self, rows: Tensor, forward_pass: ForwardPass, name: str) -> Tensor:
         """Return own and halo rows ``[n + H, W]`` for own rows ``[n, W]``, with gradient."""
         if self.closed:
             return rows
-        return self.extended(rows, turn, turn.begin(name, grad=rows.requires_grad))
+        return self.gathered(rows, forward_pass, forward_pass.begin(name, grad=rows.requires_grad))
 
-    def give_back(self, rows: Tensor, turn: ForwardPass, name: str) -> Tensor:
+    def reduce(self, rows: Tensor, forward_pass: ForwardPass, name: str) -> Tensor:
         """Return the sums on own rows ``[n, W]`` of values at own and halo rows ``[n + H, W]``.
 
-        This is the transpose of :meth:`extend`.
+        This is the transpose of :meth:`gather`.
         """
         if self.closed:
             return rows
-        site = turn.begin(name, grad=rows.requires_grad)
-        return through(rows, turn, lambda r: self.back(r, site, 0), lambda g: self.forth(g, site, 1))
+        site = forward_pass.begin(name, grad=rows.requires_grad)
+        return through(
+            rows,
+            forward_pass,
+            lambda r: self.reduce_no_grad(r, site, 0),
+            lambda g: self.gather_no_grad(g, site, 1),
+        )
 
-    def extended(self, rows: Tensor, turn: ForwardPass, site: Site) -> Tensor:
-        """Do what :meth:`extend` does for a given site, also in backward: see [Note: again]."""
-        return through(rows, turn, lambda r: self.forth(r, site, 0), lambda g: self.back(g, site, 1))
+    def gathered(self, rows: Tensor, forward_pass: ForwardPass, site: Site) -> Tensor:
+        """Do what :meth:`gather` does for a given site, also in backward: see [Note: again]."""
+        return through(
+            rows,
+            forward_pass,
+            lambda r: self.gather_no_grad(r, site, 0),
+            lambda g: self.reduce_no_grad(g, site, 1),
+        )
 
-    def given_back(self, rows: Tensor, turn: ForwardPass, site: Site) -> Tensor:
-        """Do what :meth:`give_back` does for a given site, also in backward."""
-        return through(rows, turn, lambda r: self.back(r, site, 1), lambda g: self.forth(g, site, 0))
+    def reduced(self, rows: Tensor, forward_pass: ForwardPass, site: Site) -> Tensor:
+        """Do what :meth:`reduce` does for a given site, also in backward."""
+        return through(
+            rows,
+            forward_pass,
+            lambda r: self.reduce_no_grad(r, site, 1),
+            lambda g: self.gather_no_grad(g, site, 0),
+        )
 
-    def road(self, rows: Tensor, turn: ForwardPass, name: str) -> HaloWork:
+    def halo_work(self, rows: Tensor, forward_pass: ForwardPass, name: str) -> HaloWork:
         """Return the exchange as two steps, for a caller that reduces own and halo rows separately."""
-        return HaloWork(self, turn.begin(name, grad=rows.requires_grad))
+        return HaloWork(self, forward_pass.begin(name, grad=rows.requires_grad))
 
-    def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
+    def gather_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows, without gradient."""
-        words = "halo forward" if direction == 0 else "halo backward"
-        with self.fetch(rows, site, words, direction).borrow() as halo:
+        label = "halo forward" if direction == 0 else "halo backward"
+        with self.start_gather(rows, site, label, direction).borrow() as halo:
             return torch.cat([rows, halo])
 
-    def back(self, rows: Tensor, site: Site, direction: int) -> Tensor:
+    def reduce_no_grad(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Send the values at halo rows to their owners, who add them; without gradient."""
-        words = "halo sums forward" if direction == 0 else "halo backward"
-        with self.give(rows[self.own :].contiguous(), site, words, direction + 2).borrow() as come:
-            return self.add(come, rows[: self.own].clone())
+        label = "halo sums forward" if direction == 0 else "halo backward"
+        with self.start_reduce(
+            rows[self.own :].contiguous(), site, label, direction + 2
+        ).borrow() as received:
+            return self.add(received, rows[: self.own].clone())
 
-    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
         request = site.request(
-            words,
+            label,
             direction,
             self.send_counts,
             self.recv_counts,
             width=self.agreed(rows.size(1)),
-            stamps=self.stamps[0],
+            row_ids=self.row_ids[0],
             index=self.send,
             reads=self.reads,
         )
         return self.channel.start(rows, request)
 
-    def give(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to send values at halo rows ``[H, W]`` to their owners.
 
         :meth:`add` takes the received values.
         """
         request = site.request(
-            words,
+            label,
             direction,
             self.recv_counts,
             self.send_counts,
             width=self.agreed(away.size(1)),
-            stamps=self.stamps[1],
+            row_ids=self.row_ids[1],
         )
         return self.channel.start(away, request)
 
@@ -149,9 +166,9 @@ class HaloExchange:
         """Return the part of a width that all ranks of the channel agree on."""
         return width
 
-    def add(self, come: Tensor, own: Tensor) -> Tensor:
+    def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to own rows, in place."""
-        return own.index_add_(0, self.send, come)
+        return own.index_add_(0, self.send, received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,26 +180,26 @@ class HaloWork:
     freed.
 
     Args:
-        plan: The send and receive lists.
+        exchange: The send and receive lists.
         site: The site of the exchange.
     """
 
-    plan: HaloExchange
+    exchange: HaloExchange
     site: Site
 
-    def fetch(self, rows: Tensor) -> Work:
+    def start_gather(self, rows: Tensor) -> Work:
         """Begin to fetch the halo rows of own rows ``[n, ...]``: ``[H, W]``."""
         flat = rows.detach().reshape(rows.size(0), _columns(rows))
-        return self.plan.fetch(flat, self.site, "halo forward", 0)
+        return self.exchange.start_gather(flat, self.site, "halo forward", 0)
 
-    def give(self, away: Tensor) -> Work:
+    def start_reduce(self, away: Tensor) -> Work:
         """Begin to send gradients at halo rows ``[H, ...]`` to their owners and receive those of own rows."""
         flat = away.reshape(away.size(0), _columns(away)).contiguous()
-        return self.plan.give(flat, self.site, "halo backward", 3)
+        return self.exchange.start_reduce(flat, self.site, "halo backward", 3)
 
-    def add(self, come: Tensor, own: Tensor) -> Tensor:
+    def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to the own rows that were sent, in place."""
-        self.plan.add(come, own.view(own.size(0), come.size(1)))
+        self.exchange.add(received, own.view(own.size(0), received.size(1)))
         return own
 
 
@@ -198,34 +215,39 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, token: Tensor, turn: ForwardPass, there: Way, back: Way
+        ctx: Any, rows: Tensor, token: Tensor, forward_pass: ForwardPass, there: Way, back: Way
     ) -> tuple[Tensor, Tensor]:
-        ctx.turn, ctx.ways = ref(turn), (there, back)  # a weak reference: the forward pass holds this node
+        ctx.forward_pass, ctx.ways = (
+            ref(forward_pass),
+            (there, back),
+        )  # a weak reference: the forward pass holds this node
         return there(rows), torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, token = grads[0].contiguous(), torch.zeros_like(grads[1])
-        (there, back), turn = ctx.ways, inside(ctx.turn)
-        found = back(rows) if turn is None else through(rows, turn, back, there)
+        (there, back), forward_pass = ctx.ways, inside(ctx.forward_pass)
+        found = back(rows) if forward_pass is None else through(rows, forward_pass, back, there)
         return found, token, None, None, None
 
 
-def through(rows: Tensor, turn: ForwardPass, there: Way, back: Way) -> Tensor:
+def through(rows: Tensor, forward_pass: ForwardPass, there: Way, back: Way) -> Tensor:
     """Run a collective, and its transpose in backward if one follows: see [Note: token]."""
-    if not (rows.requires_grad and turn.follows()):
+    if not (rows.requires_grad and forward_pass.follows()):
         return there(rows)
     out: Tensor
-    out, turn.token = _Collective.apply(rows, turn.token, turn, there, back)  # type: ignore[no-untyped-call]
+    out, forward_pass.token = _Collective.apply(rows, forward_pass.token, forward_pass, there, back)  # type: ignore[no-untyped-call]
     return out
 
 
-def total(part: Tensor, turn: ForwardPass, channel: Exchange, name: str, what: str = "total") -> Tensor:
+def total(
+    part: Tensor, forward_pass: ForwardPass, channel: Exchange, name: str, what: str = "total"
+) -> Tensor:
     """Return the sum of a small tensor over all ranks, with gradient. The transpose is the same sum.
 
     Args:
         part: This rank's summand.
-        turn: The running forward pass.
+        forward_pass: The running forward pass.
         channel: The channel to the peers.
         name: Name of the site.
         what: :data:`NAMED` if one rank has the wanted rows and the others have zeros.
@@ -233,17 +255,17 @@ def total(part: Tensor, turn: ForwardPass, channel: Exchange, name: str, what: s
     Cost:
         An all-reduce of ``part`` forward and one backward.
     """
-    if turn.backward is not None:
-        return turn.backward.summed(part)
+    if forward_pass.backward is not None:
+        return forward_pass.backward.summed(part)
     if channel.size == 1:
         return part
-    site = turn.begin(name, grad=part.requires_grad)
+    site = forward_pass.begin(name, grad=part.requires_grad)
     agree(channel, site, part)
 
-    def summed(words: str) -> Way:
-        return lambda t: site.sum(channel, t, words)
+    def summed(label: str) -> Way:
+        return lambda t: site.sum(channel, t, label)
 
-    return through(part, turn, summed(f"{what} forward"), summed(f"{what} backward"))
+    return through(part, forward_pass, summed(f"{what} forward"), summed(f"{what} backward"))
 
 
 NAMED: Final = "rows of named vertices"
@@ -261,7 +283,7 @@ def summing(
     there: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
     back: Callable[..., tuple[Tensor | None, ...]],
     inputs: tuple[Tensor | None, ...],
-    turn: ForwardPass,
+    forward_pass: ForwardPass,
     channel: Exchange,
     name: str,
 ) -> Tensor:
@@ -271,7 +293,7 @@ def summing(
         there: ``(sum, *inputs) -> (result, kept)``.
         back: ``(sum, gradient, *kept) -> gradients of the inputs``.
         inputs: The inputs; backward runs if the first one requires a gradient.
-        turn: The running forward pass.
+        forward_pass: The running forward pass.
         channel: The channel to the peers.
         name: Name of the site.
 
@@ -280,18 +302,18 @@ def summing(
     """
     first = inputs[0]
     assert first is not None
-    site = turn.begin(name, grad=first.requires_grad)
+    site = forward_pass.begin(name, grad=first.requires_grad)
     agree(channel, site, first[:0])
 
-    def sum_of(words: str) -> Sum:
-        return lambda t: site.sum(channel, t, words)
+    def sum_of(label: str) -> Sum:
+        return lambda t: site.sum(channel, t, label)
 
-    if not turn.follows():
+    if not forward_pass.follows():
         return there(sum_of("statistics forward"), *inputs)[0]
     ways = there, back, sum_of("statistics forward"), sum_of("statistics backward")
-    out, token = _Summing.apply(turn.token, turn, ways, *inputs)  # type: ignore[no-untyped-call]
+    out, token = _Summing.apply(forward_pass.token, forward_pass, ways, *inputs)  # type: ignore[no-untyped-call]
     if first.requires_grad:
-        turn.token = token
+        forward_pass.token = token
     return out  # type: ignore[no-any-return]
 
 
@@ -300,20 +322,20 @@ class _Summing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: Tensor, turn: ForwardPass, ways: Any, *inputs: Tensor | None
+        ctx: Any, token: Tensor, forward_pass: ForwardPass, ways: Any, *inputs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        there, _, forth, _ = ctx.ways = ways
-        ctx.turn, ctx.count = ref(turn), len(inputs)
-        out, kept = there(forth, *inputs)
+        there, _, sum_there, _ = ctx.ways = ways
+        ctx.forward_pass, ctx.count = ref(forward_pass), len(inputs)
+        out, kept = there(sum_there, *inputs)
         ctx.save_for_backward(*inputs, *kept)
         return out, torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        there, back, forth, sum_back = ctx.ways
-        turn, saved = inside(ctx.turn), ctx.saved_tensors
-        if turn is not None and torch.is_grad_enabled():
-            both = partial(through, turn=turn, there=forth, back=sum_back)
+        there, back, sum_there, sum_back = ctx.ways
+        forward_pass, saved = inside(ctx.forward_pass), ctx.saved_tensors
+        if forward_pass is not None and torch.is_grad_enabled():
+            both = partial(through, forward_pass=forward_pass, there=sum_there, back=sum_back)
             wanted = ctx.needs_input_grad[3:]
             found = differentiated(partial(there, both), saved[: ctx.count], wanted, grads[0])
         else:

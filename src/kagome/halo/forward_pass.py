@@ -63,7 +63,7 @@ class ForwardPass:
         self.token = torch.zeros((), device=device, requires_grad=grad)
         self.collectives = 0
         self.running = self.over = False
-        self.aside = False
+        self.once = False
         """Whether the running code's results are cached for all forward passes, so that later passes do not
         reach its reads."""
         self.seed = torch.initial_seed()
@@ -94,7 +94,7 @@ class ForwardPass:
                 hint="run it in forward, and return what the loss needs; or train on one rank",
             )
 
-    def refuse_again(self, where: str) -> None:
+    def refuse_rerun(self, where: str) -> None:
         """Refuse collectives in code that runs during backward, such as a layer that a checkpoint reruns."""
         if self.backward is not None:
             raise self.backward.refused()
@@ -112,7 +112,7 @@ class ForwardPass:
 
     def begin(self, site: str, *, grad: bool = False) -> Site:
         """Number the next collective of this forward pass. ``grad`` says whether backward will visit it."""
-        self.refuse_again(site)
+        self.refuse_rerun(site)
         self.refuse_outside(site)
         if self.grad and not torch.is_grad_enabled() and _in_checkpoint():
             # It would run the layer again in backward, in a separate graph that skips ours silently.
@@ -123,20 +123,20 @@ class ForwardPass:
                 hint=_NO_CHECKPOINT,
             )
         self.collectives += 1
-        name = f"{site} (kept)" if self.aside else site
+        name = f"{site} (kept)" if self.once else site
         self._named[name] += 1
         key = (name, self._named[name])
-        trains, grad = self.grad and not self.aside, grad and self.follows()
-        return Site(site, self.collectives, self.epoch, self.checked, grad, key, trains, self.aside)
+        trains, grad = self.grad and not self.once, grad and self.follows()
+        return Site(site, self.collectives, self.epoch, self.checked, grad, key, trains, self.once)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def reading_once(self) -> Iterator[None]:
         """Wrap reads whose results are cached for all forward passes, so that later passes skip them."""
-        before, self.aside = self.aside, True
+        before, self.once = self.once, True
         try:
             yield
         finally:
-            self.aside = before
+            self.once = before
 
     @contextmanager
     def asking(self, channel: RecordedRows, where: str) -> Iterator[None]:
@@ -144,8 +144,8 @@ class ForwardPass:
 
         The request is not part of the user's computation.
         """
-        self.refuse_again(where)
-        with torch._C.DisableTorchFunction(), channel.aside():
+        self.refuse_rerun(where)
+        with torch._C.DisableTorchFunction(), channel.unrecorded():
             yield
 
     @contextmanager
@@ -199,7 +199,7 @@ class RunningForward:
 
     def __init__(self, device: torch.device, *, fast: bool) -> None:
         self.fast = fast
-        self.turn = ForwardPass(0, checked=False, device=device, grad=False)
+        self.forward_pass = ForwardPass(0, checked=False, device=device, grad=False)
         self.path: list[str] = []
         """The modules that are running, outermost first."""
         self.arguments: list[dict[str, Any]] = []
@@ -209,9 +209,9 @@ class RunningForward:
         self.fault = ""
         """The innermost module that an error has left."""
 
-    def begin(self, turn: ForwardPass) -> None:
+    def begin(self, forward_pass: ForwardPass) -> None:
         """Begin a forward pass: sites and draws are numbered from the start."""
-        self.turn, self.path, self.arguments, self.draws, self.layers = turn, [], [], 0, 0
+        self.forward_pass, self.path, self.arguments, self.draws, self.layers = forward_pass, [], [], 0, 0
 
     def where(self) -> str:
         """Return the path of the running module, for names and messages."""
@@ -227,13 +227,13 @@ class RunningForward:
 
     def call(self) -> tuple[str, int]:
         """Return the running module's path and the number of this draw within the forward."""
-        self.turn.refuse_again(self.where())
+        self.forward_pass.refuse_rerun(self.where())
         self.draws += 1
         return self.where(), self.draws
 
     def own_seed(self) -> bool:
         """Return True if forward has seeded torch's generator since it began. Its draws are then its own."""
-        return torch.initial_seed() != self.turn.seed
+        return torch.initial_seed() != self.forward_pass.seed
 
 
 def transformed() -> bool:
@@ -251,10 +251,10 @@ def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
         ModelError: If this backward pass is not handled. It would add up derivatives taken on each rank, or
             run on one rank while others wait.
     """
-    turn = found()
-    if turn is not None and turn.differentiates:
-        return turn
-    over = turn is None or not turn.running
+    forward_pass = found()
+    if forward_pass is not None and forward_pass.differentiates:
+        return forward_pass
+    over = forward_pass is None or not forward_pass.running
     if over and not torch.is_grad_enabled():
         return None
     raise ModelError(
@@ -308,13 +308,13 @@ class Site:
 
     def request(
         self,
-        words: str,
+        label: str,
         direction: int,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         *,
         width: int,
-        stamps: Tensor,
+        row_ids: Tensor,
         kind: Kind = "halo",
         index: Tensor | None = None,
         reads: Tensor | None = None,
@@ -323,12 +323,12 @@ class Site:
         """Return the request for the site's exchange in one direction.
 
         Args:
-            words: What is exchanged, for error messages: ``halo forward``.
+            label: What is exchanged, for error messages: ``halo forward``.
             direction: As in :class:`SiteExchange`, whose other arguments are the same too.
             send_counts: Number of rows for each rank.
             recv_counts: Number of rows from each rank.
             width: Columns of a row, on which all ranks agree.
-            stamps: The ids of the rows that are sent.
+            row_ids: The ids of the rows that are sent.
             kind: Traffic kind that its bytes are counted under.
             index: Indices of the rows to send; all rows if None.
             reads: Number of edges that read each received row.
@@ -337,20 +337,20 @@ class Site:
         return ExchangeRequest(
             send_counts,
             recv_counts,
-            self.action(words),
+            self.action(label),
             kind,
             self.header(direction, width),
             index,
-            SiteExchange(self.key, direction, self.epoch, self.trains, stamps, reads, blocks),
+            SiteExchange(self.key, direction, self.epoch, self.trains, row_ids, reads, blocks),
         )
 
-    def sum(self, channel: Exchange, part: Tensor, words: str) -> Tensor:
+    def sum(self, channel: Exchange, part: Tensor, label: str) -> Tensor:
         """Return the sum of a tensor over the channel's ranks.
 
-        ``words`` that end in "backward" mark gradients.
+        A ``label`` that ends in "backward" marks gradients.
         """
-        key: SumKey = self.key, words
-        return channel.all_reduce(part, "sum", action=self.action(words), key=key)
+        key: SumKey = self.key, label
+        return channel.all_reduce(part, "sum", action=self.action(label), key=key)
 
 
 def of_gradients(key: Hashable) -> bool:

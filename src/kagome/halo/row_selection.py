@@ -42,13 +42,13 @@ class SelectionPlan:
 
     Args:
         out: Layout of the messages to the peers.
-        come: Layout of the messages from the peers.
+        received: Layout of the messages from the peers.
         notes: Notes that follow each peer's message; empty if there are none.
         ground: Values of rows that are not received; zeros if None.
     """
 
     out: MessageLayout
-    come: MessageLayout
+    received: MessageLayout
     notes: Sequence[Tensor] = ()
     ground: Tensor | None = None
 
@@ -57,7 +57,7 @@ class Selection(Protocol):
     """The choice of rows of one site in one direction."""
 
     def plan(
-        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
+        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> SelectionPlan:
         """Return the content of this epoch's exchange.
 
@@ -88,11 +88,11 @@ class SampledRows:
         self.share, self.seed, self.rank, self.codec = share, seed, rank, codec
 
     def plan(
-        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
+        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> SelectionPlan:
         """Select the same rows in both directions and at all sites of an epoch."""
         if site.whole:
-            return SelectionPlan(plain(self.codec, sends), plain(self.codec, comes))
+            return SelectionPlan(plain(self.codec, send_counts), plain(self.codec, recv_counts))
         to_readers = site.direction < 2
 
         def layout(counts: Sequence[int], *, owned: bool) -> MessageLayout:
@@ -101,7 +101,7 @@ class SampledRows:
             pieces = [[self._piece(site.epoch, pair, n)] for pair, n in zip(pairs, counts, strict=True)]
             return MessageLayout(pieces, counts, [0] * len(counts))
 
-        return SelectionPlan(layout(sends, owned=to_readers), layout(comes, owned=not to_readers))
+        return SelectionPlan(layout(send_counts, owned=to_readers), layout(recv_counts, owned=not to_readers))
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Do nothing, since samples need no state."""
@@ -137,31 +137,33 @@ class Skip:
         """Age of the oldest row that was read, in epochs."""
         self._sent: Tensor | None = None
         self._when = self._epochs = torch.empty(0, dtype=torch.long)
-        self._goes: Tensor | None = None
+        self._send_next: Tensor | None = None
         self._table: Tensor | None = None
-        self._comes: Tensor | None = None
+        self._recv_next: Tensor | None = None
         self._counts: tuple[int, ...] = ()
         self._last = 0
 
     def plan(
-        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
+        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> SelectionPlan:
         """Select the rows announced in the last epoch; all rows if none were announced."""
         sent = self._sent
         if site.whole or sent is None or sent.shape != rows.shape or site.epoch != self._last + 1:
-            sent, self._goes, self._comes, self._table = rows.clone(), None, None, None
+            sent, self._send_next, self._recv_next, self._table = rows.clone(), None, None, None
             self._when = torch.full((rows.size(0),), site.epoch)
-        self._last, self._counts = site.epoch, tuple(comes)
-        goes, coming = self._goes, self._comes
-        if goes is not None:
-            self._when[goes] = site.epoch
-            sent[goes.to(rows.device)] = rows[goes.to(rows.device)]
+        self._last, self._counts = site.epoch, tuple(recv_counts)
+        send_now, recv_now = self._send_next, self._recv_next
+        if send_now is not None:
+            self._when[send_now] = site.epoch
+            sent[send_now.to(rows.device)] = rows[send_now.to(rows.device)]
         self._sent = sent
         moved = (rows - sent).norm(dim=1) > self.share * rows.norm(dim=1)
         # A row that is not sent in the next epoch either is still read, one epoch late, in the one after.
-        self._goes = moved.cpu() | (site.epoch + 2 - self._when > self.limit)
-        notes = [_packed(part).to(rows.device) for part in self._goes.split(list(sends))]
-        return SelectionPlan(self._layout(goes, sends), self._layout(coming, comes), notes, self._table)
+        self._send_next = moved.cpu() | (site.epoch + 2 - self._when > self.limit)
+        notes = [_packed(part).to(rows.device) for part in self._send_next.split(list(send_counts))]
+        return SelectionPlan(
+            self._layout(send_now, send_counts), self._layout(recv_now, recv_counts), notes, self._table
+        )
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Record which rows were received, and which will be received next.
@@ -169,10 +171,10 @@ class Skip:
         Raises:
             CommError: If a row would be read that exceeds the maximum age.
         """
-        if self._comes is None:
+        if self._recv_next is None:
             self._epochs = torch.full((rows.size(0),), epoch)
         else:
-            self._epochs = torch.where(self._comes, epoch, self._epochs)
+            self._epochs = torch.where(self._recv_next, epoch, self._epochs)
         if rows.size(0):
             age = epoch + 1 - int(self._epochs.min())
             self.oldest = max(self.oldest, age)
@@ -183,19 +185,21 @@ class Skip:
                     hint="this is a fault in Kagome: please report it with the run's config.toml",
                 )
         counts = self._counts
-        self._comes = torch.cat([_unpacked(note, count) for note, count in zip(notes, counts, strict=True)])
+        self._recv_next = torch.cat(
+            [_unpacked(note, count) for note, count in zip(notes, counts, strict=True)]
+        )
         self._table = rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows sent and received, their epochs, and the rows announced for the next epoch."""
-        state = {"sent": self._sent, "when": self._when, "epochs": self._epochs, "goes": self._goes}
-        state |= {"table": self._table, "comes": self._comes}
+        state = {"sent": self._sent, "when": self._when, "epochs": self._epochs, "goes": self._send_next}
+        state |= {"table": self._table, "comes": self._recv_next}
         return {**state, "counts": self._counts, "last": self._last, "oldest": self.oldest}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from the saved state of another selection."""
         self._sent, self._when, self._epochs = state["sent"], state["when"], state["epochs"]
-        self._goes, self._table, self._comes = state["goes"], state["table"], state["comes"]
+        self._send_next, self._table, self._recv_next = state["goes"], state["table"], state["comes"]
         self._counts, self._last, self.oldest = state["counts"], state["last"], state["oldest"]
 
     def _layout(self, chosen: Tensor | None, counts: Sequence[int]) -> MessageLayout:
@@ -216,37 +220,39 @@ class Fit:
 
     def __init__(self, codec: Codec, reads: Tensor) -> None:
         self.codec, self.reads = codec, reads.double()
-        self._goes: Tensor | None = None
-        self._comes: Tensor | None = None
+        self._send_next: Tensor | None = None
+        self._recv_next: Tensor | None = None
 
     def plan(
-        self, site: SiteExchange, rows: Tensor, sends: Sequence[int], comes: Sequence[int]
+        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> SelectionPlan:
         """Encode each row with its bits, and announce the bits of the coming epochs once in each period."""
         announces = site.epoch % FIT_EVERY == ANNOUNCED
-        out = self._layout(self._goes, sends, announces=announces)
-        come = self._layout(self._comes, comes, announces=announces)
+        out = self._layout(self._send_next, send_counts, announces=announces)
+        received = self._layout(self._recv_next, recv_counts, announces=announces)
         if not announces:
-            return SelectionPlan(out, come)
+            return SelectionPlan(out, received)
         spans = rows.amax(1) - rows.amin(1) if rows.numel() else rows.new_zeros(rows.size(0))
         worth = (spans.double().cpu() * self.reads).square()
         assert self.codec.bits is not None
-        self._goes = torch.cat([shared_out(part, self.codec.bits) for part in worth.split(list(sends))])
-        notes = [part.to(torch.uint8).to(rows.device) for part in self._goes.split(list(sends))]
-        return SelectionPlan(out, come, notes)
+        self._send_next = torch.cat(
+            [shared_out(part, self.codec.bits) for part in worth.split(list(send_counts))]
+        )
+        notes = [part.to(torch.uint8).to(rows.device) for part in self._send_next.split(list(send_counts))]
+        return SelectionPlan(out, received, notes)
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Record the bits of the rows that will be received."""
         if epoch % FIT_EVERY == ANNOUNCED:
-            self._comes = torch.cat([note.cpu().long() for note in notes])
+            self._recv_next = torch.cat([note.cpu().long() for note in notes])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bits of each row, sent and received."""
-        return {"goes": self._goes, "comes": self._comes}
+        return {"goes": self._send_next, "comes": self._recv_next}
 
     def load_state_dict(self, state: State) -> None:
         """Continue with the bits of another selection."""
-        self._goes, self._comes = state["goes"], state["comes"]
+        self._send_next, self._recv_next = state["goes"], state["comes"]
 
     def _layout(self, chosen: Tensor | None, counts: Sequence[int], *, announces: bool) -> MessageLayout:
         noted = list(counts) if announces else [0] * len(counts)

@@ -41,7 +41,7 @@ class StaleRows:
     smoothing: float = 0.0
     rows: Tensor | None = None
     epoch: int = 0
-    coming: tuple[Work, int] | None = None
+    in_flight: tuple[Work, int] | None = None
     drift: float | None = None
     """How far the mean of the sampled rows moved in the last epoch, over its length."""
     oldest: int = 0
@@ -51,20 +51,20 @@ class StaleRows:
 
     def settle(self) -> None:
         """Receive what is still in transit."""
-        if self.coming is not None:
-            coming, epoch = self.coming
-            self.coming = None
-            self._take(coming.wait(), epoch)
+        if self.in_flight is not None:
+            in_flight, epoch = self.in_flight
+            self.in_flight = None
+            self._take(in_flight.wait(), epoch)
 
-    def turn(self, begun: Work, epoch: int, *, synchronous: bool) -> Tensor:
+    def receive(self, work: Work, epoch: int, *, synchronous: bool) -> Tensor:
         """Return the rows for an epoch: the last ones received, or those of the exchange just begun."""
         self.settle()
         # Rows of this same epoch come from a forward pass that was restarted, which may send other rows here.
         known = self.rows is not None and 0 < epoch - self.epoch <= self.limit
         if synchronous or not known:
-            self._take(begun.wait(), epoch)
+            self._take(work.wait(), epoch)
         else:
-            self.coming = begun, epoch
+            self.in_flight = work, epoch
         return self.read(epoch)
 
     def read(self, epoch: int) -> Tensor:

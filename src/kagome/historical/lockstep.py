@@ -145,7 +145,7 @@ def unlike(got: str, *places: Place) -> ModelError:
     return ModelError(
         "all chunks of a part to read their neighbours at the same places",
         got,
-        where="; ".join(dict.fromkeys(words for words, _ in places if words)),
+        where="; ".join(dict.fromkeys(label for label, _ in places if label)),
         hint="a forward that does the same for every piece of the graph",
     )
 

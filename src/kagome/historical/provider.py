@@ -46,7 +46,7 @@ class Left:
 
     def __init__(self, tables: Tables, steps: Sequence[ChunkStep]) -> None:
         self.tables, self.steps = tables, {step.chunk: step for step in steps}
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._cached: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, table: SiteTable, chunk: int, away: Tensor) -> None:
         """Accumulate a chunk's gradients of rows that the next epoch will read as historical rows.
@@ -59,12 +59,12 @@ class Left:
         Cost:
             A pass over about half of the gradients.
         """
-        if chunk not in self._kept:
+        if chunk not in self._cached:
             old = torch.ones(away.size(0), dtype=torch.bool)
             old[self.steps[chunk].fresh] = False
             ids = old.nonzero().view(-1).to(self.tables.device)
-            self._kept[chunk] = self.tables.reads[chunk][ids], ids
-        place, ids = self._kept[chunk]
+            self._cached[chunk] = self.tables.reads[chunk][ids], ids
+        place, ids = self._cached[chunk]
         ops.add_rows(self.tables.due(table), place, away, ids, away.new_ones(ids.numel()))
 
 
@@ -87,9 +87,9 @@ class HistoricalRows:
             step.chunk: TableIndex(((step.source + tables.now * places) % (2 * places)).to(device))
             for step in steps
         }
-        self._kept: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
+        self._cached: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Write own rows, exchange this step's rows, and return a view of the table's fresh and old rows."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.table(site, rows)
@@ -97,23 +97,23 @@ class HistoricalRows:
             raise ModelError(
                 "rows of later chunks to be those of an earlier epoch",
                 "no earlier epoch that has read neighbours here",
-                where=site.action(words),
+                where=site.action(label),
                 hint="a forward that does the same in every epoch, or cross_chunk='exact'",
             )
-        tables.came(chunk, _place(site, words))
+        tables.came(chunk, _place(site, label))
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
-        coming = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, words, 0)
+        work = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, label, 0)
 
         def settle() -> Tensor:
-            if coming is not None:
-                with coming.borrow() as halo:
+            if work is not None:
+                with work.borrow() as halo:
                     current.index_copy_(0, step.recv.to(tables.device), halo)
             return table.rows
 
         return TableView(settle, self.sources[chunk.number], tables.by_edge)
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
         """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
@@ -123,12 +123,12 @@ class HistoricalRows:
         if self.left is not None:
             self.left.add(table, chunk.number, away)
         recv = step.recv
-        coming = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, words, 3)
+        work = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, label, 3)
 
         def add() -> Tensor:
-            if coming is not None:
-                with coming.borrow() as come:
-                    gradients.index_add_(0, step.send.to(tables.device), come)
+            if work is not None:
+                with work.borrow() as received:
+                    gradients.index_add_(0, step.send.to(tables.device), received)
             return gradients.narrow(0, chunk.first, chunk.own)
 
         return DeferredWork(add)
@@ -156,28 +156,30 @@ class HistoricalRows:
         self,
         rows: Tensor,
         index: Tensor,
-        sends: tuple[int, ...],
-        comes: tuple[int, ...],
+        send_counts: tuple[int, ...],
+        recv_counts: tuple[int, ...],
         site: Site,
-        words: str,
+        label: str,
         direction: int,
     ) -> Work | None:
         tables = self.tables
         if tables.channel.size == 1:
             return None
         index = index.to(tables.device)
-        stamps, width = tables.ids[index], rows.size(1)
-        request = site.request(words, direction, sends, comes, width=width, stamps=stamps, index=index)
+        row_ids, width = tables.ids[index], rows.size(1)
+        request = site.request(
+            label, direction, send_counts, recv_counts, width=width, row_ids=row_ids, index=index
+        )
         return tables.channel.start(rows, request)
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return where a chunk's fresh reads are in the table, their indices, and their gradient factors."""
-        if (chunk, dtype) not in self._kept:
+        if (chunk, dtype) not in self._cached:
             step, device = self.steps[chunk], self.tables.device
             fresh = step.fresh.to(device)
-            kept = self.tables.reads[chunk][fresh], fresh, step.scale.to(device, dtype)
-            self._kept[chunk, dtype] = kept
-        return self._kept[chunk, dtype]
+            cached = self.tables.reads[chunk][fresh], fresh, step.scale.to(device, dtype)
+            self._cached[chunk, dtype] = cached
+        return self._cached[chunk, dtype]
 
 
 class ExactRows:
@@ -197,7 +199,7 @@ class ExactRows:
         self.lockstep: Lockstep | None = None
         self._reduced: dict[Hashable, Tensor] = {}
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Write own rows; once all chunks have, exchange halo rows and return a view of the table."""
         tables = self.tables
         table = tables.table(site, rows)
@@ -205,27 +207,27 @@ class ExactRows:
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
 
         def settle() -> None:
-            plan, size = tables.chunks, tables.channel.size
+            chunks, size = tables.chunks, tables.channel.size
             if size > 1:
                 request = site.request(
-                    words,
+                    label,
                     0,
-                    plan.send_counts,
-                    plan.recv_counts,
+                    chunks.send_counts,
+                    chunks.recv_counts,
                     width=rows.size(1),
-                    stamps=tables.ids[tables.send],
+                    row_ids=tables.ids[tables.send],
                     index=tables.send,
                 )
                 with tables.channel.start(current, request).borrow() as halo:
-                    current[plan.own :].copy_(halo)
+                    current[chunks.own :].copy_(halo)
 
         def met() -> Tensor:
-            self._meet(_place(site, words), settle)
+            self._meet(_place(site, label), settle)
             return current
 
-        return TableView(met, tables.whereabouts[chunk.number], tables.by_edge)
+        return TableView(met, tables.row_index[chunk.number], tables.by_edge)
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
         """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
         tables = self.tables
         table = tables.sites[site.key]
@@ -237,21 +239,21 @@ class ExactRows:
             self.left.add(table, chunk.number, away)
 
         def settle() -> None:
-            plan, size = tables.chunks, tables.channel.size
+            chunks, size = tables.chunks, tables.channel.size
             if size > 1:
                 request = site.request(
-                    words,
+                    label,
                     3,
-                    plan.recv_counts,
-                    plan.send_counts,
+                    chunks.recv_counts,
+                    chunks.send_counts,
                     width=away.size(1),
-                    stamps=tables.ids[plan.own :],
+                    row_ids=tables.ids[chunks.own :],
                 )
-                with tables.channel.start(gradients[plan.own :], request).borrow() as come:
-                    gradients.index_add_(0, tables.send, come)
+                with tables.channel.start(gradients[chunks.own :], request).borrow() as received:
+                    gradients.index_add_(0, tables.send, received)
 
         def add() -> Tensor:
-            self._meet(_place(site, words), settle)
+            self._meet(_place(site, label), settle)
             return gradients.narrow(0, chunk.first, chunk.own)
 
         return DeferredWork(add)
@@ -277,9 +279,9 @@ class ExactRows:
         self.lockstep.meet(at, settle)
 
 
-def _place(site: Site, words: str) -> Place:
+def _place(site: Site, label: str) -> Place:
     """Return the place of a read, by which chunks compare where they are."""
-    return site.action(words), site.key
+    return site.action(label), site.key
 
 
 def _join(op: Op, one: Tensor, other: Tensor) -> Tensor:

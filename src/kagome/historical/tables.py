@@ -64,13 +64,13 @@ class SiteTable:
     kept: bool = False
 
 
-class Supplier(Protocol):
+class Provider(Protocol):
     """The provider that answers the chunks' reads, gradients and sums in an epoch."""
 
-    def fetch(self, chunk: Chunk, rows: Tensor, site: Site, words: str) -> Work:
+    def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
-    def give(self, chunk: Chunk, away: Tensor, site: Site, words: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
         """Take the gradients of rows that a chunk read; return those of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
@@ -100,13 +100,13 @@ class Tables:
         self.now = 0
         """Index of the half of each table that holds rows of this epoch: 0 or 1."""
         self.epoch = self.passes = 0
-        self.supplier: Supplier | None = None
-        self.recall: ResumedRows = NOTHING
+        self.provider: Provider | None = None
+        self.resumed_rows: ResumedRows = NOTHING
         self._calls: dict[int, Counter[Hashable]] = {}
         self._came: Counter[tuple[Place, int]] = Counter()
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
-        self.whereabouts = [TableIndex(reads) for reads in self.reads]
+        self.row_index = [TableIndex(reads) for reads in self.reads]
         self.by_edge: WeakTensorMap[Tensor] = WeakTensorMap()
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
@@ -116,11 +116,13 @@ class Tables:
         if channel.size == 1:
             return torch.empty(0, dtype=torch.int64), torch.empty(0, len(chunks.pieces), dtype=torch.bool)
         mine = chunks.chunk_of[chunks.send].unsqueeze(1).to(self.device)
-        sends, comes = chunks.send_counts, chunks.recv_counts
-        halo_chunk = channel.start(mine, ExchangeRequest(sends, comes, "chunks of the halo", "other")).wait()
+        send_counts, recv_counts = chunks.send_counts, chunks.recv_counts
+        halo_chunk = channel.start(
+            mine, ExchangeRequest(send_counts, recv_counts, "chunks of the halo", "other")
+        ).wait()
         readers = chunks.read_by.to(torch.uint8).to(self.device)
         sent = channel.start(
-            readers, ExchangeRequest(comes, sends, "readers of what is sent", "other")
+            readers, ExchangeRequest(recv_counts, send_counts, "readers of what is sent", "other")
         ).wait()
         return halo_chunk.squeeze(1).cpu(), sent.cpu().bool()
 
@@ -129,9 +131,9 @@ class Tables:
         """Number of rows in one half of a table."""
         return self.chunks.table
 
-    def begin(self, epoch: int, supplier: Supplier) -> None:
+    def begin(self, epoch: int, provider: Provider) -> None:
         """Begin an epoch or an evaluation with the provider that answers its reads."""
-        self.epoch, self.supplier = epoch, supplier
+        self.epoch, self.provider = epoch, provider
         self.passes += 1
         self.gathered = {}
         self._calls, self._came = {}, Counter()
@@ -149,7 +151,7 @@ class Tables:
 
     def _recall(self, key: SiteKey, table: SiteTable) -> None:
         """Restore last known rows, and gradients left for this epoch, from an earlier run."""
-        state, last = self.recall.take("table", key, self.epoch), self.last(table)
+        state, last = self.resumed_rows.take("table", key, self.epoch), self.last(table)
         if state is None or state["rows"].shape != last.shape or state["rows"].dtype != last.dtype:
             return
         last.copy_(state["rows"])
@@ -158,7 +160,7 @@ class Tables:
         if state["due"] is not None:
             table.due, table.due_in = state["due"], state["due_in"]
 
-    def carried(self, epoch: int) -> Iterator[Entry]:
+    def state_entries(self, epoch: int) -> Iterator[Entry]:
         """Yield the entries that the epoch after this one may read: the state for a checkpoint."""
         for key, table in self.sites.items():
             due = table.due if table.due_in == epoch + 1 else None
@@ -167,9 +169,9 @@ class Tables:
         for call, value in self.statistics.items():
             yield "statistic", call, {"value": value}
 
-    def forget(self, recall: ResumedRows) -> None:
+    def forget(self, resumed_rows: ResumedRows) -> None:
         """Drop all tables, so that the next epoch reads nothing but the rows resumed from a checkpoint."""
-        self.sites, self.statistics, self.recall = {}, {}, recall
+        self.sites, self.statistics, self.resumed_rows = {}, {}, resumed_rows
 
     @property
     def whole(self) -> bool:
@@ -179,7 +181,7 @@ class Tables:
     def statistic(self, call: Hashable) -> Tensor | None:
         """Return the reduction over all vertices in the last epoch; None if it is not known."""
         if call not in self.statistics:
-            state = self.recall.take("statistic", call, self.epoch)
+            state = self.resumed_rows.take("statistic", call, self.epoch)
             return None if state is None else state["value"]
         return self.statistics[call]
 
@@ -285,13 +287,13 @@ class ChunkRows(HaloExchange):
     chunk: Chunk | None = None
     tables: Tables | None = None
 
-    def fetch(self, rows: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:
         """Start to fetch the rows that this chunk reads in other chunks and parts."""
         chunk, tables = self._known()
-        assert tables.supplier is not None
-        return tables.supplier.fetch(chunk, rows.detach(), site, words)
+        assert tables.provider is not None
+        return tables.provider.start_gather(chunk, rows.detach(), site, label)
 
-    def give(self, away: Tensor, site: Site, words: str, direction: int) -> Work:
+    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Pass on the gradients of the rows that this chunk read."""
         chunk, tables = self._known()
         if direction == 2:
@@ -301,12 +303,12 @@ class ChunkRows(HaloExchange):
                 where=site.name,
                 hint="chunks=1, or the edges turned round before training",
             )
-        assert tables.supplier is not None
-        return tables.supplier.give(chunk, away, site, words)
+        assert tables.provider is not None
+        return tables.provider.start_reduce(chunk, away, site, label)
 
-    def add(self, come: Tensor, own: Tensor) -> Tensor:
+    def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""
-        return own.add_(come)
+        return own.add_(received)
 
     def _known(self) -> tuple[Chunk, Tables]:
         assert self.chunk is not None
@@ -353,5 +355,5 @@ class ChunkChannel:
         key: Hashable = None,
     ) -> Tensor:
         """Return the sum, maximum or minimum over all chunks of all parts, or the last one known."""
-        assert self.tables.supplier is not None
-        return self.tables.supplier.reduce(self.chunk, tensor.detach(), op, action, kind, key)
+        assert self.tables.provider is not None
+        return self.tables.provider.reduce(self.chunk, tensor.detach(), op, action, kind, key)

@@ -35,7 +35,11 @@ def bag(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     if not scope.parted or func is not functional.embedding_bag:
         return NotImplemented
     given = dict(zip(("input", "weight", "offsets", "max_norm"), args, strict=False)) | kwargs
-    held = {key: mark for key, value in given.items() if (mark := scope.marks.get(value)) is not None}
+    held = {
+        key: placement
+        for key, value in given.items()
+        if (placement := scope.placements.get(value)) is not None
+    }
     if not held:
         return NotImplemented
     ids, bags = given["input"], held.get("input")
@@ -60,7 +64,7 @@ def bag(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     with torch._C.DisableTorchFunction():
         out = func(*args, **kwargs)
     kind = PlacementKind.ROWS if bags.kind is PlacementKind.NUMBERS else bags.kind
-    return scope.marks.put(out, replace(bags, kind=kind))
+    return scope.placements.put(out, replace(bags, kind=kind))
 
 
 def _refused(scope: PositionScope, got: str, hint: str) -> ModelError:

@@ -70,37 +70,37 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     else:
         axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         index = kwargs.get("index", args[2] if len(args) > 2 else None)
-    mark = scope.marks.get(index)
-    held = scope.marks.get(base)
-    if mark is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
+    placement = scope.placements.get(index)
+    held = scope.placements.get(base)
+    if placement is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
         return NotImplemented
-    if held is not None and held.kind is PlacementKind.LOST and mark.kind not in IDS:
+    if held is not None and held.kind is PlacementKind.LOST and placement.kind not in IDS:
         return NotImplemented  # a lost tensor stays lost
     axis = axis % max(base.dim(), 1)
-    if mark.kind is PlacementKind.MIXED:
+    if placement.kind is PlacementKind.MIXED:
         raise _rebuilt(scope, "indexing")
-    id_values.refuse_rows_by_value(scope, base, axis, index, mark)
-    numbers = vertex_tables.original(scope, base, axis, index, mark) if mark.kind in IDS else None
+    id_values.refuse_rows_by_value(scope, base, axis, index, placement)
+    numbers = vertex_tables.original(scope, base, axis, index, placement) if placement.kind in IDS else None
     if (
         numbers is None
-        and mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
+        and placement.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
         and axis == 0
         and not rest
     ):
-        late = scope.deferral.put_off(base, index, mark)
+        late = scope.deferral.defer(base, index, placement)
         if late is not None:
             return late
     base = now(base)
     if numbers is not None:
         out = base[(numbers, *rest)] if name == "__getitem__" else base.index_select(axis, numbers)
     else:
-        out = _gathered(scope, name, func, base, axis, index, rest, mark, kwargs)
-    if mark.kind in (PlacementKind.SOURCE, PlacementKind.TARGET):
-        scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, axis, mark.edges))
-    elif mark.kind is PlacementKind.EDGES:
-        scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, 1, index))
-    elif mark.kind in ALIGNED and index.dim() == 1:
-        scope.marks.put(out, Placement(mark.kind, mark.view, axis, mark.edges))
+        out = _gathered(scope, name, func, base, axis, index, rest, placement, kwargs)
+    if placement.kind in (PlacementKind.SOURCE, PlacementKind.TARGET):
+        scope.placements.put(out, Placement(PlacementKind.PAIRS, placement.view, axis, placement.edges))
+    elif placement.kind is PlacementKind.EDGES:
+        scope.placements.put(out, Placement(PlacementKind.PAIRS, placement.view, 1, index))
+    elif placement.kind in ALIGNED and index.dim() == 1:
+        scope.placements.put(out, Placement(placement.kind, placement.view, axis, placement.edges))
     return out
 
 
@@ -112,11 +112,11 @@ def _gathered(
     axis: int,
     index: Tensor,
     rest: tuple[Any, ...],
-    mark: Placement,
+    placement: Placement,
     kwargs: dict[str, Any],
 ) -> Any:
-    if mark.kind in (PlacementKind.SOURCE, PlacementKind.EDGES):
-        base = scope.reads.read(base, axis, mark)
+    if placement.kind in (PlacementKind.SOURCE, PlacementKind.EDGES):
+        base = scope.reads.read(base, axis, placement)
     if name == "__getitem__":
         return func(base, (index, *rest) if rest else index, **kwargs)
     return func(base, axis, index)
@@ -128,60 +128,54 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
     value = kwargs.get("src", kwargs.get("source", args[3] if len(args) > 3 else None))
-    mark = scope.marks.get(index)
-    if mark is None and isinstance(index, Tensor):
+    placement = scope.placements.get(index)
+    if placement is None and isinstance(index, Tensor):
         vertex_tables.refuse_unknown_write(scope, name, base, dim)
-    if mark is None or not isinstance(value, Tensor) or not isinstance(index, Tensor):
+    if placement is None or not isinstance(value, Tensor) or not isinstance(index, Tensor):
         return NotImplemented
-    if scope.parted and (gone := scope.marks.get(value)) is not None and gone.kind is PlacementKind.LOST:
+    if scope.parted and (gone := scope.placements.get(value)) is not None and gone.kind is PlacementKind.LOST:
         raise lost(scope, gone)
     axis = dim % max(base.dim(), 1)
-    if mark.kind is PlacementKind.MIXED:
+    if placement.kind is PlacementKind.MIXED:
         raise _rebuilt(scope, name)
-    id_values.refuse_rows_by_value(scope, base, axis, index, mark)
-    if mark.kind is PlacementKind.NUMBERS:
+    id_values.refuse_rows_by_value(scope, base, axis, index, placement)
+    if placement.kind is PlacementKind.NUMBERS:
         args, kwargs = _by_place(scope, index, args, kwargs)
         return func(*args, **kwargs)
-    if scope.parted and mark.kind in IDS and not isinstance(base, LazyTensor):
+    if scope.parted and placement.kind in IDS and not isinstance(base, LazyTensor):
         base = vertex_tables.written_to(scope, base, axis, index, name)
         if base is not args[0]:
             args, name = (base, *args[1:]), name.removesuffix("_")
             func = getattr(torch.Tensor, name)
     late = (
         _reduced(scope, name, base, axis, index, value, args, kwargs)
-        if mark.kind is PlacementKind.TARGET
+        if placement.kind is PlacementKind.TARGET
         else None
     )
     if late is not None:
-        return scope.marks.put(late, Placement(PlacementKind.ROWS, mark.view, axis))
+        return scope.placements.put(late, Placement(PlacementKind.ROWS, placement.view, axis))
     args, kwargs = all_computed(args, kwargs)
     base, value = args[0], now(value)
-    if mark.kind is PlacementKind.TARGET:
-        return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, mark.view, axis))
-    if mark.kind is PlacementKind.SOURCE and scope.size == 1:
-        scope.reads.goes_beyond("sums for neighbours' rows")
-        return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, 0, axis))
-    if scope.size == 1 or mark.kind is PlacementKind.LOCAL:
+    if placement.kind is PlacementKind.TARGET:
+        return scope.placements.put(
+            func(*args, **kwargs), Placement(PlacementKind.ROWS, placement.view, axis)
+        )
+    if placement.kind is PlacementKind.SOURCE and scope.size == 1:
+        scope.reads.report_global_read("sums for neighbours' rows")
+        return scope.placements.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, 0, axis))
+    if scope.size == 1 or placement.kind is PlacementKind.LOCAL:
         return NotImplemented
     reduce = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
     adds = not name.startswith("scatter_reduce") or reduce == "sum"
-    if not adds and (mark.kind is PlacementKind.SOURCE or reduce not in ("amax", "amin")):
+    if not adds and (placement.kind is PlacementKind.SOURCE or reduce not in ("amax", "amin")):
         raise ModelError(
             "what is written by source ids to be a sum, and what is pooled a sum, maximum or minimum",
             f"{name} with {reduce!r}",
             where=scope.where(),
             hint="sum or mean, or let messages flow from source to target",
         )
-    if mark.kind is PlacementKind.SOURCE:
-        plan = scope.views[mark.view].rows
-        shape = list(base.shape)
-        if shape[axis] != plan.own:
-            return NotImplemented
-        shape[axis] = plan.own + plan.halo
-        sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
-        return scope.marks.put(
-            _add(base, scope.reads.write(sums, axis, mark), name), Placement(PlacementKind.ROWS, 0, axis)
-        )
+    if placement.kind is PlacementKind.SOURCE:
+        return _add_at_sources(scope, name, base, axis, index, value, placement)
     if adds:
         return _add(
             base, scope.ranks.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name
@@ -190,11 +184,26 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     return base.copy_(best) if name.endswith("_") else best
 
 
+def _add_at_sources(
+    scope: Reader, name: str, base: Tensor, axis: int, index: Tensor, value: Tensor, placement: Placement
+) -> Any:
+    """Add values at source ids: sums on halo rows go to their owners."""
+    halo_exchange = scope.views[placement.view].rows
+    shape = list(base.shape)
+    if shape[axis] != halo_exchange.own:
+        return NotImplemented
+    shape[axis] = halo_exchange.own + halo_exchange.halo
+    sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
+    return scope.placements.put(
+        _add(base, scope.reads.write(sums, axis, placement), name), Placement(PlacementKind.ROWS, 0, axis)
+    )
+
+
 def _by_place(
     scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace ``arange(x.size(0))`` in a write's arguments by the positions of own rows on this part."""
-    own = scope.marks.put(scope.ids.local_of(index), Placement(PlacementKind.TARGET))
+    own = scope.placements.put(scope.ids.local_of(index), Placement(PlacementKind.TARGET))
     args = tuple(own if value is index else value for value in args)
     return args, {key: own if value is index else value for key, value in kwargs.items()}
 
@@ -247,12 +256,12 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
     if not args or not isinstance(weight, Tensor) or isinstance(args[0], LazyTensor):
         return NotImplemented
-    if scope.parted and (held := scope.marks.get(weight)) is not None and held.kind in ALIGNED:
+    if scope.parted and (held := scope.placements.get(weight)) is not None and held.kind in ALIGNED:
         call = scope.__torch_function__  # a product with rows, like any other
         out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
         return out if bias is None else call(Tensor.add, (), (out, bias))
     if bias is None and scope.deferral.sums_late(args[0], weight):
-        return scope.marks.put(
+        return scope.placements.put(
             LazyTensor(Linear(args[0], weight, scope.deferral)), Placement(PlacementKind.ROWS)
         )
     if scope.deferral.maps_late(args[0], weight):
@@ -283,9 +292,9 @@ def _factor(scope: Reader, x: Tensor, weight: Tensor) -> Tensor | SparseFeatures
         or isinstance(weight, LazyTensor)
     ):
         return None
-    if scope.axes.of(x) != 0 or scope.marks.get(weight) is not None:
+    if scope.axes.of(x) != 0 or scope.placements.get(weight) is not None:
         return None
-    rows = scope.deferral.thinned(x)
+    rows = scope.deferral.as_sparse(x)
     return x if isinstance(rows, SparseFeatures) and rows.dtype != weight.dtype else rows
 
 
@@ -339,8 +348,8 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     A user's code gets the last vertex of the whole graph. PyG's own code allocates that many rows, so it gets
     the last one of this part.
     """
-    mark = scope.marks.get(args[0])
-    if mark is None or mark.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
+    placement = scope.placements.get(args[0])
+    if placement is None or placement.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
         return NotImplemented
     if not from_library() and scope.parted:
         return torch.tensor(scope.ids.last_vertex, device=scope.device)
@@ -351,20 +360,23 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     """Answer ``x.size(0)`` and ``x.shape`` of ids or of a tensor with one row per vertex or edge."""
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
-    mark = scope.marks.get(args[0])
-    if mark is None or mark.kind is PlacementKind.MIXED:
+    placement = scope.placements.get(args[0])
+    if placement is None or placement.kind is PlacementKind.MIXED:
         return NotImplemented
     size = list(func(args[0]))
-    if mark.kind is PlacementKind.LOCAL and math.prod(size) != size[0]:
+    if placement.kind is PlacementKind.LOCAL and math.prod(size) != size[0]:
         return NotImplemented  # not a list of positions
-    axis = len(size) - 1 if mark.kind in IDS else mark.axis
+    axis = len(size) - 1 if placement.kind in IDS else placement.axis
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dim is not None and dim not in (axis, axis - len(size)):
         return func(*args, **kwargs)  # torch checks that the axis exists
-    what = mark if mark.axis == 0 else replace(mark, axis=0)
-    if mark.kind in IDS:
+    what = placement if placement.axis == 0 else replace(placement, axis=0)
+    if placement.kind in IDS:
         what = Placement(
-            PlacementKind.PAIRS, mark.view, 0, args[0] if mark.kind is PlacementKind.EDGES else mark.edges
+            PlacementKind.PAIRS,
+            placement.view,
+            0,
+            args[0] if placement.kind is PlacementKind.EDGES else placement.edges,
         )
     kind = edge_positions.counts(scope, what)
     count = kind(size[axis], what, lambda: scope.ranks.number_of(what, int(count)))
@@ -376,19 +388,19 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
 def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer ``x.numel()``, so that ranks without edges take the same branch as their peers."""
     tensor = args[0] if args else kwargs["input"]
-    mark = scope.marks.get(tensor)
-    if not scope.parted or mark is None or mark.kind not in (*ALIGNED, *IDS, PlacementKind.LOCAL):
+    placement = scope.placements.get(tensor)
+    if not scope.parted or placement is None or placement.kind not in (*ALIGNED, *IDS, PlacementKind.LOCAL):
         return NotImplemented
     if from_library():
-        return NoneHere(0) if mark.kind in IDS and not func(tensor) else NotImplemented
+        return NoneHere(0) if placement.kind in IDS and not func(tensor) else NotImplemented
     size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
     at = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None) if size else None
     if at is None:
         return NotImplemented
     each = math.prod(int(other) for place, other in enumerate(size) if place != at)
-    flat = mark.kind in VERTICES and at == 0 and mark.subset is None
+    flat = placement.kind in VERTICES and at == 0 and placement.subset is None
     return Entries.of(
-        size[at], each, mark.merged(each) if flat else Placement(PlacementKind.LOST, origin=name)
+        size[at], each, placement.merged(each) if flat else Placement(PlacementKind.LOST, origin=name)
     )
 
 
@@ -402,9 +414,9 @@ def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
         return NotImplemented
     count = sizes[axis]
     assert isinstance(count, SymbolicSize)
-    if count.mark.kind is PlacementKind.LOCAL:
+    if count.placement.kind is PlacementKind.LOCAL:
         return NotImplemented
-    return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
+    return scope.placements.put(func(*args, **kwargs), replace(count.placement, axis=axis))
 
 
 def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -412,20 +424,20 @@ def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     size = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     axis = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None)
     base = args[0]
-    if axis is None or not isinstance(base, Tensor) or scope.marks.get(base) is not None:
+    if axis is None or not isinstance(base, Tensor) or scope.placements.get(base) is not None:
         return NotImplemented
     at, count = base.dim() - len(size) + axis, size[axis]
     assert isinstance(count, SymbolicSize)
-    if (at >= 0 and base.size(at) != 1) or count.mark.kind is PlacementKind.LOCAL:
+    if (at >= 0 and base.size(at) != 1) or count.placement.kind is PlacementKind.LOCAL:
         return NotImplemented
-    return scope.marks.put(func(*args, **kwargs), replace(count.mark, axis=axis))
+    return scope.placements.put(func(*args, **kwargs), replace(count.placement, axis=axis))
 
 
 def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse sparse matrices of edges: their halo columns make torch access memory out of bounds."""
     known = (*ALIGNED, PlacementKind.TARGET) if name.startswith("_convert") else ALIGNED
-    found = [scope.marks.get(value) for value in (*args, *kwargs.values())]
-    if scope.size == 1 or all(mark is None or mark.kind in known for mark in found):
+    found = [scope.placements.get(value) for value in (*args, *kwargs.values())]
+    if scope.size == 1 or all(placement is None or placement.kind in known for placement in found):
         return NotImplemented
     raise ModelError(
         "a layer to read neighbours by edge_index",
@@ -441,7 +453,7 @@ def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
         return NotImplemented
     given = [value.of_all() if isinstance(value, SymbolicSize) else value for value in args]
     out = func(*given, **kwargs)
-    scope.marks.spread(name, args, kwargs, out)
+    scope.placements.spread(name, args, kwargs, out)
     return out
 
 

@@ -48,16 +48,16 @@ def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
         def enter(module: nn.Module, _args: Any, name: str = name, caches: bool = caches) -> None:
             if caches and several:
                 forget(module)
-            if scope.forward.turn.outside:
+            if scope.forward.forward_pass.outside:
                 return  # the loss runs this module: leave it to torch
-            scope.forward.turn.refuse_again(name)
+            scope.forward.forward_pass.refuse_rerun(name)
             scope.forward.path.append(name)
             refuse_old_hooks(scope, module)
             if isinstance(module, MessagePassing):
                 scope.forward.layers += 1
 
         def leave(module: nn.Module, _args: Any, out: Any, name: str = name, caches: bool = caches) -> Any:
-            if scope.forward.turn.outside:
+            if scope.forward.forward_pass.outside:
                 return None
             # Also called after an error, innermost first: the first module called is the one to name.
             scope.forward.fault = (scope.forward.fault or name) if out is None else ""
@@ -111,25 +111,25 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
     inner = getattr(module, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
-        if scope.forward.turn.outside or transformed():
+        if scope.forward.forward_pass.outside or transformed():
             if scope.size > 1:
-                scope.forward.turn.refuse_outside(type(module).__name__)
+                scope.forward.forward_pass.refuse_outside(type(module).__name__)
             return inner(*args, **kwargs)
-        again = scope.again if name == "propagate" else None
-        found = None if again is None else again.call(module, args, kwargs)
+        cache = scope.propagate_cache if name == "propagate" else None
+        found = None if cache is None else cache.call(module, args, kwargs)
         if found is not None:
             return found
         refuse_unknown_edges(scope, args[0] if args else kwargs.get("edge_index"))
         scope.forward.arguments.append(kwargs)
-        noted = None if scope.notes is None else scope.notes.aside()
+        noted = None if scope.recorder is None else scope.recorder.paused()
         try:
             out = inner(*args, **kwargs)
         finally:
             scope.forward.arguments.pop()
             if noted is not None:
                 noted()
-        if again is not None:
-            again.learn(module, args, kwargs, out)
+        if cache is not None:
+            cache.learn(module, args, kwargs, out)
         return out
 
     return replaced(module, name, outer)
@@ -151,27 +151,31 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope, states = self.scope, self.states
-        if scope.forward.turn.outside or transformed():
+        if scope.forward.forward_pass.outside or transformed():
             return self.inner(*args, **kwargs)
-        found = scope.calls.call(states, args, kwargs)
+        found = scope.layer_replay.call(states, args, kwargs)
         if found is not None:
             return found
         if scope.parted and isinstance(self.layer, MessagePassing):
             axis = self.layer.node_dim
             args, kwargs = given_rows(scope, args, axis), given_rows(scope, kwargs, axis)
-        notes = scope.calls.watch(states, args, kwargs)
+        recorder = scope.layer_replay.watch(states, args, kwargs)
         try:
             out = self.inner(*args, **kwargs)
         finally:
-            if notes is not None:
-                scope.notes = None
-        if notes is not None:
-            scope.calls.learn(notes, states, args, kwargs, out)
+            if recorder is not None:
+                scope.recorder = None
+        if recorder is not None:
+            scope.layer_replay.learn(recorder, states, args, kwargs, out)
         return out
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the layer would give if this call is like the last one; else None."""
-        return None if self.scope.forward.turn.outside else self.scope.calls.whole(self.states, args, kwargs)
+        return (
+            None
+            if self.scope.forward.forward_pass.outside
+            else self.scope.layer_replay.call_module(self.states, args, kwargs)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a plain forward: a copied layer has its own weights and runs as its class says."""

@@ -95,7 +95,7 @@ class Interceptor(TorchFunctionMode):
         """Whether a result is kept where a model would recompute it in backward: see ``torch_checkpoint``."""
         self.within_once = 0
         """How many nested functions are running whose results are kept so."""
-        self.aside = False
+        self.plain = False
         """Whether forward runs as plain PyG runs it, because the whole graph is local."""
         self.numbered = False
         """Whether forward has told vertices apart by their positions."""
@@ -104,22 +104,24 @@ class Interceptor(TorchFunctionMode):
         matrix = adjacency_of(part.edges) is not None
         self._handlers = by_call(handlers or {}, parted=self.parted, matrix=matrix)
         self.copies, self.keeping = RowCopies(), KeptTensors()
-        self.again, self.calls = PropagateCache(self), LayerReplay(self)
-        self.notes: CallRecorder | None = None
+        self.propagate_cache, self.layer_replay = PropagateCache(self), LayerReplay(self)
+        self.recorder: CallRecorder | None = None
         self.matrix: sparse_adjacency.Matrix | None = None
         self.inputs = self._inputs()
 
     def _wire(self, tensor: int, *, fast: bool, sums_only: bool) -> None:
         """Make what handlers and layer rules ask of this part, each from those before it."""
         channel, views = self.channel, self.views
-        self.marks = marks = Placements(whole=not self.parted)
+        self.placements = placements = Placements(all_local=not self.parted)
         self.forward = forward = RunningForward(self.device, fast=fast)
         self.where = forward.where
-        self.axes = axes = Axes(marks, self.vertices, forward)
-        self.ids = VertexIds(self.part, views, marks)
+        self.axes = axes = Axes(placements, self.vertices, forward)
+        self.ids = VertexIds(self.part, views, placements)
         self.constants = constants = Constants(channel, forward)
         self.ranks = RankSums(channel, forward, axes, views[0], self.edges, slices=tensor > 1)
-        self.reads = self.reads_of(channel, forward, views, self.ids, marks, constants, sums_only=sums_only)
+        self.reads = self.reads_of(
+            channel, forward, views, self.ids, placements, constants, sums_only=sums_only
+        )
         self.sliced = SlicedReads(tensor, channel, forward, constants, self.reads)
         self.deferral = Deferral(
             self.own, views, axes, forward, constants, self.ranks, self.reads, self.sliced
@@ -132,19 +134,21 @@ class Interceptor(TorchFunctionMode):
         view = self.views[0]
         given = self.part.shared
         shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
-        inputs = {"edge_index": self.marks.put(view.edge_index, Placement(PlacementKind.EDGES, 0))}
+        inputs = {"edge_index": self.placements.put(view.edge_index, Placement(PlacementKind.EDGES, 0))}
         for name, value in view.attributes.items():
-            inputs[name] = self.marks.put(value, Placement(PlacementKind.PAIRS, 0, edges=view.edge_index))
+            inputs[name] = self.placements.put(
+                value, Placement(PlacementKind.PAIRS, 0, edges=view.edge_index)
+            )
         for name, value in self.part.nodes.items():
             moved = value.to(self.device)
-            inputs[name] = self.marks.put(
+            inputs[name] = self.placements.put(
                 moved if moved is not value else value.view(value.shape), Placement(PlacementKind.ROWS)
             )
         for value in inputs.values():
             self.constants.add(value)
         self.matrix = sparse_adjacency.matrix_of(self)
         if self.matrix is not None:
-            del inputs[self.matrix.told.name]
+            del inputs[self.matrix.adjacency.name]
             inputs["adj_t"] = self.matrix.given
         # A tensor made with this many rows has one row per vertex of this part.
         count = SymbolicSize(self.own, Placement(PlacementKind.ROWS), lambda: self.vertices)
@@ -165,14 +169,14 @@ class Interceptor(TorchFunctionMode):
             named: How often each site was reached before, in earlier stages on this rank.
         """
         grad = training and torch.is_grad_enabled()
-        turn = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
-        self.forward.begin(turn)
-        turn.running = True
-        with nullcontext() if self.aside else self:
-            yield turn
+        forward_pass = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
+        self.forward.begin(forward_pass)
+        forward_pass.running = True
+        with nullcontext() if self.plain else self:
+            yield forward_pass
         self.copies.end(self)
         self.keeping.end(self)
-        turn.end()
+        forward_pass.end()
         self.reads.forget()
 
     def __torch_function__(
@@ -189,25 +193,27 @@ class Interceptor(TorchFunctionMode):
         asks = rewrite_rules.asks(name, func)
         if self.parted:
             args, kwargs = self._for_part(name, func, args, kwargs, asks=asks)
-        notes, given = self.notes, (args, kwargs)
+        recorder, given = self.recorder, (args, kwargs)
         lazy = self.forward.fast and not asks and rewrite_rules.has_lazy(args, kwargs)
         if lazy:
             refuse_in_function(args)
-            gone = self.marks.lost(args, kwargs)
-            result = NotImplemented if gone else rewrite_rules.answer(self.marks, name, func, args, kwargs)
+            gone = self.placements.lost(args, kwargs)
+            result = (
+                NotImplemented if gone else rewrite_rules.answer(self.placements, name, func, args, kwargs)
+            )
             if result is not NotImplemented:
-                if notes is not None:
-                    rule = partial(rewrite_rules.answer, self.marks, name, func)
-                    notes.answered(rule, given, given, result, asked=False)
+                if recorder is not None:
+                    rule = partial(rewrite_rules.answer, self.placements, name, func)
+                    recorder.answered(rule, given, given, result, asked=False)
                 return result
             args = rewrite_rules.computed_for(name, args)
             if name not in rewrite_rules.WRITES:
                 kwargs = {key: rewrite_rules.computed(value) for key, value in kwargs.items()}
         result, handler = self._handled(name, func, args, kwargs)
         if handler is not None:
-            if notes is not None:
+            if recorder is not None:
                 rule = partial(handler, self, name, func)
-                notes.answered(rule, given, (args, kwargs), result, asked=asks)
+                recorder.answered(rule, given, (args, kwargs), result, asked=asks)
             return result
         if lazy:
             args, kwargs = rewrite_rules.all_computed(args, kwargs)
@@ -228,9 +234,9 @@ class Interceptor(TorchFunctionMode):
                 raise
             return self.__torch_function__(func, types, *met)
         if name != "__get__" or isinstance(result, Tensor):
-            self.marks.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
-        if notes is not None:
-            notes.torch_call(func, given, (args, kwargs), result, asked=asks)
+            self.placements.spread(attribute(func) if name == "__get__" else name, args, kwargs, result)
+        if recorder is not None:
+            recorder.torch_call(func, given, (args, kwargs), result, asked=asks)
         return result
 
     def _for_part(
@@ -247,7 +253,7 @@ class Interceptor(TorchFunctionMode):
             args, kwargs = edge_alignment.aligned(self, name, args, kwargs)
         self.keeping.meet(self, name, func, args, kwargs)
         self.copies.meet(name, args)
-        self.marks.write(name, args)
+        self.placements.write(name, args)
         args, kwargs = id_values.by_value(self, name, args, kwargs)
         if name in vertex_tables.BY_IDS:
             vertex_tables.refuse_lost_ids(self, name, args, kwargs)
@@ -263,7 +269,7 @@ class Interceptor(TorchFunctionMode):
                 raise
             if result is not NotImplemented:
                 if not name.startswith("new_"):
-                    self.marks.stays_lost(name, args, kwargs, result)
+                    self.placements.stays_lost(name, args, kwargs, result)
                 return result, handler
         return None, None
 

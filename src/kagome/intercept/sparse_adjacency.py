@@ -45,7 +45,7 @@ class Matrix:
 
     Args:
         given: The tensor that the model is given in place of the matrix.
-        told: The adjacency as the data held it.
+        adjacency: The adjacency as the data held it.
         values: One value per edge of view 0, in its order.
         source: Ids that edges read.
         target: Ids of own rows.
@@ -54,7 +54,7 @@ class Matrix:
     """
 
     given: Tensor
-    told: Adjacency
+    adjacency: Adjacency
     values: Tensor
     source: Tensor
     target: Tensor
@@ -65,7 +65,7 @@ class Matrix:
 class MatrixScope(Protocol):
     """What these handlers ask of the running interceptor."""
 
-    marks: Placements
+    placements: Placements
     views: list[EdgeView]
     constants: Constants
     parted: bool
@@ -83,8 +83,8 @@ class MatrixScope(Protocol):
 def matrix_of(scope: MatrixScope) -> Matrix | None:
     """Return the stand-in for the matrix of view 0; None if the data was given as edges."""
     view = scope.views[0]
-    told = adjacency_of(view.attributes)
-    if told is None:
+    adjacency = adjacency_of(view.attributes)
+    if adjacency is None:
         return None
     source, target = view.edge_index
     pointer = torch.zeros(scope.own + 1, dtype=torch.int64, device=source.device)
@@ -93,18 +93,18 @@ def matrix_of(scope: MatrixScope) -> Matrix | None:
         size = (scope.own, view.ids.numel())
         order = target.argsort(stable=True)
         given = torch.sparse_csr_tensor(
-            pointer, source[order], told.values[order], size, check_invariants=False
+            pointer, source[order], adjacency.values[order], size, check_invariants=False
         )
     else:
-        given = told.matrix(view.edge_index, scope.own)
-    scope.marks.put(given, Placement(PlacementKind.MATRIX))
-    scope.marks.put(source, Placement(PlacementKind.SOURCE, edges=view.edge_index))
-    scope.marks.put(target, Placement(PlacementKind.TARGET, edges=view.edge_index))
-    scope.marks.put(pointer, Placement(PlacementKind.MATRIX))
-    ends = scope.marks.put(torch.stack([target, source]), Placement(PlacementKind.EDGES, swapped=True))
+        given = adjacency.matrix(view.edge_index, scope.own)
+    scope.placements.put(given, Placement(PlacementKind.MATRIX))
+    scope.placements.put(source, Placement(PlacementKind.SOURCE, edges=view.edge_index))
+    scope.placements.put(target, Placement(PlacementKind.TARGET, edges=view.edge_index))
+    scope.placements.put(pointer, Placement(PlacementKind.MATRIX))
+    ends = scope.placements.put(torch.stack([target, source]), Placement(PlacementKind.EDGES, swapped=True))
     for value in (source, target, ends):
         scope.constants.add(value)
-    return Matrix(given, told, told.values, source, target, ends, pointer)
+    return Matrix(given, adjacency, adjacency.values, source, target, ends, pointer)
 
 
 def _product(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -115,25 +115,25 @@ def _product(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwar
     first, *rest = args
     how = kwargs.get("reduce", rest[1] if len(rest) > 1 else "sum")
     x = now(rest[0])
-    if first is not matrix.given or scope.marks.get(x) is None or x.dim() > 2:
+    if first is not matrix.given or scope.placements.get(x) is None or x.dim() > 2:
         if not scope.parted:
             return NotImplemented
         raise _refused(scope, f"{name} of it with a tensor of shape {list(x.shape)} that has no row a vertex")
     if not scope.parted:
-        return scope.marks.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
+        return scope.placements.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
     if how not in ("sum", "mean"):
         raise _refused(scope, f"{name} with {how!r}", hint="give the layer edge_index, or take sums or means")
     call = scope.__torch_function__
     read = call(Tensor.index_select, (), (x, 0, matrix.source))
     values = matrix.values.to(x.dtype)
-    scope.marks.put(values, Placement(PlacementKind.PAIRS, edges=scope.views[0].edge_index))
+    scope.placements.put(values, Placement(PlacementKind.PAIRS, edges=scope.views[0].edge_index))
     weighted = call(Tensor.mul, (), (read, values if x.dim() == 1 else values.view(-1, 1)))
-    zeros = scope.marks.put(x.new_zeros(x.shape), Placement(PlacementKind.ROWS))
+    zeros = scope.placements.put(x.new_zeros(x.shape), Placement(PlacementKind.ROWS))
     out = now(call(Tensor.index_add, (), (zeros, 0, matrix.target, weighted)))
     if how == "mean":
         count = matrix.pointer.diff().clamp(min=1).to(out.dtype)
         out = out / (count if x.dim() == 1 else count.view(-1, 1))
-    return scope.marks.put(out, Placement(PlacementKind.ROWS))
+    return scope.placements.put(out, Placement(PlacementKind.ROWS))
 
 
 def _size(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -165,11 +165,17 @@ def _asked(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs
         same = len(ends) == 2 and ends[0] is matrix.target and ends[1] is matrix.source
         return matrix.ends if same else NotImplemented
     if name == "repeat_interleave" and len(args) > 1:
-        mark = scope.marks.get(args[1])
-        return matrix.target if mark is not None and mark.kind is PlacementKind.MATRIX else NotImplemented
-    mark = scope.marks.get(first)
-    if mark is not None and mark.kind is PlacementKind.MATRIX:  # the row pointer on its way to row ids
-        return scope.marks.put(func(*args, **kwargs), mark)
+        placement = scope.placements.get(args[1])
+        return (
+            matrix.target
+            if placement is not None and placement.kind is PlacementKind.MATRIX
+            else NotImplemented
+        )
+    placement = scope.placements.get(first)
+    if (
+        placement is not None and placement.kind is PlacementKind.MATRIX
+    ):  # the row pointer on its way to row ids
+        return scope.placements.put(func(*args, **kwargs), placement)
     return NotImplemented
 
 
@@ -214,11 +220,11 @@ def swap(scope: MatrixScope, module: nn.Module, args: Args, kwargs: Kwargs) -> t
     if not any(value is matrix.given for value in (*args, *kwargs.values())):
         return None
     weighted = {}
-    if matrix.told.kind != "ones":
+    if matrix.adjacency.kind != "ones":
         names = inspect.signature(type(module).forward).parameters
         place = list(names).index("edge_weight") - 1 if "edge_weight" in names else -1
         taken = "edge_weight" in kwargs or len(args) > place
-        if matrix.told.kind == "loops" or not scope.parted or place < 0 or taken:
+        if matrix.adjacency.kind == "loops" or not scope.parted or place < 0 or taken:
             return None
         weighted = {"edge_weight": matrix.values}
     edges = scope.views[0].edge_index

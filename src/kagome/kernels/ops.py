@@ -181,7 +181,7 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
         g: The gradient of ``best``.
 
     Shapes:
-        ``x [whole, F]``; the others ``[own, F]``; result ``[whole, F]``.
+        ``x [num_sources, F]``; the others ``[own, F]``; result ``[num_sources, F]``.
     """
     out: Tensor = _way(x, g).extreme_back(layout, x, best, ties, g)
     return out
@@ -243,7 +243,7 @@ def softmax_sum_back(
     """Return the gradients of ``softmax_sum`` by ``a`` and ``b``.
 
     Shapes:
-        ``a [own, H]``, ``b [whole, H]``, ``alpha [E, H]``, ``g [E, H]``; results like a and b.
+        ``a [own, H]``, ``b [num_sources, H]``, ``alpha [E, H]``, ``g [E, H]``; results like a and b.
     """
     ga, gb = _way(a, b, alpha, g).softmax_sum_back(structure, a, b, slope, alpha, g)
     return ga, gb
@@ -265,7 +265,8 @@ def leaky_dots_back(
     """Return the gradients of ``leaky_dots`` by ``a``, ``b`` and ``att``.
 
     Shapes:
-        ``a [own, H, C]``, ``b [whole, H, C]``, ``att [H, C]``, ``g [E, H]``; results like the first three.
+        ``a [own, H, C]``, ``b [num_sources, H, C]``, ``att [H, C]``, ``g [E, H]``; results like the
+        first three.
     """
     ga, gb, gatt = _way(a, b, att, g).leaky_dots_back(structure, a, b, att, slope, g)
     return ga, gb, gatt
@@ -329,7 +330,7 @@ def column_softmax_back(
         g: The gradient of the sums.
 
     Shapes:
-        ``z`` and ``m`` ``[whole, F]``, the others ``[own, F]``; results ``[whole, F]``.
+        ``z`` and ``m`` ``[num_sources, F]``, the others ``[own, F]``; results ``[num_sources, F]``.
     """
     gz, gm = _way(z, m, out, g).column_softmax_back(layout, z, m, out, top, total, g)
     return gz, gm
@@ -339,7 +340,7 @@ def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) 
     """``a[target] + b[source]`` for every edge, passed through leaky_relu if a slope is given.
 
     Shapes:
-        ``a [own, ...]``, ``b [whole, ...]``; result ``[E, ...]``.
+        ``a [own, ...]``, ``b [num_sources, ...]``; result ``[E, ...]``.
     """
     out: Tensor = _way(a, b).join_edges(structure, a, b, slope)
     return out

@@ -179,14 +179,14 @@ def _launched(
 def _room() -> Iterator[str]:
     """Create a folder for notes between ranks, which only this user can open, and remove it afterwards."""
     try:
-        made = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
+        directory = tempfile.TemporaryDirectory(prefix="kagome-ranks-")
     except OSError as error:
         raise LaunchError(
             "a new folder for ranks to meet by in the folder for temporary files",
             f"none that can be made: {error}",
             hint="TMPDIR=DIR with a folder that can be written",
         ) from None
-    with made as name:
+    with directory as name:
         yield name
 
 
@@ -340,15 +340,15 @@ class _Guard:
         if not failures:
             failures = [(0, 0.0, _ending(code), rank)]
         _, _, text, who = min(failures)
-        said, _, hint = text.rpartition(ADVICE) if ADVICE in text else (text, "", "")
+        message, _, hint = text.rpartition(ADVICE) if ADVICE in text else (text, "", "")
         told = f"a failure of rank {who}"
         where = notes[who][4] if who in notes and len(notes[who]) > 4 else ""
         if len(notes) == self.nproc > 1 and alike == {(text, True)}:
             told = "the same failure of each"
         elif (named := _OF_RANK.fullmatch(where)) is not None:
             told, rest = f"a failure of rank {named[1]}", f" ({named[2]})" if named[2] else ""
-            said = said.replace(f" ({where})", rest)
-        got = f"{told}: {said.removesuffix('.')}"  # the error's own text adds the full stop
+            message = message.replace(f" ({where})", rest)
+        got = f"{told}: {message.removesuffix('.')}"  # the error's own text adds the full stop
         return LaunchError(f"{self.nproc} ranks to finish", got, hint=hint)
 
     def _pids(self) -> dict[int, int]:

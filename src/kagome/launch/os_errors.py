@@ -123,8 +123,8 @@ def _says_memory(error: BaseException) -> bool:
 
 
 def _memory(error: BaseException) -> ResourceError:
-    said = str(error).strip().splitlines()
-    first = f": {shortened(said[0], 200)}" if said else ""
+    message = str(error).strip().splitlines()
+    first = f": {shortened(message[0], 200)}" if message else ""
     return ResourceError(
         "memory from the system",
         f"no more{first}{memory_left()}",

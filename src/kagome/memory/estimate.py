@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.components.gradients import message_bytes
-from kagome.components.model_setup import twin_of
+from kagome.components.model_setup import model_copy
 from kagome.components.parallelize import CPU, PartOptions, parallelize
 from kagome.components.task import undisturbed
 from kagome.graph.partition.partition import Partition, extract
@@ -93,22 +93,24 @@ class MemoryRates:
     by_share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     fault: str = ""
 
-    def at(self, counts: PartSize, *, keeps_best: bool = True, team: GroupSize | None = None) -> MemoryByKind:
+    def at(
+        self, counts: PartSize, *, keeps_best: bool = True, group_size: GroupSize | None = None
+    ) -> MemoryByKind:
         """Estimate the memory by kind of a rank with a part of this size.
 
         Args:
             counts: The size of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
-            team: The size of the group that slices features with this rank; None without feature slices.
+            group_size: Size of the group that slices features with this rank; None without feature slices.
         """
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
             return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
 
         known = {kind: bytes_of(rates, counts.units) for kind, rates in self.by_unit.items()}
-        if team is not None:
-            units = _slice_units(counts.rows, counts.halo, counts.edges, team)
-            kinds = self.by_share if team.halo else self.by_slice
+        if group_size is not None:
+            units = _slice_units(counts.rows, counts.halo, counts.edges, group_size)
+            kinds = self.by_share if group_size.halo else self.by_slice
             known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
             known |= {"halo": 0} if kinds else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
@@ -163,13 +165,13 @@ def rates_of(
     try:
         pieces = made_pieces(part, several=several, loops=loops, seed=options.seed)
         with undisturbed():
-            found = _steps(twin_of(model), part, pieces, options, several=several)
+            found = _steps(model_copy(model), part, pieces, options, several=several)
         graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
         by_unit = fitted([counts_of(piece) for piece in pieces], [one.bytes for one in found])
         if slices:
             with undisturbed():
-                twin = twin_of(model)
-                by_slice, by_share = (_by_slice(twin, part, options, slices, groups) for groups in (1, 2))
+                own_copy = model_copy(model)
+                by_slice, by_share = (_by_slice(own_copy, part, options, slices, groups) for groups in (1, 2))
     except Exception as error:  # an estimate must never end a run
         fault = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     learning = [p for p, has in zip(parameters, graded, strict=True) if has]
@@ -201,18 +203,20 @@ def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | N
         return _state_bytes(optimizer)
     groups = []
     for group in optimizer.param_groups:
-        twins = [
+        copied_parameters = [
             nn.Parameter(torch.empty_like(p, device="meta")) if id(p) in ids else None
             for p in group["params"]
         ]
-        groups.append({**group, "params": [twin for twin in twins if twin is not None]})
+        groups.append(
+            {**group, "params": [parameter for parameter in copied_parameters if parameter is not None]}
+        )
         groups[-1].pop("param_names", None)
     try:
         make: Any = type(optimizer)
         probe = make([group for group in groups if group["params"]])
         for group in groups:
-            for twin in group["params"]:
-                twin.grad = torch.empty_like(twin)
+            for parameter in group["params"]:
+                parameter.grad = torch.empty_like(parameter)
         probe.step()
     except Exception:  # a user's class may do anything with tensors that have no values
         return None
@@ -249,25 +253,25 @@ class _Step:
 
 
 def _steps(
-    twin: nn.Module,
+    own_copy: nn.Module,
     part: Partition,
     pieces: Sequence[Partition],
     options: PartOptions,
     *,
     several: bool = True,
 ) -> list[_Step]:
-    models = _on(twin, part, pieces)
+    models = _on(own_copy, part, pieces)
     if several:
         return ThreadGroup(len(pieces)).run(lambda c: _step(models[c.rank], pieces[c.rank], c, options))
     alone = ThreadChannel(ThreadGroup(1), 0)
     return [_step(one, piece, alone, options) for one, piece in zip(models, pieces, strict=True)]
 
 
-def _on(twin: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
+def _on(own_copy: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
     """Return a copy of the model for each piece, with tables of its size; all other weights are shared."""
-    apart = {id(table) for table in tables_of(twin, part)}
-    shared = {id(p): p for p in twin.parameters() if id(p) not in apart}
-    models = [copied(twin, shared) for _ in pieces]
+    apart = {id(table) for table in tables_of(own_copy, part)}
+    shared = {id(p): p for p in own_copy.parameters() if id(p) not in apart}
+    models = [copied(own_copy, shared) for _ in pieces]
     for model, piece in zip(models, pieces, strict=True):
         fit(model, part, piece)
     return models
@@ -280,7 +284,7 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
         model.train()
         with SavedMemory(net.scope, model) as saved:
             out: Any = net.forward(1, training=True, checked=True)
-        loss = out.sum().float() + net.scope.forward.turn.token
+        loss = out.sum().float() + net.scope.forward.forward_pass.token
         # autograd.grad, because the pieces share one copy of the weights and backward() would add to it.
         grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         del out, loss
@@ -296,21 +300,21 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
 
 
-def _slice_units(rows: float, halo: float, edges: float, team: GroupSize) -> tuple[float, ...]:
+def _slice_units(rows: float, halo: float, edges: float, group_size: GroupSize) -> tuple[float, ...]:
     """Return the counts of each of :data:`SLICE_UNITS`; a rank's rows may be its equal share of all rows."""
-    each = [(whole, whole / team.ranks) for whole in (team.halo, team.edges)]
-    return (1.0, rows, halo, edges, team.rows, *chain.from_iterable(each))
+    each = [(whole, whole / group_size.ranks) for whole in (group_size.halo, group_size.edges)]
+    return (1.0, rows, halo, edges, group_size.rows, *chain.from_iterable(each))
 
 
 def _by_slice(
-    twin: nn.Module, part: Partition, options: PartOptions, numbers: Sequence[int], groups: int
+    own_copy: nn.Module, part: Partition, options: PartOptions, numbers: Sequence[int], groups: int
 ) -> dict[str, tuple[float, ...]]:
     """Measure bytes by kind for each of :data:`SLICE_UNITS`, on the rank that holds most.
 
     The ranks of a group differ: one may have an attention head more than the others.
 
     Args:
-        twin: The model.
+        own_copy: The model.
         part: The part that attributes are drawn from.
         options: How the model runs.
         numbers: The numbers of slices to measure.
@@ -324,13 +328,13 @@ def _by_slice(
             data.edge_index[1] = data.edge_index[1] ** 2 // vertices
         owner = torch.arange(vertices) * size // vertices
         pieces = [extract(data, owner, rank, size) for rank in range(size)]
-        steps = _steps(twin, part, pieces, replace(options, tensor=count))
+        steps = _steps(own_copy, part, pieces, replace(options, tensor=count))
         each = split_counts(data.edge_index, owner, size)
         for group, one in enumerate(split_counts(data.edge_index, owner // count, groups)):
             ranks = range(group * count, (group + 1) * count)
-            team = GroupSize(one.rows, one.edges, one.halo, count)
+            group_size = GroupSize(one.rows, one.edges, one.halo, count)
             halo, most = (max(getattr(each[rank], unit) for rank in ranks) for unit in ("halo", "edges"))
-            units.append(_slice_units(one.rows / count, halo, most, team))
+            units.append(_slice_units(one.rows / count, halo, most, group_size))
             found.append({kind: max(steps[rank].bytes[kind] for rank in ranks) for kind in SLICE_KINDS})
     table = np.array(units, dtype=np.float64)
     scale = np.maximum(table.max(axis=0), 1.0)

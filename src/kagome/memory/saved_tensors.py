@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.in_process.thread_group import EndedWork, ThreadChannel, ThreadGroup
-from kagome.components.model_setup import twin_of
+from kagome.components.model_setup import model_copy
 from kagome.components.parallelize import CPU, ParallelModel, PartOptions, parallelize
 from kagome.components.task import undisturbed
 from kagome.deferred.lazy_tensor import EscapeError
@@ -122,12 +122,12 @@ def keeping(model: nn.Module, graph: LayerGraph, part: Partition, options: PartO
         if these fail. A copy of the model, and in each thread the gradients of one step.
     """
     # The two samples are graphs by themselves and exchange no rows, so fewer units can be told apart.
-    for groups, among in ((_made, UNITS), (_sampled, ("rows", "edges"))):
+    for groups, among in ((_synthetic, UNITS), (_sampled, ("rows", "edges"))):
         try:
             with undisturbed():
-                pieces, twin = groups(part, options.seed), twin_of(model)
-                ran = [one for group in pieces for one in _of_group(twin, graph, part, group, options)]
-            return _told([piece for group in pieces for piece in group], ran, among)
+                pieces, own_copy = groups(part, options.seed), model_copy(model)
+                ran = [one for group in pieces for one in _of_group(own_copy, graph, part, group, options)]
+            return _fitted_profile([piece for group in pieces for piece in group], ran, among)
         except EscapeError:
             raise
         except Exception:  # an estimate must never end a run
@@ -135,7 +135,7 @@ def keeping(model: nn.Module, graph: LayerGraph, part: Partition, options: PartO
     return ActivationProfile({}, None)
 
 
-def _made(part: Partition, seed: int) -> list[list[Partition]]:
+def _synthetic(part: Partition, seed: int) -> list[list[Partition]]:
     return [made_pieces(part, several=True, loops=False, seed=seed)]
 
 
@@ -153,7 +153,9 @@ class _Ran:
     """Step -> bytes of halo gradients that it sent backward."""
 
 
-def _told(pieces: Sequence[Partition], ran: Sequence[_Ran], among: Collection[str]) -> ActivationProfile:
+def _fitted_profile(
+    pieces: Sequence[Partition], ran: Sequence[_Ran], among: Collection[str]
+) -> ActivationProfile:
     counts = [counts_of(piece) for piece in pieces]
     kept = fitted(counts, [one.pieces for one in ran], among)
     sent, read = (sum(getattr(one, unit) for one in counts) for unit in ("sent", "halo"))
@@ -189,9 +191,9 @@ class _Noting(ThreadChannel):
 
 
 def _of_group(
-    twin: nn.Module, graph: LayerGraph, part: Partition, pieces: Sequence[Partition], options: PartOptions
+    own_copy: nn.Module, graph: LayerGraph, part: Partition, pieces: Sequence[Partition], options: PartOptions
 ) -> list[_Ran]:
-    models = [_sharing(twin) for _ in pieces]
+    models = [_sharing(own_copy) for _ in pieces]
     for model, piece in zip(models, pieces, strict=True):
         fit(model, part, piece)
     group, options = ThreadGroup(len(pieces)), replace(options, device=CPU)
@@ -203,10 +205,10 @@ def _of_group(
     return [work(0)] if len(pieces) == 1 else group.run(lambda channel: work(channel.rank))
 
 
-def _sharing(twin: nn.Module) -> nn.Module:
+def _sharing(own_copy: nn.Module) -> nn.Module:
     """Return a copy that shares the weights but has its own gradients."""
-    weights = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in twin.parameters()}
-    return copied(twin, weights)
+    weights = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in own_copy.parameters()}
+    return copied(own_copy, weights)
 
 
 def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
@@ -223,7 +225,7 @@ def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
                 if size and forward > 0:  # messages of the forward come first
                     # Rows that change are exchanged by each layer. Constant rows are exchanged once and kept,
                     # so layers that read them share one address.
-                    place = rows.data_ptr() if scope.constants.lasting(rows) else -len(read) - 1
+                    place = rows.data_ptr() if scope.constants.is_constant(rows) else -len(read) - 1
                     read.append((step.name, place, size))
                     forward -= size
             channel.gone = []

@@ -140,20 +140,20 @@ class SavedMemory:
         self._saved = SavedTensors()
         self._recording = self._saved.recording()
         self._recording.__enter__()
-        self.scope.channel.tapes = []
+        self.scope.channel.records = []
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._recording.__exit__(kind, error, trace)
-        tapes, self.scope.channel.tapes = self.scope.channel.tapes or [], None
+        records, self.scope.channel.records = self.scope.channel.records or [], None
         if error is None:
             ledger = ledger_of(self.scope, self.model)
             ledger.bytes.clear()
             ledger.add("activations", self._saved.take(), rows=True)
-            for tape in tapes:
-                ledger.add("activations", tensors_of(tape), rows=True)
+            for record in records:
+                ledger.add("activations", tensors_of(record), rows=True)
             self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}
 
 

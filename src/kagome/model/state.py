@@ -17,7 +17,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A model's state dict; where layers leave a parameter or lasting buffer out of it, those by name."""
     state: dict[str, Tensor] = dict(model.state_dict())
-    held = dict(_lasting(model))
+    held = dict(_persistent(model))
     if held.keys() <= state.keys():
         return state
     # What such a layer writes instead is made of its parameters, and may be old.
@@ -32,13 +32,13 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     alike = state.keys() == state_of(model).keys()
     model.load_state_dict(state, strict=not alike)
-    if alike and not model.state_dict().keys() >= dict(_lasting(model)).keys():
+    if alike and not model.state_dict().keys() >= dict(_persistent(model)).keys():
         with torch.no_grad():  # a layer that leaves a name out may not take it either
-            for name, value in _lasting(model):
+            for name, value in _persistent(model):
                 value.copy_(state[name])
 
 
-def _lasting(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and buffers that are saved, each by one of its names."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
     for path, module in model.named_modules():

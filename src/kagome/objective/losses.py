@@ -91,10 +91,10 @@ def _named(
     ignore = train.ignore_index
     if ignore is None and name in ("cross_entropy", "bce"):
         ignore = NONE
-    made = Objective(name, facts, None, ignore, train.class_weight, weight)
-    _check_labels(made, vertices, asked=train.ignore_index is not None)
-    _check_class_weight(made)
-    return made
+    objective = Objective(name, facts, None, ignore, train.class_weight, weight)
+    _check_labels(objective, vertices, asked=train.ignore_index is not None)
+    _check_class_weight(objective)
+    return objective
 
 
 def _guessed(facts: Labels, vertices: int) -> str:
@@ -113,19 +113,19 @@ def _guessed(facts: Labels, vertices: int) -> str:
     )
 
 
-def _check_labels(made: Objective, vertices: int, *, asked: bool) -> None:
-    facts, name = made.facts, made.name
+def _check_labels(objective: Objective, vertices: int, *, asked: bool) -> None:
+    facts, name = objective.facts, objective.name
     if name in OTHERS:
         return
     if name == "cross_entropy" and facts.single:
-        _check_ids(made, vertices, asked=asked)
+        _check_ids(objective, vertices, asked=asked)
         return
     if len(facts.shape) > 1:
         raise DataError(f"y [N] or [N, C] for {name}", facts.text(), where="data.y")
     low, row = facts.least, facts.least_row
     if name == "bce" and facts.most > 1:
         low, row = facts.most, facts.most_row
-    if low < 0 and low == made.ignore and not facts.floating:
+    if low < 0 and low == objective.ignore and not facts.floating:
         return
     if not low >= 0 or (name == "bce" and low > 1):
         raise DataError(
@@ -138,8 +138,8 @@ def _check_labels(made: Objective, vertices: int, *, asked: bool) -> None:
         )
 
 
-def _check_ids(made: Objective, vertices: int, *, asked: bool) -> None:
-    facts, limit = made.facts, max(vertices, LIMIT)
+def _check_ids(objective: Objective, vertices: int, *, asked: bool) -> None:
+    facts, limit = objective.facts, max(vertices, LIMIT)
     if not facts.whole:
         raise DataError(
             "whole numbers as class labels",
@@ -147,17 +147,17 @@ def _check_ids(made: Objective, vertices: int, *, asked: bool) -> None:
             where="data.y",
             hint="loss='mse' for numbers, loss='bce' for shares from 0 to 1",
         )
-    if facts.both and made.ignore == NONE and not asked:
+    if facts.both and objective.ignore == NONE and not asked:
         raise DataError(
             "-1 to mean that there is no label, with cross_entropy",
             "the labels -1 and 1, which would leave one class",
             where="data.y",
             hint="data.y = (data.y + 1) // 2; or train.ignore_index=-1, if -1 is none; or a loss of your own",
         )
-    low = facts.least if facts.least != made.ignore else 0
+    low = facts.least if facts.least != objective.ignore else 0
     if low < 0 or facts.most >= limit:
         low, row = (low, facts.least_row) if low < 0 else (facts.most, facts.most_row)
-        none = "" if made.ignore is None else f"{made.ignore} for none, "
+        none = "" if objective.ignore is None else f"{objective.ignore} for none, "
         raise DataError(
             f"class labels from 0 to C - 1 ({none}at most {limit:,} classes)",
             f"y[{row}] = {low:.0f}" if abs(low) < 1e19 else f"y[{row}] = {low:g}",
@@ -166,21 +166,21 @@ def _check_ids(made: Objective, vertices: int, *, asked: bool) -> None:
         )
 
 
-def _check_class_weight(made: Objective) -> None:
-    table = made.class_weight
+def _check_class_weight(objective: Objective) -> None:
+    table = objective.class_weight
     if not table:
         return
-    if made.name != "cross_entropy":
+    if objective.name != "cross_entropy":
         raise ConfigError(
             "the loss cross_entropy, with one class a vertex, for train.class_weight",
-            made.name,
+            objective.name,
             hint="return (values, weights) from a loss of your own",
         )
     # The ignored label may be the last class, and the model may still have a column for it.
-    widths = {made.outputs, max(made.outputs, (made.ignore or 0) + 1)}
+    widths = {objective.outputs, max(objective.outputs, (objective.ignore or 0) + 1)}
     if len(table) not in widths or not all(0 <= each < float("inf") for each in table) or not any(table):
         raise ConfigError(
-            f"train.class_weight with a weight from 0 up for each of {made.outputs} classes",
+            f"train.class_weight with a weight from 0 up for each of {objective.outputs} classes",
             f"{list(table)}",
         )
 
@@ -238,26 +238,26 @@ def _of_torch(loss: Any) -> bool:
     return home.split(".")[0] == "torch"
 
 
-def _tried(made: Objective) -> Objective:
+def _tried(objective: Objective) -> Objective:
     """Try a user's loss on a few made-up rows; a loss that needs others is tried in the first epoch."""
     generator = torch.Generator().manual_seed(0)
-    facts = made.facts
+    facts = objective.facts
     shape = (
         (12, facts.classes) if facts.task == "multiclass" and facts.classes <= LIMIT else (12, *facts.shape)
     )
     out = torch.randn(shape, generator=generator)
     low, high = int(facts.least), max(int(facts.most), int(facts.least))
     y = torch.randint(low, high + 1, (12, *facts.shape), generator=generator)
-    if made.ignore is not None and low == made.ignore:
+    if objective.ignore is not None and low == objective.ignore:
         y = y.clamp(min=low + 1)
-    if made.rows or made.shared:
-        return replace(made, pairs=None)
+    if objective.rows or objective.shared:
+        return replace(objective, pairs=None)
     target = Target(y.to(getattr(torch, facts.dtype)))
     try:
-        with made.tried(), draws_of(0, 0):
-            values, weights = split(made._called(out, target))
+        with objective.tried(), draws_of(0, 0):
+            values, weights = split(objective._called(out, target))
     except (ConfigError, RuntimeError):
-        return replace(made, pairs=None)  # the loss takes outputs of another shape
-    if not made.alone:  # on one rank the real rows of the first epoch decide
-        made.check(out, target)
-    return replace(made, pairs=weights is not None, trial=float(values.detach().double().sum()))
+        return replace(objective, pairs=None)  # the loss takes outputs of another shape
+    if not objective.alone:  # on one rank the real rows of the first epoch decide
+        objective.check(out, target)
+    return replace(objective, pairs=weights is not None, trial=float(values.detach().double().sum()))

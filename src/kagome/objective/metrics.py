@@ -375,7 +375,7 @@ class Metric:
         except Exception as error:
             raise ConfigError(
                 "metric(out, y) to run on the model's output and the labels as they were given",
-                _said(error),
+                _error_text(error),
                 where=f"y {list(y.shape)} {y.dtype}",
                 hint="" if y.size(0) else "a state of no vertices too: a rank or a split may have none",
             ) from error
@@ -392,12 +392,12 @@ class Metric:
             except Exception as error:
                 raise ConfigError(
                     "metric.compute(state) to give a number, or None, of a state that was added up",
-                    _said(error),
+                    _error_text(error),
                 ) from error
         return float(state[0] / state[1]) if state[1] else None
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

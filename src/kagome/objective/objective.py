@@ -311,14 +311,14 @@ class Objective:
 
     # Checks --------------------------------------------------------------------------------------
 
-    def check(self, out: Any, target: Target, *, trains: bool = False, apart: str = "") -> None:
+    def check(self, out: Any, target: Target, *, trains: bool = False, calls: str = "") -> None:
         """Refuse a loss that the mean over all ranks would change, and one that trains nothing.
 
         Args:
             out: The model's output for some rows.
             target: The target of the same rows.
             trains: Whether the output is trained on, so that it must have a gradient.
-            apart: How the loss is called, if not once an epoch on every rank; else empty.
+            calls: How the loss is called, if not once an epoch on every rank; else empty.
 
         Raises:
             ConfigError: If a user's loss gives more values than rows, cannot be computed or differentiated,
@@ -328,7 +328,7 @@ class Objective:
         """
         with torch.enable_grad():
             if not self.name:
-                self._check(out, target, trains=trains, apart=apart)
+                self._check(out, target, trains=trains, calls=calls)
                 return
             self._built_in(out, target)
             if trains and target.y.size(0) and not learning(out):
@@ -338,7 +338,7 @@ class Objective:
         """Return a context for trial calls of the loss: state that the loss keeps is put back afterwards."""
         return unmoved(self.loss)
 
-    def _check(self, out: Any, target: Target, *, trains: bool, apart: str) -> None:
+    def _check(self, out: Any, target: Target, *, trains: bool, calls: str) -> None:
         count, where = target.y.size(0), pair(out, target.y)
         if not count:
             return
@@ -370,7 +370,7 @@ class Objective:
                 check_rows(values, of(first), cut, count, where)
         if found.moved and not self.alone:
             some = fresh(rows_of(sample, first, count)), target.of(first)
-            self._check_kept((fresh(sample), target), some, where, apart)
+            self._check_kept((fresh(sample), target), some, where, calls)
 
     def _first(self, sample: Any, target: Target, where: str) -> tuple[Tried, Callable[[Any], Any]]:
         """Try the loss for the first time; return the result and how to make further samples."""
@@ -402,7 +402,7 @@ class Objective:
         return Tried(values.detach(), weights, values.requires_grad, moves.moved)
 
     def _check_kept(
-        self, whole: tuple[Any, Target], some: tuple[Any, Target], where: str, apart: str
+        self, whole: tuple[Any, Target], some: tuple[Any, Target], where: str, calls: str
     ) -> None:
         """Check that state which a loss keeps between calls does not depend on the rows of one rank."""
 
@@ -419,10 +419,10 @@ class Objective:
                 where=where,
                 hint="train on one rank, or keep what does not depend on rows: the number of calls",
             )
-        if apart and not near(after(), after(some)):
+        if calls and not near(after(), after(some)):
             raise ConfigError(
                 "one call an epoch, on all ranks, of a loss(out, y) that changes from call to call",
-                f"a loss that is called {apart}",
+                f"a loss that is called {calls}",
                 where=where,
                 hint="no pipeline and no chunks, which leave one call an epoch on each rank",
             )

@@ -96,7 +96,7 @@ def named(train: Train, loss: object, metric: object) -> Train:
 
 
 @dataclass(frozen=True)
-class Aim:
+class Criteria:
     """What a run learns, and how it is scored.
 
     Args:
@@ -109,11 +109,11 @@ class Aim:
     metric: Metric
     notes: tuple[str, ...] = ()
 
-    def fitted(self, out: Any, say: Callable[[str], object]) -> Aim:
-        """Return this aim with a metric that fits the model's output; a change of metric is reported once."""
+    def fitted(self, out: Any, log: Callable[[str], object]) -> Criteria:
+        """Return the criteria with a metric that fits the model's output; a change of it is noted once."""
         metric = self.metric.fitted(out)
         if metric.name != self.metric.name:
-            say(
+            log(
                 "the metric is the loss: a loss of your own does not say what the output's columns stand for "
                 f"(metric={self.metric.name!r} takes scores above 0 for a label, or the largest of a column "
                 "a class; train.metric_columns names the columns)."
@@ -121,7 +121,9 @@ class Aim:
         return self if metric is self.metric else replace(self, metric=metric)
 
 
-def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mesh) -> tuple[Aim, Partition]:
+def criteria_of(
+    wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mesh
+) -> tuple[Criteria, Partition]:
     """Return loss and metric, checked against the labels before training. All ranks call it.
 
     Args:
@@ -132,7 +134,7 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
         mesh: All ranks.
 
     Returns:
-        The aim, and this rank's part with masks restricted to labelled vertices.
+        The criteria, and this rank's part with masks restricted to labelled vertices.
 
     Raises:
         DataError: If there are no labels, they do not fit the loss, or no training vertex has a label.
@@ -159,7 +161,7 @@ def aim_of(wishes: Wishes, part: Partition, meta: Meta, settings: Run, mesh: Mes
     kept = [int(nodes[name].sum()) for name in splits.NAMES]
     mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
     found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
-    return Aim(objective, metric, _said(objective, meta, found)), replace(part, nodes=nodes)
+    return Criteria(objective, metric, _label_notes(objective, meta, found)), replace(part, nodes=nodes)
 
 
 def labels_that_count(facts: Labels, part: Partition, train: Train, channel: Channel) -> Labels:
@@ -187,15 +189,15 @@ def is_alone(settings: Run, mesh: Mesh) -> bool:
     return mesh.size == settings.parallel.fit(mesh.size).chunks == 1
 
 
-def no_aim() -> Aim:
-    """Return a placeholder aim for data without labels, which is scored and never trained on."""
+def no_criteria() -> Criteria:
+    """Return placeholder criteria for data without labels, which is scored and never trained on."""
     objective = objective_of(
         None, labels_of(torch.tensor([0, 1])), Train(), 2, inputs=None, nodes=(), shared=()
     )
-    return Aim(objective, metric_of(None, objective, Train()))
+    return Criteria(objective, metric_of(None, objective, Train()))
 
 
-def _said(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:
+def _label_notes(objective: Objective, meta: Meta, found: Sequence[int]) -> tuple[str, ...]:
     """Return the notes on masks and labels of the whole graph."""
     given, kept, unlabelled = found[:3], found[3:6], found[6]
     none = "NaN" if objective.facts.floating else f"y = {objective.ignore}"

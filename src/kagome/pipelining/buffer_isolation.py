@@ -48,7 +48,7 @@ class BufferIsolation:
         self._still = {name for name in tensors if buffers.of_library(name)}
 
     @contextmanager
-    def by(self, chunk: int, *, stays: bool) -> Iterator[None]:
+    def running(self, chunk: int, *, stays: bool) -> Iterator[None]:
         """Run a chunk, or a piece of it, inside this block; with ``stays`` its changes remain afterwards."""
         if stays:
             yield

@@ -46,9 +46,9 @@ from kagome.model.state import state_of
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
 from kagome.objective.loss_weights import LossWeights
-from kagome.objective.optimizers import Aim
+from kagome.objective.optimizers import Criteria
 from kagome.pipelining.chunk_memory import ChunkActivations, ledger_of_chunks
-from kagome.pipelining.chunk_passes import ChunkPasses, Jobs
+from kagome.pipelining.chunk_passes import ChunkPasses, StageRuns
 from kagome.pipelining.chunking import chunked
 from kagome.pipelining.foreign_weights import (
     read_by_loss,
@@ -73,7 +73,7 @@ class ChunkEngine:
         mesh: All ranks.
         parallel: How to split, with every choice made.
         settings: The seed, gradient clipping and mixed precision.
-        aim: The loss and the metric.
+        criteria: The loss and the metric.
         phases: Records the time of each action.
         fast: Whether messages are deferred and reduced by kernels.
 
@@ -89,12 +89,12 @@ class ChunkEngine:
         *,
         parallel: Parallel,
         settings: Train,
-        aim: Aim,
+        criteria: Criteria,
         phases: PhaseTimer,
         fast: bool = True,
     ) -> None:
         self.model, self.mesh, self.parallel, self.settings = model, mesh, parallel, settings
-        self.aim, self.phases, self.channel = aim, phases, mesh.graph
+        self.criteria, self.phases, self.channel = criteria, phases, mesh.graph
         device = mesh.device
         options = PartOptions.of(settings, device, fast=fast)
         self.staging = stage_model(model, part, mesh.world, parallel, options)
@@ -102,52 +102,51 @@ class ChunkEngine:
         read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
         self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
-        part = needed(self.mine, part, aim.objective.uses)
+        part = needed(self.mine, part, criteria.objective.uses)
         options = PartOptions.of(settings, device, parallel, fast=self.fast)
         self.chunks = chunked(part, mesh.graph, parallel, options)
-        self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.apart])
-        self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.tell)
-        self.offload = Offload(parallel, device, lambda tensor: self.current.get().constants.lasting(tensor))
-        self.saving = ChunkActivations(self.offload, self.chunks, model)
-        self.owners = ParameterOwnership(model, self.staging.stages, mesh.pipe, self.staging.survey.changed)
-        self.foreign = self.owners.foreign()
+        self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.isolated])
+        self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.report_error)
+        self.offload = Offload(parallel, device, lambda t: self.current.get().constants.is_constant(t))
+        self.activations = ChunkActivations(self.offload, self.chunks, model)
+        stages, changed = self.staging.stages, self.staging.survey.changed
+        self.ownership = ParameterOwnership(model, stages, mesh.pipe, changed)
+        self.foreign = self.ownership.foreign()
         self.codes = {
             stage.number: StageCode(
                 *(model, self.staging.graph, self.staging.survey, stage, self.current, self.net.cast),
-                *(self.saving.saving, self.foreign),
+                *(self.activations.saving, self.foreign),
             )
             for stage in self.mine
         }
-        kept = {name for name in part.nodes if name.endswith("_mask")} | aim.objective.uses
+        kept = {name for name in part.nodes if name.endswith("_mask")} | criteria.objective.uses
         self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
         self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
         self.gradients = Gradients(
-            self.owners.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
+            self.ownership.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
-        self._weighed = LossWeights(aim.objective, mesh.graph)
+        self._weighed = LossWeights(criteria.objective, mesh.graph)
         self._settle()
-        self.undo = Rollback(model, self.owners.parameters, self.owners.moving())
-        self.exchange, codec = (
-            self.chunks.exchange,
-            StageCodec(parallel.codec_stage, settings.seed, mesh.stage),
-        )
+        self.rollback = Rollback(model, self.ownership.parameters, self.ownership.moving())
+        self.exchange = self.chunks.exchange
+        codec = StageCodec(parallel.codec_stage, settings.seed, mesh.stage)
         between = codec if parallel.pipe > 1 else None
         self.report = ExchangeReport(mesh.world, self.exchange, self.gradients, between)
         history = None if self.chunks.tables is None else history_controller(parallel)
-        self.controller = EpochController(parallel, self.report, self._say, history=history)
+        self.controller = EpochController(parallel, self.report, self._log, history=history)
         self._drifts: tuple[float, ...] = ()
-        self.passes = ChunkPasses(
-            *(self.codes, mesh, self.chunks, self.staging.stages, phases, self.owners.moved, self._lose),
+        self.chunk_passes = ChunkPasses(
+            *(self.codes, mesh, self.chunks, stages, phases, self.ownership.isolation, self._lose),
             codec,
         )
         self._checked = self._stepped = False
-        self.ahead = ForwardReuse(model)
+        self.forward_reuse = ForwardReuse(model)
         ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
         steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
         self.layout = StateLayout.of(
             parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps
         )
-        self._notes = [self._said()]
+        self._notes = [self._describe()]
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
         with self.net:  # an unsupported model is refused now
@@ -155,14 +154,14 @@ class ChunkEngine:
 
     def _settle(self) -> None:
         """Find the sum of the loss weights; a user's loss that returns weights is called with zero scores."""
-        target = self.aim.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
+        target = self.criteria.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
         value = self.staging.survey.values[self.staging.graph.output]
         out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
         self._weighed.settle(target, out)
 
     def _read_by_loss(self, part: Partition) -> tuple[str, ...]:
         """Find the weights that the loss reads, by calling it on made-up rows of the output."""
-        value, objective = self.staging.survey.values[self.staging.graph.output], self.aim.objective
+        value, objective = self.staging.survey.values[self.staging.graph.output], self.criteria.objective
         if value.dtype is None:
             return ()
         device, known = self.mesh.device, {**part.nodes, **part.shared}
@@ -179,22 +178,22 @@ class ChunkEngine:
         moved = self.staging.survey.changed.difference(alone)
         with unmoving({name: buffer for name, buffer in self.model.named_buffers() if name in moved}):
             # Checked here on all ranks: within an epoch only the last stage could refuse the loss.
-            objective.check(out, target, trains=True, apart=self._apart)
-        self.aim.metric.check(out)
+            objective.check(out, target, trains=True, calls=self._loss_calls)
+        self.criteria.metric.check(out)
         if self.parallel.pipe == 1:
             return ()
         with objective.tried():
             return read_by_loss(lambda: objective.lost(copied(out), target), self.model)
 
     @property
-    def _apart(self) -> str:
+    def _loss_calls(self) -> str:
         """How the loss is called, for errors; empty if once an epoch on all ranks that need what it keeps."""
         if self.parallel.chunks != 1:
             return "once for each chunk"
-        by_loss = self.aim.metric.name == "loss" or self.aim.metric.guessed
+        by_loss = self.criteria.metric.name == "loss" or self.criteria.metric.guessed
         return "on the last stage alone, while all score by it" if by_loss and self.parallel.pipe > 1 else ""
 
-    def _said(self) -> str:
+    def _describe(self) -> str:
         """Return the message that is logged before the first epoch."""
         slices = f", {self.parallel.tensor} feature slices in each" if self.parallel.tensor > 1 else ""
         words = f"pipeline: {len(self.staging.stages)} stages x {self.chunks.count} chunks{slices}"
@@ -211,14 +210,14 @@ class ChunkEngine:
         used = {} if bound is None else bound.used(self.mesh.world)
         return {**self.controller.facts(), **used, **self.offload.facts(self.mesh.world)}
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the closing messages: what history, codecs and late rows were found to cost."""
-        return self.controller.sum_up()
+        return self.controller.final_notes()
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Fill this rank's model, or a copy of its weights, with those of all stages. All ranks call it."""
         state = state_of(self.model) if weights is None else weights
-        self.owners.share(state, "weights of all stages")
+        self.ownership.share(state, "weights of all stages")
 
     @contextmanager
     def joined(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -226,48 +225,51 @@ class ChunkEngine:
         self.join_weights()
         if best is not None:
             self.join_weights(best)
-        self.owners.share_optimizer(optimizer)
+        self.ownership.share_optimizer(optimizer)
         yield
-        self.owners.forget_others(optimizer)
+        self.ownership.forget_others(optimizer)
 
-    def carried(self, epoch: int) -> EpochState:
+    def epoch_state(self, epoch: int) -> EpochState:
         """Return what the next epoch may read of this one: rows of other chunks, and controller states."""
-        tables, entries = self.chunks.tables, [*self.exchange.known.carried(epoch)]
+        tables, entries = self.chunks.tables, [*self.exchange.known.state_entries(epoch)]
         if self.controller.history is not None and tables is not None:
-            entries += [*tables.carried(epoch), *self.undo.carried()]
+            entries += [*tables.state_entries(epoch), *self.rollback.state_entries()]
         return EpochState.of(self.layout, self.controller.state_dict(), entries)
 
-    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
+    def resumed(self, optimizer: Optimizer, restored: RestoredState) -> str:
         """Continue from a checkpoint whose weights and optimizer state have been read. All ranks call it.
 
         Args:
             optimizer: The optimizer of the model's parameters.
-            told: The state of exchanges and controllers from the checkpoint.
+            restored: The state of exchanges and controllers from the checkpoint.
 
         Returns:
             A message on how training continues with history and late rows.
         """
-        self.owners.forget_others(optimizer)
-        self.controller.load_state_dict(told.guards)
+        self.ownership.forget_others(optimizer)
+        self.controller.load_state_dict(restored.controllers)
         history = self.controller.history
-        recall, tables = told.recall(self.layout, self.mesh.world, self.mesh.device), self.chunks.tables
-        self._forget(recall or NOTHING)
-        if recall is not None and history is not None and tables is not None:
-            self.evaluate(told.epoch)  # it reaches all sites, and reads exactly what all forwards share
+        resumed_rows, tables = (
+            restored.resume_rows(self.layout, self.mesh.world, self.mesh.device),
+            self.chunks.tables,
+        )
+        self._forget(resumed_rows or NOTHING)
+        if resumed_rows is not None and history is not None and tables is not None:
+            self.evaluate(restored.epoch)  # it reaches all sites, and reads exactly what all forwards share
             if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
-                recall = None
+                resumed_rows = None
                 self._forget(NOTHING)
         if history is not None:
-            kept = self.undo.recall(recall or NOTHING, told.epoch)
+            kept = self.rollback.restore(resumed_rows or NOTHING, restored.epoch)
             every = all(self.mesh.world.gather_objects(kept, "weights that may be put back"))
-            history.go_on(rows=recall is not None, kept=every)
-        return said_of(recall, late=self.exchange.late, history=history is not None)
+            history.resume(rows=resumed_rows is not None, kept=every)
+        return said_of(resumed_rows, late=self.exchange.late, history=history is not None)
 
-    def _forget(self, recall: ResumedRows) -> None:
+    def _forget(self, resumed_rows: ResumedRows) -> None:
         """Drop the rows of earlier epochs, except those resumed from a checkpoint."""
-        self.exchange.forget(recall)
+        self.exchange.forget(resumed_rows)
         if self.chunks.tables is not None:
-            self.chunks.tables.forget(recall)
+            self.chunks.tables.forget(resumed_rows)
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the messages that have come up since the last call."""
@@ -276,9 +278,9 @@ class ChunkEngine:
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """Return the memory by kind that this rank holds between epochs, and its activations within one."""
-        copies = [*(best or {}).values(), *self.undo.tensors]
+        copies = [*(best or {}).values(), *self.rollback.tensors]
         ledger = ledger_of_chunks(self.chunks, self.model, copies)
-        return account(ledger, self.model, optimizer, self.saving.bytes)
+        return account(ledger, self.model, optimizer, self.activations.bytes)
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -300,12 +302,12 @@ class ChunkEngine:
         self.model.train(True)
         plan = self.controller.plan()
         lost = self._gradient(epoch, plan) if plan.guess is None else self._probed(epoch, plan)
-        self.saving.done()
+        self.activations.done()
         self._checked = True
         value, stops = self._summed(epoch, lost, stop=stop)
         task.check_finite(value, epoch)
         weights = self.controller.observe(epoch, plan, value)
-        if not self.undo.heed(weights, optimizer):
+        if not self.rollback.apply(weights, optimizer):
             return value, stops
         with self.phases.phase("optimizer", epoch):
             self._step(optimizer)
@@ -331,7 +333,7 @@ class ChunkEngine:
     def _step(self, optimizer: Optimizer) -> None:
         """Clip the gradients and make the optimizer's step."""
         if self.settings.clip is not None:
-            self.owners.clip(self.gradients.parameters, self.settings.clip)
+            self.ownership.clip(self.gradients.parameters, self.settings.clip)
         if self._stepped:
             self._step_own(optimizer)
         else:  # one rank may refuse the optimizer where others do not
@@ -348,12 +350,12 @@ class ChunkEngine:
     def _probed(self, epoch: int, plan: EpochPlan) -> float:
         """Compute the gradient of the plan's guess, then the exact one, which stays, and compare the two."""
         assert plan.guess is not None
-        with self.owners.buffers.unmoved(), self.aim.objective.tried():
+        with self.ownership.buffers.unmoved(), self.criteria.objective.tried():
             self._gradient(epoch, plan.guess, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
         with self.report.aside():
             lost = self._gradient(epoch, plan)
-        agreed = agreement(*self.owners.products(self.gradients.parameters, guess))
+        agreed = agreement(*self.ownership.products(self.gradients.parameters, guess))
         drift = 0.0
         if plan.kind == "probe":
             assert self.chunks.tables is not None
@@ -370,64 +372,66 @@ class ChunkEngine:
             self.controller.using(plan, probes=probes),
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
-            jobs = self._trained(epoch, plan)
+            stage_runs = self._trained(epoch, plan)
         self._weighed.done()
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
-            self.owners.sum_shared()
+            self.ownership.sum_shared()
             self.gradients.tell_hooks()
-        return sum(job.lost for job in jobs.values())
+        return sum(stage_run.lost for stage_run in stage_runs.values())
 
-    def _trained(self, epoch: int, plan: EpochPlan) -> Jobs:
+    def _trained(self, epoch: int, plan: EpochPlan) -> StageRuns:
         """Run all chunks forward and backward, by the pass for this kind of epoch."""
         tables = self.chunks.tables
         if tables is None or self.parallel.cross_chunk == "drop":
-            return self.passes.one_by_one(epoch, None, checked=not self._checked)
+            return self.chunk_passes.one_by_one(epoch, None, checked=not self._checked)
         history, stale = self.controller.history, self.parallel.stale_gradients
         if plan.exact:
             leaves = history is not None and (stale or history.watch)
-            jobs = self.passes.in_lockstep(epoch, training=True, checked=not self._checked, stale=leaves)
+            stage_runs = self.chunk_passes.in_lockstep(
+                epoch, training=True, checked=not self._checked, stale=leaves
+            )
         else:
             stale = stale or (history is not None and history.careful)
-            supplier = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
-            tables.begin(epoch, supplier)
-            jobs = self.passes.one_by_one(epoch, supplier, checked=not self._checked)
+            provider = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
+            tables.begin(epoch, provider)
+            stage_runs = self.chunk_passes.one_by_one(epoch, provider, checked=not self._checked)
             with self.phases.phase("history", epoch):
                 tables.end()
         if plan.exact or plan.kind == "refresh":
             tables.keep()
-        return jobs
+        return stage_runs
 
-    def _say(self, said: str) -> None:
-        if said:
-            self._notes.append(said)
+    def _log(self, message: str) -> None:
+        if message:
+            self._notes.append(message)
 
-    def _lose(self, job: StageRun) -> None:
+    def _lose(self, stage_run: StageRun) -> None:
         """Compute the loss of a stage run after its forward, if its stage computes the output."""
-        self.saving.look()
+        self.activations.sample_peak()
         self._drifts = self._drifts or self.exchange.drifts
-        out = self._out(job)
+        out = self._out(stage_run)
         if out is None:
             return
-        rows = job.scope.inputs["train_mask"].nonzero().view(-1)
-        target, shown = self.aim.objective.target(job.scope.inputs, rows), out[rows]
+        rows = stage_run.scope.inputs["train_mask"].nonzero().view(-1)
+        target, shown = self.criteria.objective.target(stage_run.scope.inputs, rows), out[rows]
         if not self._checked:
-            with RefusesKept(lambda tensor: job.scope.axes.of(tensor) is not None, self.model):
-                self.aim.objective.check(shown, target, trains=True, apart=self._apart)
-            self.aim.metric.check(out)
+            with RefusesKept(lambda tensor: stage_run.scope.axes.of(tensor) is not None, self.model):
+                self.criteria.objective.check(shown, target, trains=True, calls=self._loss_calls)
+            self.criteria.metric.check(out)
         if not rows.numel():
             return
         with watched(self.foreign, "the loss"):
-            lost = self._weighed.mean(*self.aim.objective.lost(shown, target))
-        job.lost = float(lost.detach())
-        job.roots.append((lost, None))
+            lost = self._weighed.mean(*self.criteria.objective.lost(shown, target))
+        stage_run.lost = float(lost.detach())
+        stage_run.roots.append((lost, None))
 
-    def _out(self, job: StageRun) -> Tensor | None:
+    def _out(self, stage_run: StageRun) -> Tensor | None:
         """Return the model's output for a chunk; None if the run's stage does not compute it."""
-        name = job.code.stage.output
+        name = stage_run.code.stage.output
         if name is None:
             return None
-        out = task.check_rows(job.outs[name], job.scope.own, self.mesh.rank)
+        out = task.check_rows(stage_run.outs[name], stage_run.scope.own, self.mesh.rank)
         shown: Tensor = task.in_float32(out) if self.net.options.amp else out
         return shown
 
@@ -451,10 +455,10 @@ class ChunkEngine:
         self.model.train(False)
         self.exchange.settle()  # any number of evaluations may follow
         if self.chunks.count > 1:
-            jobs = self.passes.in_lockstep(epoch, training=False)
+            stage_runs = self.chunk_passes.in_lockstep(epoch, training=False)
         else:
-            jobs = self.passes.forward(epoch)
-        found = [self._out(job) for job in jobs.values()]
+            stage_runs = self.chunk_passes.forward(epoch)
+        found = [self._out(stage_run) for stage_run in stage_runs.values()]
         rows = [out for out in found if out is not None]
         value = self.staging.survey.values[self.staging.graph.output]
         if rows:

@@ -47,7 +47,7 @@ class ChunkActivations:
             return self.offload.saving()
         return self._saved.recording()
 
-    def look(self) -> None:
+    def sample_peak(self) -> None:
         """Count the saved bytes of all chunks after a chunk's forward, without tensors held in any case."""
         if not self._left:
             return
@@ -79,6 +79,6 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
-    for scope in dict.fromkeys((*chunks.scopes, *chunks.apart)):
+    for scope in dict.fromkeys((*chunks.scopes, *chunks.isolated)):
         add_scope(ledger, scope)
     return ledger

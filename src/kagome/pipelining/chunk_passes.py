@@ -37,7 +37,7 @@ from kagome.schedule.schedules import (
     sends,
 )
 
-Jobs = dict[tuple[int, int], StageRun]
+StageRuns = dict[tuple[int, int], StageRun]
 """The stage runs of a pass, by stage and chunk."""
 
 
@@ -51,7 +51,7 @@ class ChunkPasses:
         chunks: The chunks of its part.
         stages: The stages of all ranks.
         phases: Records the time of each action.
-        moved: Makes the buffer isolation of a pass; its argument says whether further buffers are watched.
+        isolation: Makes the buffer isolation of a pass; the argument is whether further buffers are watched.
         lose: Called with each stage run whose forward has ended in training.
         codec: Encodes the values that go from stage to stage in training.
     """
@@ -61,41 +61,43 @@ class ChunkPasses:
     chunks: Chunking
     stages: Sequence[Stage]
     phases: PhaseTimer
-    moved: Callable[[bool], BufferIsolation]
+    isolation: Callable[[bool], BufferIsolation]
     lose: Callable[[StageRun], None]
     codec: StageCodec
 
-    def one_by_one(self, epoch: int, history: HistoricalRows | None, *, checked: bool) -> Jobs:
+    def one_by_one(self, epoch: int, history: HistoricalRows | None, *, checked: bool) -> StageRuns:
         """Train on one chunk after the other, by a program that is fixed before the pass.
 
         Args:
             epoch: The epoch.
-            history: The supplier of historical rows; None where chunks are independent.
+            history: The provider of historical rows; None where chunks are independent.
             checked: Whether ranks compare the headers of their messages.
         """
-        jobs = self._jobs(self.chunks.apart, epoch, training=True, checked=checked)
+        stage_runs = self._make_stage_runs(self.chunks.isolated, epoch, training=True, checked=checked)
         programs = self.programs(epoch)
         program = programs[self.mesh.stage]
-        messages = self._messages(jobs, epoch, programs, self.codec)
+        messages = self._messages(stage_runs, epoch, programs, self.codec)
         # Independent chunks each update running statistics, as micro-batches do.
         alike = history is not None
-        moved = self.moved(alike)
+        isolation = self.isolation(alike)
         first = next(action.chunk for action in program if action.kind is ActionKind.F)
 
         def compute(action: Action) -> None:
-            job = jobs[action.stage, action.chunk]
+            stage_run = stage_runs[action.stage, action.chunk]
             if action.kind is ActionKind.F:
-                stays = action.chunk == first if alike else job.scope.own > 0
-                with moved.by(action.chunk, stays=stays):
-                    job.forward()
-                self.lose(job)
+                stays = action.chunk == first if alike else stage_run.scope.own > 0
+                with isolation.running(action.chunk, stays=stays):
+                    stage_run.forward()
+                self.lose(stage_run)
                 return
-            job.backward()
+            stage_run.backward()
 
         self._run(program, compute, messages, epoch)
-        return jobs
+        return stage_runs
 
-    def in_lockstep(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> Jobs:
+    def in_lockstep(
+        self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False
+    ) -> StageRuns:
         """Run all chunks piece by piece; a stage ends when its steps have no more reads of neighbours.
 
         Args:
@@ -106,50 +108,52 @@ class ChunkPasses:
         """
         tables = self.chunks.tables
         assert tables is not None
-        jobs = self._jobs(self.chunks.scopes, epoch, training=training, checked=checked)
-        supplier = self.chunks.exact(epoch, training=training, stale=stale)
-        tables.begin(epoch, supplier)
+        stage_runs = self._make_stage_runs(self.chunks.scopes, epoch, training=training, checked=checked)
+        provider = self.chunks.exact(epoch, training=training, stale=stale)
+        tables.begin(epoch, provider)
         shape = self._shape(tuple(range(len(self.chunks.scopes))))
         programs = self._needed(fill_drain(shape) if training else forward_only(shape))
-        messages = self._messages(jobs, epoch, programs, self.codec if training else None)
-        numbers, moved, ended = tuple(self.codes), self.moved(training), set[int]()
+        messages = self._messages(stage_runs, epoch, programs, self.codec if training else None)
+        numbers, isolation, ended = tuple(self.codes), self.isolation(training), set[int]()
 
         def program() -> Generator[Action, None, None]:
             """Yield a stage's rounds after the other's; how many a stage takes shows when it ends."""
             for forward in (True, False) if training else (True,):
                 for stage in numbers if forward else numbers[::-1]:
-                    mine = [job for (other, _), job in jobs.items() if other == stage]
+                    mine = [stage_run for (other, _), stage_run in stage_runs.items() if other == stage]
                     ended.clear()
-                    lockstep = Lockstep([job.forward if forward else job.backward for job in mine])
-                    supplier.lockstep = lockstep
+                    lockstep = Lockstep(
+                        [stage_run.forward if forward else stage_run.backward for stage_run in mine]
+                    )
+                    provider.lockstep = lockstep
                     with closing(lockstep):
                         yield from self._carrying(_rounds(shape, stage, ended, forward=forward))
 
         def compute(action: Action) -> None:
-            assert supplier.lockstep is not None
-            with moved.by(action.chunk, stays=action.chunk == 0):
-                done = supplier.lockstep.advance(action.chunk)
+            assert provider.lockstep is not None
+            with isolation.running(action.chunk, stays=action.chunk == 0):
+                done = provider.lockstep.advance(action.chunk)
             if done:
                 ended.add(action.chunk)
                 if action.kind is ActionKind.F and training:
-                    self.lose(jobs[action.stage, action.chunk])
+                    self.lose(stage_runs[action.stage, action.chunk])
 
         # Backward runs in the calling thread, on a GPU too, because chunks in lockstep wait inside it.
         with closing(program()) as rounds, torch.autograd.set_multithreading_enabled(False):
             self._run(rounds, compute, messages, epoch)
-        return jobs
+        return stage_runs
 
-    def forward(self, epoch: int) -> Jobs:
+    def forward(self, epoch: int) -> StageRuns:
         """Evaluate a part that is a single chunk."""
-        jobs = self._jobs(self.chunks.scopes, epoch, training=False, checked=False)
+        stage_runs = self._make_stage_runs(self.chunks.scopes, epoch, training=False, checked=False)
         programs = forward_only(self._shape((0,)))
-        messages = self._messages(jobs, epoch, programs, None)
+        messages = self._messages(stage_runs, epoch, programs, None)
 
         def compute(action: Action) -> None:
-            jobs[action.stage, 0].forward()
+            stage_runs[action.stage, 0].forward()
 
         self._run(programs[self.mesh.stage], compute, messages, epoch)
-        return jobs
+        return stage_runs
 
     def programs(self, epoch: int) -> Programs:
         """Return the programs of this part's stages for an epoch that runs chunk by chunk."""
@@ -169,15 +173,17 @@ class ChunkPasses:
         return needed(program, self.stages, next(iter(self.codes.values())).survey.values)
 
     def _messages(
-        self, jobs: Jobs, epoch: int, programs: Programs, codec: StageCodec | None
+        self, stage_runs: StageRuns, epoch: int, programs: Programs, codec: StageCodec | None
     ) -> StageTransfers:
         """Return the transfers of a pass, all of whose receives have started."""
         ranks = [stage.rank for stage in self.stages]
-        messages = StageTransfers(self.codes, self.mesh.pipe, ranks, jobs, epoch, codec)
+        messages = StageTransfers(self.codes, self.mesh.pipe, ranks, stage_runs, epoch, codec)
         messages.post(arrivals(programs, self.mesh.stage))
         return messages
 
-    def _jobs(self, scopes: Sequence[Interceptor], epoch: int, *, training: bool, checked: bool) -> Jobs:
+    def _make_stage_runs(
+        self, scopes: Sequence[Interceptor], epoch: int, *, training: bool, checked: bool
+    ) -> StageRuns:
         named = [Counter[str]() for _ in scopes]
         return {
             (stage, number): StageRun(code, scope, epoch, training, checked, named[number])

@@ -37,7 +37,7 @@ class Chunking:
     Args:
         scopes: The interceptors, one for each chunk with all its edges; one for the part where it is a single
             chunk, and one for all chunks where they run together.
-        apart: For ``cross_chunk="drop"``, an interceptor for each chunk without the edges from outside it;
+        isolated: For ``cross_chunk="drop"``, an interceptor for each chunk without the edges from outside it;
             else the same as ``scopes``.
         tables: The rows and gradients that outlive a chunk; None where the part is one chunk.
         rows: The part's row at each position of the chunks laid end to end.
@@ -47,7 +47,7 @@ class Chunking:
     """
 
     scopes: tuple[Interceptor, ...]
-    apart: tuple[Interceptor, ...]
+    isolated: tuple[Interceptor, ...]
     tables: Tables | None
     rows: Tensor
     exchange: CompressedExchange
@@ -97,7 +97,7 @@ class Chunking:
         return order_of(self.count, seed=self.seed, epoch=epoch, part=part, shuffle=shuffle)
 
     def history(self, epoch: int, *, refresh: bool, stale: bool) -> HistoricalRows:
-        """Return the supplier of halo rows for an epoch with history.
+        """Return the provider of halo rows for an epoch with history.
 
         Args:
             epoch: The epoch, counted from 1.
@@ -110,7 +110,7 @@ class Chunking:
         return HistoricalRows(self.tables, steps, self._left(epoch) if stale else None)
 
     def exact(self, epoch: int, *, training: bool, stale: bool) -> ExactRows:
-        """Return the supplier of halo rows for an epoch in which all chunks run in lockstep.
+        """Return the provider of halo rows for an epoch in which all chunks run in lockstep.
 
         Args:
             epoch: The epoch, counted from 1.
@@ -194,13 +194,13 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
         plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
         scopes.append(interceptor_of(piece.part, end, options, rows=plan))
         end.where = scopes[-1].where
-    apart = scopes
+    isolated = scopes
     if drops:
-        apart = [_apart(piece, tables, options) for piece in chunks.pieces]
-    return Chunking(tuple(scopes), tuple(apart), tables, chunks.rows, exchange, settings, seed)
+        isolated = [_isolated(piece, tables, options) for piece in chunks.pieces]
+    return Chunking(tuple(scopes), tuple(isolated), tables, chunks.rows, exchange, settings, seed)
 
 
-def _apart(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
+def _isolated(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
     """Return the interceptor of a chunk without the edges that come from outside it."""
     whole, count = alone(piece), len(tables.chunks.pieces)
     rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count

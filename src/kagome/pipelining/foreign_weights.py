@@ -166,13 +166,13 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
         return  # torch's optimizers update each weight by itself
     steps = []
     for factor in (1.0, 3.0):
-        twin = object.__new__(type(optimizer))  # a copied optimizer lacks the attributes of its subclass
-        vars(twin).update(copy.deepcopy(vars(optimizer)))
-        twin._optimizer_step_pre_hooks.clear()
-        twin._optimizer_step_post_hooks.clear()
+        copied = object.__new__(type(optimizer))  # a copied optimizer lacks the attributes of its subclass
+        vars(copied).update(copy.deepcopy(vars(optimizer)))
+        copied._optimizer_step_pre_hooks.clear()
+        copied._optimizer_step_post_hooks.clear()
         pairs = [
             (theirs, ours)
-            for group, held in zip(optimizer.param_groups, twin.param_groups, strict=True)
+            for group, held in zip(optimizer.param_groups, copied.param_groups, strict=True)
             for theirs, ours in zip(group["params"], held["params"], strict=True)
             if theirs.grad is not None
         ]
@@ -180,7 +180,7 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
             ours.grad = theirs.grad.clone() * (factor if place == 0 else 1.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            twin.step()
+            copied.step()
         steps.append([ours.detach() for _, ours in pairs[1:]])
     if not all(torch.equal(one, two) for one, two in zip(*steps, strict=True)):
         raise ModelError(

@@ -61,15 +61,15 @@ def share_of(pipeline: ChunkEngine, counts: PartSize, optimizer: Optimizer) -> S
         counts: The size of its part.
         optimizer: The optimizer of the model's parameters.
     """
-    rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.owners.parameters
+    rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.ownership.parameters
     flight = 1.0
     if chunks.count > 1 and pipeline.parallel.cross_chunk == "drop":
-        programs = pipeline.passes.programs(1)
+        programs = pipeline.chunk_passes.programs(1)
         flight = simulate(programs, lambda _: 1.0).held[rank] / (chunks.count * len(pipeline.mine))
     own = sum(p.nbytes for p in learning)
     several = pipeline.mesh.weights.size > 1
-    reads = sum(scope.views[0].rows.halo for scope in chunks.apart) if chunks.count > 1 else 0
-    edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.apart)
+    reads = sum(scope.views[0].rows.halo for scope in chunks.isolated) if chunks.count > 1 else 0
+    edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.isolated)
     here = counts if chunks.count == 1 else replace(counts, halo=reads, edges=edges, cut=0)
     return StageMemory(
         pipeline.held(optimizer, None),
@@ -90,7 +90,7 @@ def held_by_stages(
     parallel: Parallel,
     *,
     keeps_best: bool = True,
-    team: GroupSize | None = None,
+    group_size: GroupSize | None = None,
 ) -> MemoryByKind:
     """Estimate the memory by kind that a rank of a pipeline will hold.
 
@@ -100,9 +100,9 @@ def held_by_stages(
         share: What the rank's stages need of the model's memory.
         parallel: How the model and the graph are split.
         keeps_best: Whether a copy of the best epoch's weights is kept.
-        team: The size of the group that slices features with this rank; None without feature slices.
+        group_size: The size of the group that slices features with this rank; None without feature slices.
     """
-    whole = rates.at(counts, team=team)
+    whole = rates.at(counts, group_size=group_size)
     kept: float | None = whole.activations
     halo = None if whole.halo is None else whole.halo * share.kept
     if parallel.chunks != 1:

@@ -53,7 +53,7 @@ class ParameterOwnership:
         used = Counter(name for stage in stages for name in set(stage.buffers))
         here = {name for stage in stages if stage.rank == self.mine for name in stage.buffers}
         self.buffers = Buffers(model, here)
-        self._moved, self._alone = set(changed & here), {name for name, count in used.items() if count == 1}
+        self._changed, self._alone = set(changed & here), {name for name, count in used.items() if count == 1}
 
     def foreign(self) -> dict[str, Tensor]:
         """Return the weights that other ranks train, by name; out of date here until they are shared."""
@@ -63,11 +63,11 @@ class ParameterOwnership:
 
     def moving(self) -> list[Tensor]:
         """Return the current tensors of this rank's buffers that a forward is known to change."""
-        return [tensor for name, tensor in self.buffers.now().items() if name in self._moved]
+        return [tensor for name, tensor in self.buffers.now().items() if name in self._changed]
 
-    def moved(self, watches: bool) -> BufferIsolation:
+    def isolation(self, watches: bool) -> BufferIsolation:
         """Isolate this rank's buffers by chunk in one pass; ``watches`` looks for further changing ones."""
-        return BufferIsolation(self.buffers, self._moved, self._alone, watches=watches)
+        return BufferIsolation(self.buffers, self._changed, self._alone, watches=watches)
 
     def sum_shared(self) -> None:
         """Sum the gradients of shared weights, and drop them on ranks that do not train the weight.

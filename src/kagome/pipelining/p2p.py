@@ -29,7 +29,7 @@ class StageTransfers:
         codes: The code of each of this rank's stages, by stage number.
         pipe: The channel between the ranks that hold this part.
         ranks: The rank of every stage.
-        jobs: The stage runs of this pass, by stage and chunk.
+        stage_runs: The stage runs of this pass, by stage and chunk.
         epoch: The epoch, for error messages and random draws.
         codec: How values are encoded for a transfer; None where no backward follows, so that they are sent
             as they are.
@@ -40,11 +40,11 @@ class StageTransfers:
         codes: Mapping[int, StageCode],
         pipe: Channel,
         ranks: Sequence[int],
-        jobs: Mapping[tuple[int, int], StageRun],
+        stage_runs: Mapping[tuple[int, int], StageRun],
         epoch: int,
         codec: StageCodec | None = None,
     ) -> None:
-        self.codes, self.pipe, self.ranks, self.jobs = codes, pipe, ranks, jobs
+        self.codes, self.pipe, self.ranks, self.stage_runs = codes, pipe, ranks, stage_runs
         self.epoch, self.codec = epoch, codec
         self._here: dict[Action, list[tuple[str, Tensor]]] = {}
         self._coming: dict[Action, list[tuple[str, Work]]] = {}
@@ -58,9 +58,9 @@ class StageTransfers:
 
     def _begun(self, name: str, action: Action) -> Work:
         """Start one receive; ``wait`` of the result returns the value."""
-        code, job = self.codes[action.stage], self.jobs[action.stage, action.chunk]
+        code, stage_run = self.codes[action.stage], self.stage_runs[action.stage, action.chunk]
         value = code.survey.values[name]
-        shape, dtype = code.shape(name, job.scope), value.dtype or torch.float32
+        shape, dtype = code.shape(name, stage_run.scope), value.dtype or torch.float32
         size = None if self.codec is None else self.codec.size(value, shape)
         coming = self.pipe.start_receive(
             shape if size is None else (size,),
@@ -80,15 +80,15 @@ class StageTransfers:
 
     def send(self, action: Action) -> None:
         """Start to send a chunk's values, or their gradients."""
-        job = self.jobs[action.stage, action.chunk]
+        stage_run = self.stage_runs[action.stage, action.chunk]
         peer = self.ranks[action.other]
         for name in self.names(action):
-            value = (job.outs[name] if action.kind.forward else job.gradient(name)).detach()
+            value = (stage_run.outs[name] if action.kind.forward else stage_run.gradient(name)).detach()
             if peer == self.pipe.rank:
                 # In evaluation the receiving stage may change it in place while it is still being sent to
                 # other stages.
-                kept = value if job.training else value.clone()
-                self._here.setdefault(action.answer, []).append((name, kept))
+                kept = value if stage_run.training else value.clone()
+                self._here.setdefault(action.counterpart, []).append((name, kept))
                 continue
             self._leaving.append(
                 self.pipe.start_send(
@@ -109,8 +109,8 @@ class StageTransfers:
             return value
         backward = not action.kind.forward
         where = f"{name} in {self._words(action)}"
-        stamps = self.jobs[action.stage, action.chunk].scope.ids.own()
-        return self.codec.encode(name, value, stamps, size, self.epoch, backward=backward, where=where)
+        row_ids = self.stage_runs[action.stage, action.chunk].scope.ids.own()
+        return self.codec.encode(name, value, row_ids, size, self.epoch, backward=backward, where=where)
 
     def receive(self, action: Action) -> None:
         """Wait for the values of a RECV, and hand them to the stage run."""
@@ -118,12 +118,12 @@ class StageTransfers:
             found = self._here.pop(action)
         else:
             found = [(name, coming.wait()) for name, coming in self._coming.pop(action)]
-        job = self.jobs[action.stage, action.chunk]
+        stage_run = self.stage_runs[action.stage, action.chunk]
         for name, value in found:
             if action.kind.forward:
-                job.take(name, value)
+                stage_run.take(name, value)
             else:
-                job.returned(name, value)
+                stage_run.returned(name, value)
 
     def end(self) -> None:
         """Wait until all sends have completed."""

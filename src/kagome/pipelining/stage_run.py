@@ -38,7 +38,7 @@ class StageCode:
         stage: The stage, which names the steps that it runs.
         current: Holds the interceptor that is active.
         cast: Makes the context of mixed precision.
-        saving: Makes the context that measures or offloads activations.
+        save_activations: Makes the context that measures or offloads activations.
         foreign: The weights that other ranks train, by name; their values here are out of date.
     """
 
@@ -48,7 +48,7 @@ class StageCode:
     stage: Stage
     current: ActiveInterceptor
     cast: Any
-    saving: Callable[[], AbstractContextManager[None]]
+    save_activations: Callable[[], AbstractContextManager[None]]
     foreign: Mapping[str, Tensor] = field(default_factory=dict)
 
     def shape(self, name: str, scope: Interceptor) -> tuple[int, ...]:
@@ -98,9 +98,9 @@ class StageRun:
         known = self.code.survey.values[name]
         leaf = value.detach()
         if known.kind == "rows":
-            leaf = self.scope.marks.put(leaf, Placement(PlacementKind.ROWS))
+            leaf = self.scope.placements.put(leaf, Placement(PlacementKind.ROWS))
         elif known.kind == "edges":
-            leaf = self.scope.marks.put(
+            leaf = self.scope.placements.put(
                 leaf, Placement(PlacementKind.PAIRS, 0, edges=self.scope.views[0].edge_index)
             )
         self.values[name] = leaf.requires_grad_(known.grad and self.training)
@@ -126,9 +126,11 @@ class StageRun:
         # The forward pass is left at once, because what it holds must not outlive the chunk.
         with (
             self._running(),
-            scope.running(self.epoch, training=self.training, checked=self.checked, named=self.named) as turn,
+            scope.running(
+                self.epoch, training=self.training, checked=self.checked, named=self.named
+            ) as forward_pass,
             code.cast(),
-            code.saving() if self.training else nullcontext(),
+            code.save_activations() if self.training else nullcontext(),
             watched(code.foreign if self.checked else {}, "a hook of a layer"),
         ):
             found = code.graph.run(
@@ -141,7 +143,7 @@ class StageRun:
             )
             refuse_some_rows(scope, found, "a stage")
             self.outs = {name: rewrite_rules.computed(value) for name, value in found.items()}
-        self.token = turn.token
+        self.token = forward_pass.token
 
     def _running(self) -> AbstractContextManager[None]:
         return self.code.current.using(self.scope)

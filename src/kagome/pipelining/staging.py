@@ -24,7 +24,7 @@ from kagome.model.split.stages import Stage, cut
 from kagome.model.trace.graph import LayerGraph
 from kagome.model.trace.shapes import Survey, chain, trace
 from kagome.profile.part_size import PartSize
-from kagome.profile.step_shapes import looked_at
+from kagome.profile.step_shapes import survey_on_sample
 from kagome.profile.step_times import Seconds, timed
 
 Looked = tuple[Survey, Mapping[str, Seconds], Mapping[str, Seconds], ActivationProfile, str]
@@ -127,13 +127,13 @@ class Steps:
         )
         seconds = {name: forward[name] + backward[name] for name in forward}
         # In 1F1B a chunk's forward waits for another's backward; fill-drain runs all forwards first.
-        apart = parallel.pattern == "fill-drain"
+        two_rounds = parallel.pattern == "fill-drain"
         stages = cut(
             self.graph,
             self.survey,
             parallel.pipe * parallel.stages_per_rank,
-            forward if apart else seconds,
-            backward=backward if apart else None,
+            forward if two_rounds else seconds,
+            backward=backward if two_rounds else None,
             vertices=rows,
             edges=edges,
             ranks=parallel.pipe,
@@ -224,7 +224,7 @@ def steps_of(
     graph = chain(model, layers, names) if layers else trace(model, names, plain)
 
     def look(parted: bool) -> Looked:
-        seen = looked_at(model, graph, part, options, named=bool(layers), parted=parted, exact=exact)
+        seen = survey_on_sample(model, graph, part, options, named=bool(layers), parted=parted, exact=exact)
         try:
             return _measured(model, graph, seen, part, options, parted=parted)
         except EscapeError as error:

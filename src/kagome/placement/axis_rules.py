@@ -222,7 +222,7 @@ def place_of(
     if name in PREFIX:
         return _by_view(name, args, kwargs, base, axis, rows, out)
     if name in _TURNS:
-        return _by_turn(name, args, base, axis)
+        return _by_transpose(name, args, base, axis)
     if name == "cdist":  # rows against points that are not rows: see ``placement`` for rows against rows
         inner, outer = base.dim() - 2, out.dim() - (2 if args[0] is base else 1)
         return outer if axis == inner else axis if axis < inner else None
@@ -275,7 +275,7 @@ def _by_view(
     return _by_prefix(base, axis, rows, out, _given_shape(name, args, kwargs))
 
 
-def _by_turn(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int | None:
+def _by_transpose(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int | None:
     """Follow the row axis through a call that reorders axes."""
     if name == "permute":
         dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]

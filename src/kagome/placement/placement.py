@@ -81,12 +81,12 @@ class Placement:
     origin: str = ""
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether there is one row for each own vertex or edge."""
         return self.subset is None and self.each == 1
 
     @property
-    def told(self) -> tuple[Any, ...]:
+    def fields(self) -> tuple[Any, ...]:
         """All fields but ``edges`` and ``subset``, for comparison."""
         return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin
 
@@ -113,23 +113,28 @@ class Placements:
     """The placements of all living tensors of one forward, and the rules by which they propagate.
 
     Args:
-        whole: Whether the whole graph is local, in its own order, so that ids mean what they mean to the
+        all_local: Whether the whole graph is local, in its own order, so that ids mean what they mean to the
             user.
     """
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, all_local: bool = False) -> None:
         self._table: WeakTensorMap[Placement] = WeakTensorMap()
         self._weights: WeakTensorMap[bool] = WeakTensorMap()
         self._memory: WeakTensorMap[Placement] = WeakTensorMap()
         self._loses = False
-        self.whole = whole
+        self.all_local = all_local
 
     def get(self, tensor: Any) -> Placement | None:
         """Return the placement of a tensor, or None; any other object has none."""
-        mark = self._table.get(tensor)
-        if mark is None and type(tensor) is nn.Parameter and not self.whole and tensor not in self._weights:
+        placement = self._table.get(tensor)
+        if (
+            placement is None
+            and type(tensor) is nn.Parameter
+            and not self.all_local
+            and tensor not in self._weights
+        ):
             return self._of_parameter(tensor)
-        return mark
+        return placement
 
     def _of_parameter(self, weight: nn.Parameter) -> Placement | None:
         """Return the placement of a parameter that forward made from rows; no torch call shows that."""
@@ -150,15 +155,17 @@ class Placements:
         held = [each for each in self._table.living() if type(each) in (Tensor, nn.Parameter)]
         return [each for each in held if isinstance(each, Tensor) and each.layout is torch.strided]
 
-    def put(self, tensor: Tensor, mark: Placement | None) -> Tensor:
+    def put(self, tensor: Tensor, placement: Placement | None) -> Tensor:
         """Set or remove the placement of a tensor, and return the tensor."""
-        if mark is not None and not (self.whole and mark.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)):
-            self._table[tensor] = mark
-            if mark.kind is PlacementKind.LOST:
+        if placement is not None and not (
+            self.all_local and placement.kind in (PlacementKind.MIXED, PlacementKind.LOCAL)
+        ):
+            self._table[tensor] = placement
+            if placement.kind is PlacementKind.LOST:
                 self._loses = True
                 if type(tensor) is Tensor and tensor.layout is torch.strided:
                     with torch._C.DisableTorchFunction():
-                        self._memory[tensor.untyped_storage()] = mark
+                        self._memory[tensor.untyped_storage()] = placement
         elif tensor in self._table:
             del self._table[tensor]
         return tensor
@@ -167,7 +174,7 @@ class Placements:
         """Set the placement of a torch call's result by the placements of its arguments."""
         if not isinstance(result, (Tensor, tuple, list)):
             return
-        found = [mark for tensor in tensors(args, kwargs) if (mark := self.get(tensor)) is not None]
+        found = [placement for tensor in tensors(args, kwargs) if (placement := self.get(tensor)) is not None]
         if not found:
             return
         if self.stays_lost(name, args, kwargs, result):
@@ -183,7 +190,7 @@ class Placements:
                 if not out.is_floating_point() and out.dtype != torch.bool:
                     order = name == "argsort" or (name == "sort" and place)
                     self.put(out, Placement(PlacementKind.LOCAL) if order else mixed)
-                elif mixed.kind is PlacementKind.LOCAL and not self.whole:
+                elif mixed.kind is PlacementKind.LOCAL and not self.all_local:
                     _lose(self, name, out)
             return
         first = self.get(args[0]) if args else None
@@ -194,10 +201,17 @@ class Placements:
 
     def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement | None:
         """Return the placement of a lost tensor among a call's arguments; None if there is none."""
-        if self.whole or not self._loses:
+        if self.all_local or not self._loses:
             return None
-        marks = map(self.get, tensors(args, kwargs))
-        return next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.LOST), None)
+        placements = map(self.get, tensors(args, kwargs))
+        return next(
+            (
+                placement
+                for placement in placements
+                if placement is not None and placement.kind is PlacementKind.LOST
+            ),
+            None,
+        )
 
     def stays_lost(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Mark a call's result as lost if one of its arguments is, whoever answered the call."""
@@ -297,7 +311,7 @@ _GATHERS = frozenset(["__getitem__", "index_select", "gather", "embedding"])
 
 
 def _spread_ids(
-    marks: Placements,
+    placements: Placements,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -307,31 +321,31 @@ def _spread_ids(
 ) -> None:
     """Propagate ids through a call: kept, split, joined, or mixed beyond recognition."""
     first = args[0] if args else None
-    source = marks.get(first)
+    source = placements.get(first)
     if name == "__getitem__" and source is not None and source.kind in IDS:
-        _pick(marks, args[1], result, first, source)
+        _pick(placements, args[1], result, first, source)
     elif name == "__getitem__" and isinstance(first, Tensor):
         # x[source]: the handler of gathers has placed it. x[:, source] and the like stay without placement.
         return
     elif name == "view_as" and result.shape == args[1].shape == args[0].shape:
-        marks.put(result, lead)  # a module's backward hooks receive its inputs as views
+        placements.put(result, lead)  # a module's backward hooks receive its inputs as views
     elif name in _KEEP or (name in _RESHAPE and lead.kind is not PlacementKind.EDGES):
         across = name == "sort" and kwargs.get("dim", args[1] if len(args) > 1 else -1) in (0, -2)
         for place, out in enumerate(_outputs(result)):
             if place:  # indices of a sort: positions among a part's own
-                marks.put(out, Placement(PlacementKind.LOCAL))
+                placements.put(out, Placement(PlacementKind.LOCAL))
                 continue
             whole = lead.kind is not PlacementKind.EDGES or (_two_rows(out) and not across)
-            marks.put(out, lead if whole else Placement(PlacementKind.MIXED))
+            placements.put(out, lead if whole else Placement(PlacementKind.MIXED))
     elif name in ("unbind", "split", "chunk", "tensor_split") and lead.kind is PlacementKind.EDGES:
-        _part_edges(marks, name, args, kwargs, result, lead)
+        _part_edges(placements, name, args, kwargs, result, lead)
     elif name in ("cat", "concat", "concatenate", "hstack"):
-        _join_ids(marks, name, args, kwargs, result, found)
+        _join_ids(placements, name, args, kwargs, result, found)
     elif name in ("stack", "vstack") and len(found) == 2:
         kinds = [m.kind for m in found]
         both = sorted(kinds, key=lambda kind: kind.value) == [PlacementKind.SOURCE, PlacementKind.TARGET]
         swapped = kinds[0] is PlacementKind.TARGET
-        marks.put(
+        placements.put(
             result,
             Placement(PlacementKind.EDGES, lead.view, swapped=swapped)
             if both
@@ -340,37 +354,42 @@ def _spread_ids(
     elif name == "flip" and lead.kind is PlacementKind.EDGES:
         dims = kwargs.get("dims", args[1:])
         dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-        marks.put(result, replace(lead, swapped=lead.swapped is not (0 in [d % 2 for d in dims])))
+        placements.put(result, replace(lead, swapped=lead.swapped is not (0 in [d % 2 for d in dims])))
     elif name == "index_select":
         dim = kwargs.get("dim", args[1])
         keep = lead.kind is not PlacementKind.EDGES or dim in (1, -1)
-        marks.put(result, replace(lead, edges=None) if keep else Placement(PlacementKind.MIXED))
+        placements.put(result, replace(lead, edges=None) if keep else Placement(PlacementKind.MIXED))
     elif name == "select" and lead.kind is PlacementKind.EDGES and args[1] == 0:
-        marks.put(result, _end(first, lead, int(args[2])))
+        placements.put(result, _end(first, lead, int(args[2])))
     elif name == "narrow":
         keep = lead.kind is not PlacementKind.EDGES or _two_rows(result)
-        marks.put(result, replace(lead, edges=None) if keep else Placement(PlacementKind.MIXED))
+        placements.put(result, replace(lead, edges=None) if keep else Placement(PlacementKind.MIXED))
     else:
-        _count(marks, result, lead, found, first, order=name == "argsort")
+        _count(placements, result, lead, found, first, order=name == "argsort")
 
 
 def _part_edges(
-    marks: Placements, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lead: Placement
+    placements: Placements,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    lead: Placement,
 ) -> None:
     """Place the results of ``source, target = edge_index.unbind(0)``, and of splits of the edge list."""
     dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
     for row, out in enumerate(result):
         if dim == 0 and len(result) == 2:
-            marks.put(out, _end(args[0], lead, row))
+            placements.put(out, _end(args[0], lead, row))
         else:
-            marks.put(
+            placements.put(
                 out,
                 replace(lead, edges=None) if dim == 1 and _two_rows(out) else Placement(PlacementKind.MIXED),
             )
 
 
 def _join_ids(
-    marks: Placements,
+    placements: Placements,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -385,37 +404,37 @@ def _join_ids(
         len({m.view for m in found}) == 1 and len(kinds) == 1 and (whole or PlacementKind.EDGES not in kinds)
     )
     both = any(m.both for m in found) or len({m.swapped for m in found}) > 1
-    marks.put(result, replace(lead, edges=None, both=both) if same else Placement(PlacementKind.MIXED))
+    placements.put(result, replace(lead, edges=None, both=both) if same else Placement(PlacementKind.MIXED))
 
 
 def _two_rows(ends: Tensor) -> bool:
     return ends.dim() == 2 and ends.size(0) == 2
 
 
-def _end(edges: Any, mark: Placement, row: int) -> Placement:
-    target = (row % 2 == 1) is not mark.swapped and not mark.both
-    return Placement(PlacementKind.TARGET if target else PlacementKind.SOURCE, mark.view, edges=edges)
+def _end(edges: Any, placement: Placement, row: int) -> Placement:
+    target = (row % 2 == 1) is not placement.swapped and not placement.both
+    return Placement(PlacementKind.TARGET if target else PlacementKind.SOURCE, placement.view, edges=edges)
 
 
-def _pick(marks: Placements, index: Any, result: Any, base: Any, mark: Placement) -> None:
+def _pick(placements: Placements, index: Any, result: Any, base: Any, placement: Placement) -> None:
     """Place ``edge_index[0]``, ``edge_index[:, mask]`` and ``row[mask]``."""
-    if mark.kind is not PlacementKind.EDGES:
-        marks.put(result, replace(mark, edges=None))
+    if placement.kind is not PlacementKind.EDGES:
+        placements.put(result, replace(placement, edges=None))
         return
     head, *rest = index if isinstance(index, tuple) else (index,)
     if isinstance(head, int):
-        end = _end(base, mark, head)
-        marks.put(result, end if not rest else replace(end, edges=None))
+        end = _end(base, placement, head)
+        placements.put(result, end if not rest else replace(end, edges=None))
     elif (head == slice(None) if isinstance(head, slice) else head is Ellipsis) and _two_rows(result):
-        marks.put(result, replace(mark, edges=None))
+        placements.put(result, replace(placement, edges=None))
     elif isinstance(head, (list, Tensor)) and list(map(int, head)) == [1, 0] and not rest:
-        marks.put(result, replace(mark, swapped=not mark.swapped, edges=None))
+        placements.put(result, replace(placement, swapped=not placement.swapped, edges=None))
     else:
-        marks.put(result, Placement(PlacementKind.MIXED))
+        placements.put(result, Placement(PlacementKind.MIXED))
 
 
 def _count(
-    marks: Placements,
+    placements: Placements,
     result: Any,
     lead: Placement,
     found: list[Placement],
@@ -431,9 +450,9 @@ def _count(
     for out in _outputs(result):
         if out.dtype == torch.bool or out.is_floating_point():
             if out.dim() == 1 and out.size(0) == length:
-                marks.put(out, Placement(PlacementKind.PAIRS, lead.view, edges=lead.edges))
+                placements.put(out, Placement(PlacementKind.PAIRS, lead.view, edges=lead.edges))
         elif out.numel() > 1:
-            marks.put(out, Placement(PlacementKind.LOCAL if own_only or order else PlacementKind.MIXED))
+            placements.put(out, Placement(PlacementKind.LOCAL if own_only or order else PlacementKind.MIXED))
 
 
 _JOINS = frozenset(["cat", "concat", "concatenate", "hstack", "vstack"])
@@ -444,80 +463,93 @@ _PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", 
 
 
 def _spread_rows(
-    marks: Placements,
+    placements: Placements,
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
-    mark: Placement,
+    placement: Placement,
     found: list[Placement],
 ) -> None:
     """Follow the row axis through a call: most calls keep it, some move it, some lose it."""
-    carrier = next(t for t in tensors(args, kwargs) if marks.get(t) is mark)
-    rows, axis = carrier.size(mark.axis), mark.axis
-    if mark.kind is PlacementKind.NUMBERS and name not in _SAME_NUMBERS:
-        mark = replace(mark, kind=PlacementKind.ROWS)
-    if name in _WRITES and marks.get(args[0]) is mark and any(m.kind in IDS for m in found):
-        marks.put(result, mark)  # each row is written by the edges that end in it
+    carrier = next(t for t in tensors(args, kwargs) if placements.get(t) is placement)
+    rows, axis = carrier.size(placement.axis), placement.axis
+    if placement.kind is PlacementKind.NUMBERS and name not in _SAME_NUMBERS:
+        placement = replace(placement, kind=PlacementKind.ROWS)
+    if name in _WRITES and placements.get(args[0]) is placement and any(m.kind in IDS for m in found):
+        placements.put(result, placement)  # each row is written by the edges that end in it
         return
     with_edges = any(m.kind is PlacementKind.PAIRS for m in found)
-    if not marks.whole and (
-        (name in _PRODUCTS and _outer(marks, args))
+    if not placements.all_local and (
+        (name in _PRODUCTS and _outer(placements, args))
         or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
-        or (name.strip("_") in ELEMENTWISE and _crossed(marks, args, kwargs))
+        or (name.strip("_") in ELEMENTWISE and _pairwise(placements, args, kwargs))
     ):
-        _lose(marks, name, result, PAIRS)
+        _lose(placements, name, result, PAIRS)
         return
-    unlike = not marks.whole and mark.kind in VERTICES and _unlike(marks, mark, args, kwargs)
+    unlike = (
+        not placements.all_local
+        and placement.kind in VERTICES
+        and _unlike(placements, placement, args, kwargs)
+    )
     for out in _outputs(result):
         place = None if unlike else place_of(name, args, kwargs, carrier, axis, rows, out)
         if place is not None:
-            marks.put(out, mark.along(place))
+            placements.put(out, placement.along(place))
         elif (
-            mark.kind is PlacementKind.PAIRS
+            placement.kind is PlacementKind.PAIRS
             and name in _JOINS
             and all(
-                held is not None and (held.kind, held.view, held.axis) == (mark.kind, mark.view, mark.axis)
-                for held in map(marks.get, tensors(args, kwargs))
+                held is not None
+                and (held.kind, held.view, held.axis) == (placement.kind, placement.view, placement.axis)
+                for held in map(placements.get, tensors(args, kwargs))
             )
         ):
-            marks.put(out, replace(mark, edges=None))
-        elif mark.kind is PlacementKind.PAIRS and name in _PLACES and out.dtype == torch.int64:
-            marks.put(out, Placement(PlacementKind.LOCAL, mark.view, edges=mark.edges))
-        elif mark.kind in VERTICES and name in PREFIX and (new := merged(carrier, axis, mark.each, out)):
-            marks.put(out, replace(mark, axis=new[0], each=new[1]))
-        elif not marks.whole and (
-            mark.kind is PlacementKind.PAIRS or not with_edges
+            placements.put(out, replace(placement, edges=None))
+        elif placement.kind is PlacementKind.PAIRS and name in _PLACES and out.dtype == torch.int64:
+            placements.put(out, Placement(PlacementKind.LOCAL, placement.view, edges=placement.edges))
+        elif (
+            placement.kind in VERTICES
+            and name in PREFIX
+            and (new := merged(carrier, axis, placement.each, out))
+        ):
+            placements.put(out, replace(placement, axis=new[0], each=new[1]))
+        elif not placements.all_local and (
+            placement.kind is PlacementKind.PAIRS or not with_edges
         ):  # values of edges combined with those of loops are not lost
-            _lose(marks, name, out)
+            _lose(placements, name, out)
 
 
-def _unlike(marks: Placements, mark: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _unlike(
+    placements: Placements, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
     """Return True if the arguments' rows belong to different vertices."""
-    others = [m for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
-    if mark.whole and all(other.whole for other in others):
+    others = [m for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES]
+    if placement.is_complete and all(other.is_complete for other in others):
         return False
-    subset = mark.subset
+    subset = placement.subset
     return any(
-        other.each != mark.each
+        other.each != placement.each
         or (other.subset is not subset and not (subset is not None and subset.same(other.subset)))
         for other in others
     )
 
 
-def _outer(marks: Placements, args: tuple[Any, ...]) -> bool:
+def _outer(placements: Placements, args: tuple[Any, ...]) -> bool:
     """Return True if a product has rows along both of its last axes: it covers this part's pairs only."""
     if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.dim() > 1 for arg in args[:2]):
         return False
-    (left, one), (right, two) = ((arg, marks.get(arg)) for arg in args[:2])
+    (left, one), (right, two) = ((arg, placements.get(arg)) for arg in args[:2])
     if one is None or two is None or one.kind not in ALIGNED or two.kind not in ALIGNED:
         return False
     return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
 
 
-def _crossed(marks: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _pairwise(placements: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if an element-wise call has rows of vertices along two axes: ``x[:, None] - x[None]``."""
-    held = [(t, m) for t in tensors(args, kwargs) if (m := marks.get(t)) is not None and m.kind in VERTICES]
+    held = [
+        (t, m) for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES
+    ]
     return len({m.axis - t.dim() for t, m in held}) > 1
 
 
@@ -528,15 +560,17 @@ PAIRS: Final = ", which gives a value for each pair of rows"
 """Suffix of the origin of a lost tensor of pairs, of which a part has only some."""
 
 
-def _lose(marks: Placements, name: str, out: Tensor, does: str = "") -> None:
+def _lose(placements: Placements, name: str, out: Tensor, does: str = "") -> None:
     """Mark the result of a call that is not known to give the same on a part."""
     counts = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
     if name.startswith("new_") or (name != "nonzero" and from_library()):
         return  # handlers and rules make PyG's own layers exact; pooling returns positions of its own
     if counts and not does:
-        marks.put(out, Placement(PlacementKind.LOCAL))
+        placements.put(out, Placement(PlacementKind.LOCAL))
     else:
-        marks.put(out, Placement(PlacementKind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}"))
+        placements.put(
+            out, Placement(PlacementKind.LOST, origin=f"{name} ({user_line() or 'a library'}){does}")
+        )
 
 
 _SAME_NUMBERS = frozenset(

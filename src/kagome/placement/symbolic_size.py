@@ -23,20 +23,20 @@ class SymbolicSize(int):
     number, so that ranks without any of them take the same branch as the others.
     """
 
-    mark: Placement
+    placement: Placement
     of_all: Callable[[], int]
 
-    def __new__(cls, number: int, mark: Placement, of_all: Callable[[], int]) -> SymbolicSize:
+    def __new__(cls, number: int, placement: Placement, of_all: Callable[[], int]) -> SymbolicSize:
         """Make an int that knows what it counts, and how to get the whole graph's number."""
         self = super().__new__(cls, number)
-        self.mark, self.of_all = mark, of_all
+        self.placement, self.of_all = placement, of_all
         return self
 
     @property
     def of_vertices(self) -> bool:
         """Whether it counts vertices, whose total is known without asking the other ranks."""
-        return self.mark.kind is PlacementKind.ROWS and (
-            self.mark.subset is None or self.mark.subset.span is not None
+        return self.placement.kind is PlacementKind.ROWS and (
+            self.placement.subset is None or self.placement.subset.span is not None
         )
 
     @property
@@ -85,16 +85,16 @@ class SymbolicSize(int):
 
     def __mul__(self, other: Any) -> Any:
         if type(other) is int and other > 0 and self._global:
-            mark = self.mark.merged(other)
-            return SymbolicSize(int(self) * other, mark, lambda: self.of_all() * other)
+            placement = self.placement.merged(other)
+            return SymbolicSize(int(self) * other, placement, lambda: self.of_all() * other)
         return self._known() * _known(other)
 
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
-        if type(other) is int and other > 0 and self.mark.each % other == 0 and self._global:
-            mark = self.mark.merged(self.mark.each // other, anew=True)
-            return SymbolicSize(int(self) // other, mark, lambda: self.of_all() // other)
+        if type(other) is int and other > 0 and self.placement.each % other == 0 and self._global:
+            placement = self.placement.merged(self.placement.each // other, anew=True)
+            return SymbolicSize(int(self) // other, placement, lambda: self.of_all() // other)
         return self._known() // _known(other)
 
     def __rfloordiv__(self, other: Any) -> Any:
@@ -171,15 +171,15 @@ class Entries(SymbolicSize):
     each: int
 
     @classmethod
-    def of(cls, rows: SymbolicSize, each: int, mark: Placement) -> Entries:
+    def of(cls, rows: SymbolicSize, each: int, placement: Placement) -> Entries:
         """Make the number of entries of some rows.
 
         Args:
             rows: The number of rows.
             each: The number of entries in each row.
-            mark: The placement of a tensor with one row per entry.
+            placement: The placement of a tensor with one row per entry.
         """
-        made = cls(int(rows) * each, mark, lambda: rows.of_all() * each)
+        made = cls(int(rows) * each, placement, lambda: rows.of_all() * each)
         assert isinstance(made, Entries)
         made.rows, made.each = rows, each
         return made
@@ -206,7 +206,7 @@ class Shown(SymbolicSize):
     @classmethod
     def of(cls, count: SymbolicSize) -> Shown:
         """Make the number that user code sees for a symbolic size."""
-        made = cls(count.of_all(), count.mark, count.of_all)
+        made = cls(count.of_all(), count.placement, count.of_all)
         assert isinstance(made, Shown)
         made.count = count
         return made

@@ -47,13 +47,15 @@ def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple
     if name in _ASKS:
         return args, kwargs
     found = [
-        (tensor, mark) for tensor in flat(args, kwargs) if (mark := _of_edges(scope, tensor)) is not None
+        (tensor, placement)
+        for tensor in flat(args, kwargs)
+        if (placement := _of_edges(scope, tensor)) is not None
     ]
-    if len({mark.view for _, mark in found}) < 2:
+    if len({placement.view for _, placement in found}) < 2:
         return args, kwargs
-    if name in _JOINS and all(mark.kind is PlacementKind.EDGES for _, mark in found):
+    if name in _JOINS and all(placement.kind is PlacementKind.EDGES for _, placement in found):
         return _each(args, kwargs, lambda value: _inward(scope, value))
-    if any(mark.view == 1 and not _whole(scope, tensor, mark) for tensor, mark in found):
+    if any(placement.view == 1 and not _whole(scope, tensor, placement) for tensor, placement in found):
         raise refused(scope, f"{name} of edges with flipped ones that forward has chosen or added to")
     return _each(args, kwargs, lambda value: _outward(scope, name, value))
 
@@ -68,36 +70,40 @@ def _each(args: Args, kwargs: Kwargs, do: Any) -> tuple[Args, Kwargs]:
 
 
 def _of_edges(scope: AlignedEdges, tensor: Tensor) -> Placement | None:
-    mark = scope.marks.get(tensor)
-    return mark if mark is not None and (mark.kind in IDS or mark.kind is PlacementKind.PAIRS) else None
-
-
-def _axis(tensor: Tensor, mark: Placement) -> int:
+    placement = scope.placements.get(tensor)
     return (
-        mark.axis
-        if mark.kind is PlacementKind.PAIRS
+        placement
+        if placement is not None and (placement.kind in IDS or placement.kind is PlacementKind.PAIRS)
+        else None
+    )
+
+
+def _axis(tensor: Tensor, placement: Placement) -> int:
+    return (
+        placement.axis
+        if placement.kind is PlacementKind.PAIRS
         else tensor.dim() - 1
-        if mark.kind is PlacementKind.EDGES
+        if placement.kind is PlacementKind.EDGES
         else 0
     )
 
 
-def _whole(scope: AlignedEdges, tensor: Tensor, mark: Placement) -> bool:
+def _whole(scope: AlignedEdges, tensor: Tensor, placement: Placement) -> bool:
     """Return True if a tensor has an entry for each edge of its view, in that order."""
-    view = scope.views[mark.view]
-    edges = tensor if mark.kind is PlacementKind.EDGES else mark.edges
+    view = scope.views[placement.view]
+    edges = tensor if placement.kind is PlacementKind.EDGES else placement.edges
     known = edges is view.edge_index or edges is view.given
-    return known and tensor.size(_axis(tensor, mark)) == view.edge_ids.numel()
+    return known and tensor.size(_axis(tensor, placement)) == view.edge_ids.numel()
 
 
 def _outward(scope: AlignedEdges, name: str, value: Any) -> Any:
     """Convert rows of in-edges to rows of the same edges where they are out-edges."""
-    mark = _of_edges(scope, value) if isinstance(value, Tensor) else None
-    if mark is None or mark.view == 1:
+    placement = _of_edges(scope, value) if isinstance(value, Tensor) else None
+    if placement is None or placement.view == 1:
         return value
-    if mark.kind is not PlacementKind.PAIRS or not _whole(scope, value, mark):
+    if placement.kind is not PlacementKind.PAIRS or not _whole(scope, value, placement):
         raise refused(scope, f"{name} of flipped edges with edges that forward has chosen or added to")
-    return turned(scope, now(value), mark.axis)
+    return turned(scope, now(value), placement.axis)
 
 
 def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
@@ -116,11 +122,11 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     """
     view = scope.views[1]
     assert view.across is not None
-    assert view.pick is not None
+    assert view.across_index is not None
     with torch._C.DisableTorchFunction():
-        last = scope.constants.lasting(values)
+        last = scope.constants.is_constant(values)
         key = ("turned", address(values), tuple(values.shape), axis)
-        found: Tensor | None = scope.constants.kept(key) if last else None
+        found: Tensor | None = scope.constants.cached(key) if last else None
         if found is None:
             front = values.movedim(axis, 0)
             rows = front.reshape(front.size(0), front.shape[1:].numel())
@@ -128,25 +134,25 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
                 rows = rows.double()
             if last:
                 with scope.constants.once():
-                    every = view.across.extend(rows, scope.forward.turn, "flipped edges")
+                    every = view.across.gather(rows, scope.forward.forward_pass, "flipped edges")
             else:
-                every = view.across.extend(rows, scope.forward.turn, f"{scope.where()}.flipped")
-            picked = every.index_select(0, view.pick).to(values.dtype)
+                every = view.across.gather(rows, scope.forward.forward_pass, f"{scope.where()}.flipped")
+            picked = every.index_select(0, view.across_index).to(values.dtype)
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:
-                scope.constants.keep(key, found)
-    return scope.marks.put(found, Placement(PlacementKind.PAIRS, 1, axis, edges=view.edge_index))
+                scope.constants.cache(key, found)
+    return scope.placements.put(found, Placement(PlacementKind.PAIRS, 1, axis, edges=view.edge_index))
 
 
 def _inward(scope: AlignedEdges, value: Any) -> Any:
     """Convert flipped edges to the part's own edges, ends swapped; their targets are on other ranks."""
-    mark = scope.marks.get(value)
-    if mark is None or mark.view == 0:
+    placement = scope.placements.get(value)
+    if placement is None or placement.view == 0:
         return value
-    if not _whole(scope, value, mark):
+    if not _whole(scope, value, placement):
         raise refused(scope, "a list put together with flipped edges that forward has chosen")
     edges = scope.views[0].edge_index
     if value is scope.views[1].given:
         return edges
     with torch._C.DisableTorchFunction():
-        return scope.marks.put(edges.flip(0), Placement(PlacementKind.EDGES, 0, swapped=True))
+        return scope.placements.put(edges.flip(0), Placement(PlacementKind.EDGES, 0, swapped=True))

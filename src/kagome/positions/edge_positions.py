@@ -74,9 +74,9 @@ class EdgeCount(SymbolicSize):
         return self._with(other, "modulo", lambda one, two: one % two)
 
 
-def counts(scope: Any, mark: Placement) -> type[SymbolicSize]:
+def counts(scope: Any, placement: Placement) -> type[SymbolicSize]:
     """Return the class of number that counts rows of this placement."""
-    return EdgeCount if mark.kind is PlacementKind.PAIRS and scope.parted else SymbolicSize
+    return EdgeCount if placement.kind is PlacementKind.PAIRS and scope.parted else SymbolicSize
 
 
 def refused(scope: Edges, got: str, *, hint: str = "") -> ModelError:
@@ -95,28 +95,28 @@ def _refused(where: str, got: str, hint: str = "") -> ModelError:
 
 def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
     """Return the axis along which a tensor has one entry per edge, and its placement."""
-    mark = scope.marks.get(tensor) if scope.parted else None
-    if mark is None:
+    placement = scope.placements.get(tensor) if scope.parted else None
+    if placement is None:
         return None
-    if mark.kind is PlacementKind.PAIRS:
-        return mark.axis, mark
-    if mark.kind is PlacementKind.EDGES:
-        return tensor.dim() - 1, mark
-    return (0, mark) if mark.kind in IDS and tensor.dim() == 1 else None
+    if placement.kind is PlacementKind.PAIRS:
+        return placement.axis, placement
+    if placement.kind is PlacementKind.EDGES:
+        return tensor.dim() - 1, placement
+    return (0, placement) if placement.kind in IDS and tensor.dim() == 1 else None
 
 
-def _ids(scope: Edges, tensor: Tensor, axis: int, mark: Placement) -> Tensor | None:
+def _ids(scope: Edges, tensor: Tensor, axis: int, placement: Placement) -> Tensor | None:
     """Return each edge's position in the whole list; None if the edges are not exactly those of a view."""
-    edges = tensor if mark.kind is PlacementKind.EDGES else mark.edges
+    edges = tensor if placement.kind is PlacementKind.EDGES else placement.edges
     for view in scope.views:
         if (edges is view.edge_index or edges is view.given) and tensor.size(axis) == view.edge_ids.numel():
             return view.edge_ids
     return None
 
 
-def _subset(tensor: Tensor, mark: Placement) -> Placement:
+def _subset(tensor: Tensor, placement: Placement) -> Placement:
     """Return the placement of a selection of the edges."""
-    return replace(mark, edges=None)
+    return replace(placement, edges=None)
 
 
 def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -124,35 +124,35 @@ def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     found = _edge_axis(scope, args[0])
     if found is None:
         return NotImplemented
-    axis, mark = found
+    axis, placement = found
     items, at = _items(args[1], args[0].dim(), axis)
     if at is None or (isinstance(items[at], slice) and items[at] == FULL):
         return NotImplemented
     item = items[at]
     if isinstance(item, slice):
-        return _sliced(scope, now(args[0]), axis, mark, items, at)
+        return _sliced(scope, now(args[0]), axis, placement, items, at)
     if isinstance(item, list):
         item = torch.as_tensor(item)
     if isinstance(item, Tensor):
-        return _chosen(scope, func, args, axis, mark, items, at)
+        return _chosen(scope, func, args, axis, placement, items, at)
     if from_library():
         return NotImplemented
     raise refused(scope, f"one edge read by its place, {item!r}")
 
 
-def _sliced(scope: Edges, base: Tensor, axis: int, mark: Placement, items: list[Any], at: int) -> Any:
+def _sliced(scope: Edges, base: Tensor, axis: int, placement: Placement, items: list[Any], at: int) -> Any:
     item = items[at]
     counts = [end for end in (item.start, item.stop) if end is not None]
     if all(isinstance(end, SymbolicSize) or end == 0 for end in counts) and item.step in (None, 1):
         out = base[tuple(items)]  # counts of this part's edges: a slice of concatenated lists
-        return _marked(scope, out, base, mark, items, at)
+        return _placed(scope, out, base, placement, items, at)
     if from_library():
         return NotImplemented
-    ids = _ids(scope, base, axis, mark)
+    ids = _ids(scope, base, axis, placement)
     if ids is None:
         raise refused(scope, "a slice that counts edges of a list made in forward")
     items[at] = _own_slice(scope, ids, item)
-    return _marked(scope, base[tuple(items)], base, mark, items, at)
+    return _placed(scope, base[tuple(items)], base, placement, items, at)
 
 
 def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
@@ -170,22 +170,22 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
 
 
 def _chosen(
-    scope: Edges, func: Func, args: Args, axis: int, mark: Placement, items: list[Any], at: int
+    scope: Edges, func: Func, args: Args, axis: int, placement: Placement, items: list[Any], at: int
 ) -> Any:
     """Select edges by one flag each, or by numbers."""
     base, item = now(args[0]), items[at]
-    held = scope.marks.get(item)
+    held = scope.placements.get(item)
     if item.dtype in (torch.bool, torch.uint8):
         if item.dim() != 1:
             return NotImplemented
         if held is None and item.numel() == scope.edges != base.size(axis):
-            if _ids(scope, base, axis, mark) is None:
+            if _ids(scope, base, axis, placement) is None:
                 raise refused(scope, "flags of the graph's edges that choose among edges made in forward")
-            items[at] = own_edges(scope, item, 0, mark)
+            items[at] = own_edges(scope, item, 0, placement)
         with torch._C.DisableTorchFunction():
             out = base[tuple(items)]
-        return _marked(scope, out, base, mark, items, at)
-    if mark.kind is not PlacementKind.PAIRS and held is None and from_library():
+        return _placed(scope, out, base, placement, items, at)
+    if placement.kind is not PlacementKind.PAIRS and held is None and from_library():
         return NotImplemented
     if held is not None and held.kind in (PlacementKind.LOCAL, PlacementKind.MIXED):
         return NotImplemented
@@ -198,23 +198,27 @@ def _chosen(
     )
 
 
-def _marked(scope: Edges, out: Tensor, base: Tensor, mark: Placement, items: list[Any], at: int) -> Tensor:
+def _placed(
+    scope: Edges, out: Tensor, base: Tensor, placement: Placement, items: list[Any], at: int
+) -> Tensor:
     """Return the result of an index with the placement of a selection of edges."""
-    if mark.kind is PlacementKind.PAIRS:
+    if placement.kind is PlacementKind.PAIRS:
         before = items[:at]
         gone = sum(isinstance(each, int) and not isinstance(each, bool) for each in before)
         new = sum(each is None for each in before)
-        place = mark.axis - gone + new
-        return scope.marks.put(out, replace(_subset(base, mark), axis=place))
+        place = placement.axis - gone + new
+        return scope.placements.put(out, replace(_subset(base, placement), axis=place))
     head = items[0]
-    if mark.kind is PlacementKind.EDGES and at == 1 and isinstance(head, int):
-        target = (head % 2 == 1) is not mark.swapped and not mark.both
-        return scope.marks.put(
-            out, Placement(PlacementKind.TARGET if target else PlacementKind.SOURCE, mark.view)
+    if placement.kind is PlacementKind.EDGES and at == 1 and isinstance(head, int):
+        target = (head % 2 == 1) is not placement.swapped and not placement.both
+        return scope.placements.put(
+            out, Placement(PlacementKind.TARGET if target else PlacementKind.SOURCE, placement.view)
         )
-    if mark.kind is PlacementKind.EDGES and not (isinstance(head, slice) and head == FULL and out.dim() == 2):
-        return scope.marks.put(out, Placement(PlacementKind.MIXED))
-    return scope.marks.put(out, _subset(base, mark))
+    if placement.kind is PlacementKind.EDGES and not (
+        isinstance(head, slice) and head == FULL and out.dim() == 2
+    ):
+        return scope.placements.put(out, Placement(PlacementKind.MIXED))
+    return scope.placements.put(out, _subset(base, placement))
 
 
 def index_select(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -240,10 +244,10 @@ def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     return _cut(scope, base, *found, slice(start, start + given["length"]))
 
 
-def _cut(scope: Edges, base: Tensor, axis: int, mark: Placement, item: slice) -> Any:
+def _cut(scope: Edges, base: Tensor, axis: int, placement: Placement, item: slice) -> Any:
     items: list[Any] = [FULL] * base.dim()
     items[axis] = item
-    return _sliced(scope, now(base), axis, mark, items, axis)
+    return _sliced(scope, now(base), axis, placement, items, axis)
 
 
 def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -278,13 +282,13 @@ _SIZES: Final = (
 def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``torch.arange(edge_index.size(1))`` with the positions of own edges; likewise ``linspace``."""
     count = next((each for each in (*args, *kwargs.values()) if isinstance(each, SymbolicSize)), None)
-    if count is None or not scope.parted or count.mark.kind is not PlacementKind.PAIRS:
+    if count is None or not scope.parted or count.placement.kind is not PlacementKind.PAIRS:
         return NotImplemented
     if from_library():
-        return scope.marks.put(func(*args, **kwargs), Placement(PlacementKind.LOCAL))
+        return scope.placements.put(func(*args, **kwargs), Placement(PlacementKind.LOCAL))
     view = (
-        next((v for v in scope.views if count.mark.edges in (v.edge_index, v.given)), None)
-        if (count.mark.edges is not None)
+        next((v for v in scope.views if count.placement.edges in (v.edge_index, v.given)), None)
+        if (count.placement.edges is not None)
         else None
     )
     if view is None or int(count) != view.edge_ids.numel():
@@ -331,15 +335,15 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     found = _edge_axis(scope, base)
     if found is None:
         return NotImplemented
-    axis, mark = found
+    axis, placement = found
     items, at = _items(args[1], base.dim(), axis)
     item = FULL if at is None else items[at]
-    held = scope.marks.get(item)
+    held = scope.placements.get(item)
     if (isinstance(item, slice) and item == FULL) or held is not None or from_library():
         return NotImplemented
     if isinstance(item, Tensor) and item.dtype == torch.bool and item.numel() == base.size(axis):
         return NotImplemented
-    ids = _ids(scope, base, axis, mark)
+    ids = _ids(scope, base, axis, placement)
     if not isinstance(item, slice) or ids is None:
         raise refused(scope, "edges written to by their places")
     assert at is not None
@@ -350,13 +354,13 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse ``messages.view(K, P, F)``, which groups edges by their positions in the list."""
     base = args[0]
-    mark = scope.marks.get(base) if scope.parted else None
-    if mark is None or mark.kind is not PlacementKind.PAIRS or from_library():
+    placement = scope.placements.get(base) if scope.parted else None
+    if placement is None or placement.kind is not PlacementKind.PAIRS or from_library():
         return NotImplemented
     shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
     sizes = [size for size in shape if isinstance(size, int)]
-    rows, before = base.size(mark.axis), base.shape[: mark.axis].numel()
-    rest = base.shape[mark.axis + 1 :].numel()
+    rows, before = base.size(placement.axis), base.shape[: placement.axis].numel()
+    rest = base.shape[placement.axis + 1 :].numel()
     for place in range(len(sizes)):
         front = sizes[:place]
         if -1 in front or int(torch.Size(front).numel()) != before:
@@ -377,15 +381,20 @@ def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     index = kwargs.get("index", args[2] if len(args) > 2 else None)
     key = next((key for key in ("src", "source") if key in kwargs), None)
     value = kwargs[key] if key else args[3] if len(args) > 3 else None
-    mark = scope.marks.get(index) if scope.parted else None
-    if mark is None or mark.kind not in IDS or not isinstance(value, Tensor) or not isinstance(index, Tensor):
+    placement = scope.placements.get(index) if scope.parted else None
+    if (
+        placement is None
+        or placement.kind not in IDS
+        or not isinstance(value, Tensor)
+        or not isinstance(index, Tensor)
+    ):
         return NotImplemented
     axis = dim % max(args[0].dim(), 1)
     if value.dim() <= axis or value.size(axis) == index.size(0 if index.dim() == 1 else axis):
         return NotImplemented
-    if scope.marks.get(value) is not None or value.size(axis) != scope.edges:
+    if scope.placements.get(value) is not None or value.size(axis) != scope.edges:
         raise refused(scope, f"{name} with {value.size(axis):,} rows for {index.size(0):,} edges")
-    own = own_edges(scope, value, axis, mark)
+    own = own_edges(scope, value, axis, placement)
     if key:
         return scope.__torch_function__(func, (), args, {**kwargs, key: own})
     return scope.__torch_function__(func, (), (*args[:3], own, *args[4:]), kwargs)

@@ -82,7 +82,7 @@ _ATTRIBUTES: Final = frozenset(["shape", "T", "mT", "data"])
 class Cutter(Protocol):
     """What edge tables ask of the running interceptor."""
 
-    marks: Placements
+    placements: Placements
     views: list[EdgeView]
     constants: Constants
     keeping: KeptTensors
@@ -142,14 +142,22 @@ class EdgeTables:
         Raises:
             ModelError: If it is unknown among which edges.
         """
-        held = [(each, mark) for each in flat(rest, {}) if (mark := scope.marks.get(each)) is not None]
-        local = [
-            (each, mark) for each, mark in held if mark.kind in (PlacementKind.LOCAL, PlacementKind.MIXED)
+        held = [
+            (each, placement)
+            for each in flat(rest, {})
+            if (placement := scope.placements.get(each)) is not None
         ]
-        for index, mark in local:
-            view = scope.views[mark.view]
-            known = mark.edges is not None and (mark.edges is view.edge_index or mark.edges is view.given)
-            if mark.kind is PlacementKind.MIXED or not (known or index.numel() == view.edge_ids.numel()):
+        local = [
+            (each, placement)
+            for each, placement in held
+            if placement.kind in (PlacementKind.LOCAL, PlacementKind.MIXED)
+        ]
+        for index, placement in local:
+            view = scope.views[placement.view]
+            known = placement.edges is not None and (
+                placement.edges is view.edge_index or placement.edges is view.given
+            )
+            if placement.kind is PlacementKind.MIXED or not (known or index.numel() == view.edge_ids.numel()):
                 raise ModelError(
                     "rows of a tensor that the model keeps for the edges to be read by numbers of edges",
                     f"{self.names[table]}, read by numbers that forward has chosen or reckoned with",
@@ -190,7 +198,7 @@ def own_edges(scope: Cutter, table: Tensor, axis: int, like: Placement) -> Tenso
     view = scope.views[like.view]
     with torch._C.DisableTorchFunction():
         own = table.index_select(axis, view.edge_ids.to(table.device))
-    return scope.marks.put(own, Placement(PlacementKind.PAIRS, like.view, axis, edges=view.given))
+    return scope.placements.put(own, Placement(PlacementKind.PAIRS, like.view, axis, edges=view.given))
 
 
 def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
@@ -268,7 +276,7 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     Raises:
         ModelError: If the call writes to such a tensor.
     """
-    found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_mark(scope, t)) is not None), None)
+    found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_placement(scope, t)) is not None), None)
     if found is None:
         return None
     right, cut = found[1].axis - found[0].dim(), False
@@ -279,7 +287,7 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         nonlocal cut
         if type(value) in (tuple, list):
             return type(value)(own(each) for each in value)
-        if not isinstance(value, Tensor) or scope.marks.get(value) is not None or value.dim() < -right:
+        if not isinstance(value, Tensor) or scope.placements.get(value) is not None or value.dim() < -right:
             return value
         axis = value.dim() + right
         if value.size(axis) != scope.edges:
@@ -300,10 +308,10 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     return (args, kwargs) if cut else None
 
 
-def _edges_mark(scope: Cutter, tensor: Tensor) -> Placement | None:
+def _edges_placement(scope: Cutter, tensor: Tensor) -> Placement | None:
     """Return the placement along the edge axis of a tensor with an entry per edge of the part, in order."""
-    mark = scope.marks.get(tensor)
-    if mark is None or mark.kind not in (
+    placement = scope.placements.get(tensor)
+    if placement is None or placement.kind not in (
         PlacementKind.EDGES,
         PlacementKind.SOURCE,
         PlacementKind.TARGET,
@@ -311,14 +319,14 @@ def _edges_mark(scope: Cutter, tensor: Tensor) -> Placement | None:
     ):
         return None
     axis = (
-        mark.axis
-        if mark.kind is PlacementKind.PAIRS
+        placement.axis
+        if placement.kind is PlacementKind.PAIRS
         else tensor.dim() - 1
-        if mark.kind is PlacementKind.EDGES
+        if placement.kind is PlacementKind.EDGES
         else 0
     )
-    fits = tensor.dim() > axis and tensor.size(axis) == scope.views[mark.view].edge_ids.numel()
-    return Placement(PlacementKind.PAIRS, mark.view, axis) if fits else None
+    fits = tensor.dim() > axis and tensor.size(axis) == scope.views[placement.view].edge_ids.numel()
+    return Placement(PlacementKind.PAIRS, placement.view, axis) if fits else None
 
 
 def _axis(tensor: Tensor, edges: int) -> int:

@@ -81,16 +81,16 @@ def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tu
         return args, kwargs
     found, places = [], False
     for tensor in tensors(args, kwargs):
-        mark = scope.marks.get(tensor)
-        if mark is None:
+        placement = scope.placements.get(tensor)
+        if placement is None:
             continue
-        if mark.kind in IDS:
+        if placement.kind in IDS:
             found.append(tensor)
-        places = places or mark.kind is PlacementKind.LOCAL
+        places = places or placement.kind is PlacementKind.LOCAL
     if not (found or places):
         return args, kwargs
     looks = name not in _STAY or name in _SOURCES
-    kinds = {mark.kind for each in found if (mark := scope.marks.get(each)) is not None}
+    kinds = {placement.kind for each in found if (placement := scope.placements.get(each)) is not None}
     ordered = name in _ORDERS and len(kinds) > 1  # dropout_edge keeps one of both directions this way
     if not (places or (found and looks)) or (from_library() and not ordered):
         return args, kwargs
@@ -129,7 +129,7 @@ def _refuse_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs)
     Raises:
         ModelError: If the call compares, slices or computes with them.
     """
-    base = scope.marks.get(args[0]) if args else None
+    base = scope.placements.get(args[0]) if args else None
     sliced = False
     if name == "__getitem__" and base is not None and base.kind is PlacementKind.LOCAL:
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -151,24 +151,24 @@ def _refuse_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs)
 def _of_no_rows(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Return True if what is read by positions is neither rows nor ids: a table that all ranks have whole."""
     table = kwargs.get("weight", args[1] if len(args) > 1 else None) if name == "embedding" else args[0]
-    return scope.marks.get(table) is None
+    return scope.placements.get(table) is None
 
 
 def _writes_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> bool:
     """Return True if positions are the values written, not the index written to."""
     index = _index_of(name, args, kwargs)
     skipped = index if isinstance(index, (tuple, list)) else (index,)
-    marks = [
-        scope.marks.get(value)
+    placements = [
+        scope.placements.get(value)
         for value in tensors(args[1:], kwargs)
         if all(value is not each for each in skipped)
     ]
-    return any(mark is not None and mark.kind is PlacementKind.LOCAL for mark in marks)
+    return any(placement is not None and placement.kind is PlacementKind.LOCAL for placement in placements)
 
 
 def _is_ids(scope: EndpointValues, value: Any) -> bool:
-    mark = scope.marks.get(value)
-    return mark is not None and mark.kind in IDS
+    placement = scope.placements.get(value)
+    return placement is not None and placement.kind in IDS
 
 
 def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
@@ -184,8 +184,8 @@ def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
 
 def _counts(scope: EndpointValues, args: Args, kwargs: Kwargs) -> bool:
     """Return True if ``max`` asks for the last vertex that has an edge; ``gather_scatter`` answers that."""
-    mark = scope.marks.get(args[0]) if args else None
-    return mark is not None and mark.kind is PlacementKind.EDGES and len(args) == 1 and not kwargs
+    placement = scope.placements.get(args[0]) if args else None
+    return placement is not None and placement.kind is PlacementKind.EDGES and len(args) == 1 and not kwargs
 
 
 def _index_of(name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -203,21 +203,21 @@ def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
     Shapes:
         ids ``[2, e]`` or ``[e]`` -> numbers of the same shape.
     """
-    mark = scope.marks.get(ids)
-    assert mark is not None
+    placement = scope.placements.get(ids)
+    assert placement is not None
     scope.numbered = True
-    edges = ids if mark.kind is PlacementKind.EDGES else mark.edges
+    edges = ids if placement.kind is PlacementKind.EDGES else placement.edges
     with torch._C.DisableTorchFunction():
-        values = scope.ids.with_halo(mark)[ids.long()].to(ids.dtype)
+        values = scope.ids.with_halo(placement)[ids.long()].to(ids.dtype)
     count = edges.size(-1) if edges is not None else None
-    return scope.marks.put(
-        values, Placement(PlacementKind.PAIRS, mark.view, _axis(values, mark, count), edges)
+    return scope.placements.put(
+        values, Placement(PlacementKind.PAIRS, placement.view, _axis(values, placement, count), edges)
     )
 
 
-def _axis(values: Tensor, mark: Placement, edges: int | None) -> int:
+def _axis(values: Tensor, placement: Placement, edges: int | None) -> int:
     """Return the axis along which there is one entry per edge: ids may have been put in columns."""
-    if mark.kind is PlacementKind.EDGES:
+    if placement.kind is PlacementKind.EDGES:
         return values.dim() - 1
     if edges is not None:
         return next((axis for axis, size in enumerate(values.shape) if size == edges), 0)
@@ -231,7 +231,7 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
         return NotImplemented
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
-    whole = isinstance(least, SymbolicSize) and least.of_vertices and least.mark.whole
+    whole = isinstance(least, SymbolicSize) and least.of_vertices and least.placement.is_complete
     if not whole and int(least) != scope.vertices:
         raise refused(
             scope,
@@ -241,21 +241,23 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
     each = torch.ones(ids.shape, dtype=torch.float64, device=ids.device) if weights is None else weights
     with torch._C.DisableTorchFunction():
         none = torch.zeros(scope.own, dtype=each.dtype, device=ids.device)
-    scope.marks.put(none, Placement(PlacementKind.ROWS))
+    scope.placements.put(none, Placement(PlacementKind.ROWS))
     sums = scope.__torch_function__(Tensor.scatter_add, (), (none, 0, ids, each))
-    return sums if weights is not None else scope.marks.put(sums.long(), Placement(PlacementKind.ROWS))
+    return sums if weights is not None else scope.placements.put(sums.long(), Placement(PlacementKind.ROWS))
 
 
-def refuse_rows_by_value(scope: EndpointValues, base: Any, axis: int, index: Tensor, mark: Placement) -> None:
+def refuse_rows_by_value(
+    scope: EndpointValues, base: Any, axis: int, index: Tensor, placement: Placement
+) -> None:
     """Refuse reads or writes of rows of vertices by numbers that edges hold.
 
     Raises:
         ModelError: If the rows are split over parts.
     """
-    held = scope.marks.get(base)
+    held = scope.placements.get(base)
     rows = held is not None and held.kind in (PlacementKind.ROWS, PlacementKind.NUMBERS) and held.axis == axis
     ints = index.dtype not in (torch.bool, torch.uint8) and not index.is_floating_point()
-    if rows and scope.parted and mark.kind is PlacementKind.PAIRS and ints and not from_library():
+    if rows and scope.parted and placement.kind is PlacementKind.PAIRS and ints and not from_library():
         raise refused(
             scope,
             "rows of vertices read or written by numbers that each edge holds",

@@ -41,7 +41,7 @@ WAY_OUT: Final = (
 class Keeper(Protocol):
     """What is asked of the running interceptor."""
 
-    marks: Placements
+    placements: Placements
     parted: bool
 
     def where(self) -> str:
@@ -75,7 +75,9 @@ class KeptTensors:
             sizes: The numbers of vertices and edges of the whole graph.
         """
         named = tensors_of(model)
-        tables = {name for name, each in named if {*sizes} & {*each.shape} and scope.marks.get(each) is None}
+        tables = {
+            name for name, each in named if {*sizes} & {*each.shape} and scope.placements.get(each) is None
+        }
         self._model, self._tables = model, frozenset(tables)
 
     def copy(self, scope: Keeper, table: Tensor, rows: Tensor) -> bool:
@@ -102,8 +104,10 @@ class KeptTensors:
             rest = (*args[1:], *(each for key, each in kwargs.items() if key != "out"))
             given = rest if "out" not in kwargs else (*args[:1], *rest)
             found = None
-            if copied is None and scope.marks.get(target) is None:
-                found = next((m for t in tensors((*_opened(given),), {}) if (m := scope.marks.get(t))), None)
+            if copied is None and scope.placements.get(target) is None:
+                found = next(
+                    (m for t in tensors((*_opened(given),), {}) if (m := scope.placements.get(t))), None
+                )
             label = copied if found is None else self._label(scope, target)
             if label is not None:
                 what = "rows" if found is None else _named(found)
@@ -129,12 +133,12 @@ class KeptTensors:
         if self._model is None or not scope.parted:
             return
         for label, tensor in (*_saved(self._model), *self._replaced()):
-            mark = scope.marks.get(tensor)
-            if mark is not None:
+            placement = scope.placements.get(tensor)
+            if placement is not None:
                 raise ModelError(
                     ALIKE,
-                    f"{_named(mark)} of a part, of shape {list(tensor.shape)}, put by forward in the place "
-                    f"of {label}",
+                    f"{_named(placement)} of a part, of shape {list(tensor.shape)}, put by forward in the "
+                    f"place of {label}",
                     where=label,
                     hint=WAY_OUT,
                 )
@@ -152,7 +156,7 @@ class KeptTensors:
             self._held = WeakTensorMap()
             for label, each in tensors_of(self._model, libraries=True):
                 # Rows that an earlier forward put there are rows of this part, and remain allowed.
-                if scope.marks.get(each) is None and (there := _memory(each)) is not None:
+                if scope.placements.get(each) is None and (there := _memory(each)) is not None:
                     self._held.setdefault(there, label)
         return self._held.get(memory)
 
@@ -195,8 +199,14 @@ def _opened(values: Args) -> Iterator[Any]:
         yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _named(mark: Placement) -> str:
-    return "rows of edges" if mark.kind is PlacementKind.PAIRS else "ids" if mark.kind in _IDS else "rows"
+def _named(placement: Placement) -> str:
+    return (
+        "rows of edges"
+        if placement.kind is PlacementKind.PAIRS
+        else "ids"
+        if placement.kind in _IDS
+        else "rows"
+    )
 
 
 _IDS: Final = (

@@ -32,7 +32,7 @@ FULL = slice(None)
 class PositionScope(LocatedScope, Protocol):
     """What these handlers ask of the running interceptor."""
 
-    marks: Placements
+    placements: Placements
     axes: Axes
     ids: VertexIds
     ranks: RankSums
@@ -49,21 +49,21 @@ class PositionScope(LocatedScope, Protocol):
         """Answer one torch call of the forward."""
 
 
-def span_of(scope: PositionScope, mark: Placement, item: slice) -> range:
+def span_of(scope: PositionScope, placement: Placement, item: slice) -> range:
     """Return the vertices that a slice of an axis selects."""
-    whole = scope.axes.length(mark)
+    whole = scope.axes.length(placement)
     if whole < 0:
         raise refused(scope, "a slice that counts rows chosen by a mask")
     span = range(whole)[slice(as_place(item.start), as_place(item.stop), as_place(item.step))]
     if span.step < 0:
         raise refused(scope, "a slice that turns the order of vertices round")
-    if mark.each > 1:
-        if span and (span.step != 1 or span.start % mark.each or span.stop % mark.each):
-            raise refused(scope, f"a slice that cuts through the {mark.each} entries of a vertex")
-        span = range(span.start // mark.each, span.stop // mark.each)
+    if placement.each > 1:
+        if span and (span.step != 1 or span.start % placement.each or span.stop % placement.each):
+            raise refused(scope, f"a slice that cuts through the {placement.each} entries of a vertex")
+        span = range(span.start // placement.each, span.stop // placement.each)
     held = (
-        mark.subset.span
-        if mark.subset is not None and mark.subset.span is not None
+        placement.subset.span
+        if placement.subset is not None and placement.subset.span is not None
         else range(scope.vertices)
     )
     return held[span.start : span.stop : span.step] if span else range(0)
@@ -72,10 +72,15 @@ def span_of(scope: PositionScope, mark: Placement, item: slice) -> range:
 def rows_base(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[Tensor, Placement] | None:
     """Return a call's tensor with rows of vertices and its placement; None where all rows are local."""
     base = args[0] if args else kwargs.get("input")
-    mark = scope.marks.get(base) if isinstance(base, Tensor) else None
-    if not isinstance(base, Tensor) or mark is None or mark.kind not in VERTICES or not scope.parted:
+    placement = scope.placements.get(base) if isinstance(base, Tensor) else None
+    if (
+        not isinstance(base, Tensor)
+        or placement is None
+        or placement.kind not in VERTICES
+        or not scope.parted
+    ):
         return None
-    return base, mark
+    return base, placement
 
 
 def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 0) -> int:

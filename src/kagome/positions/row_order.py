@@ -29,41 +29,49 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     values = args[0] if args else kwargs.get("tensors")
     if not isinstance(values, (tuple, list)):
         return NotImplemented
-    marks = [scope.marks.get(value) for value in values]
-    kinds = {mark.kind for mark in marks if mark is not None}
+    placements = [scope.placements.get(value) for value in values]
+    kinds = {placement.kind for placement in placements if placement is not None}
     if kinds.intersection((*IDS, PlacementKind.PAIRS)) or all(
-        mark is None or mark.kind not in VERTICES for mark in marks
+        placement is None or placement.kind not in VERTICES for placement in placements
     ):
-        return _with_edges(scope, func, values, marks, args, kwargs)
-    first = next(mark for mark in marks if mark is not None and mark.kind in VERTICES)
+        return _with_edges(scope, func, values, placements, args, kwargs)
+    first = next(
+        placement for placement in placements if placement is not None and placement.kind in VERTICES
+    )
     dims = max(value.dim() for value in values)
     dim = {"hstack": 1, "vstack": 0}.get(name, kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
     if dim != first.axis or (not scope.parted and first.subset is None) or from_library():
         return NotImplemented
-    pieces = [(value, mark) for value, mark in zip(values, marks, strict=True) if value.size(dim) or mark]
-    subsets = [_subset_of(scope, mark) if mark is not None else None for _, mark in pieces]
+    pieces = [
+        (value, placement)
+        for value, placement in zip(values, placements, strict=True)
+        if value.size(dim) or placement
+    ]
+    subsets = [_subset_of(scope, placement) if placement is not None else None for _, placement in pieces]
     spans = [subset.span for subset in subsets if subset is not None]
-    alike = {mark.each if mark is not None and mark.axis == dim else 0 for _, mark in pieces}
+    alike = {
+        placement.each if placement is not None and placement.axis == dim else 0 for _, placement in pieces
+    }
     whole = in_a_row([span for span in spans if span is not None])
     if len(spans) < len(pieces) or None in spans or alike != {first.each} or whole is None:
         if not scope.parted:
             return NotImplemented
         raise refused(scope, f"{name} of rows of vertices that do not follow one another")
     laid = torch.cat([now(value) for value, _ in pieces], dim)
-    mark = replace(first, subset=None)
+    placement = replace(first, subset=None)
     with torch._C.DisableTorchFunction():
         at = torch.cat([subset.places() for subset in subsets if subset is not None])
         if len(whole) < scope.vertices:
-            mark = replace(first, subset=RowSubset(at, whole))
+            placement = replace(first, subset=RowSubset(at, whole))
         elif not torch.equal(at, torch.arange(at.numel(), device=at.device)):
-            laid = rows_at(laid, mark, at.argsort(), whole=False)
-    return scope.marks.put(laid, mark)
+            laid = rows_at(laid, placement, at.argsort(), whole=False)
+    return scope.placements.put(laid, placement)
 
 
-def _subset_of(scope: PositionScope, mark: Placement) -> RowSubset:
+def _subset_of(scope: PositionScope, placement: Placement) -> RowSubset:
     """Return the vertices that a placement's rows belong to: all own ones if it names no subset."""
-    if mark.subset is not None:
-        return mark.subset
+    if placement.subset is not None:
+        return placement.subset
     return RowSubset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
 
 
@@ -71,21 +79,30 @@ def _with_edges(
     scope: PositionScope,
     func: Func,
     values: Sequence[Any],
-    marks: Sequence[Placement | None],
+    placements: Sequence[Placement | None],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
     """Concatenate edges with self-loops made from vertex numbers, and weights with weights of loops."""
-    lead = next((mark for mark in marks if mark is not None and mark.kind in IDS), None)
-    pairs = next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.PAIRS), None)
-    given = zip(values, marks, strict=True)
+    lead = next(
+        (placement for placement in placements if placement is not None and placement.kind in IDS), None
+    )
+    pairs = next(
+        (
+            placement
+            for placement in placements
+            if placement is not None and placement.kind is PlacementKind.PAIRS
+        ),
+        None,
+    )
+    given = zip(values, placements, strict=True)
     if lead is not None:
-        local = [_loops(scope, value, mark, lead) for value, mark in given]
+        local = [_loops(scope, value, placement, lead) for value, placement in given]
     elif pairs is not None:
         axis = pairs.axis
         local = [
-            own_rows(scope, value, axis) if mark is None and has_all(scope, value, axis) else value
-            for value, mark in given
+            own_rows(scope, value, axis) if placement is None and has_all(scope, value, axis) else value
+            for value, placement in given
         ]
     else:
         return NotImplemented
@@ -93,19 +110,19 @@ def _with_edges(
         return NotImplemented
     kwargs = {key: value for key, value in kwargs.items() if key != "tensors"}
     out = func(local, *args[1:], **kwargs)
-    scope.marks.spread(func.__name__, (local, *args[1:]), kwargs, out)
+    scope.placements.spread(func.__name__, (local, *args[1:]), kwargs, out)
     return out
 
 
-def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Placement) -> Tensor:
+def _loops(scope: PositionScope, value: Tensor, placement: Placement | None, lead: Placement) -> Tensor:
     """Return ids that are concatenated to a part's edges: own vertices, both ends of a loop, as local ids.
 
     Raises:
         ModelError: If a user adds other edges, whose ids would be taken for ids of this part.
     """
-    if mark is not None and mark.kind is PlacementKind.NUMBERS:
-        return scope.marks.put(scope.ids.local_of(value), replace(lead, edges=None))
-    if mark is not None or not scope.parted or not value.numel():
+    if placement is not None and placement.kind is PlacementKind.NUMBERS:
+        return scope.placements.put(scope.ids.local_of(value), replace(lead, edges=None))
+    if placement is not None or not scope.parted or not value.numel():
         return value
     with torch._C.DisableTorchFunction():
         row = value.reshape(-1, value.size(-1))
@@ -113,7 +130,7 @@ def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Pl
         numbered = row.size(1) in (scope.own, scope.vertices) and torch.equal(row, every)
         if numbered and row.size(1) == scope.vertices:
             own = torch.arange(scope.own, device=value.device).expand(*value.shape[:-1], -1)
-            return scope.marks.put(own.to(value.dtype), replace(lead, edges=None))
+            return scope.placements.put(own.to(value.dtype), replace(lead, edges=None))
     if not numbered and not from_library():
         raise refused(
             scope,
@@ -125,15 +142,15 @@ def _loops(scope: PositionScope, value: Tensor, mark: Placement | None, lead: Pl
 
 def count(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``len(x)`` with the whole graph's number of vertices or edges, or of those a mask selects."""
-    mark = scope.marks.get(args[0])
-    if mark is None or not scope.parted or from_library() or by_kagome():
+    placement = scope.placements.get(args[0])
+    if placement is None or not scope.parted or from_library() or by_kagome():
         return NotImplemented
-    if mark.kind in (PlacementKind.LOST, PlacementKind.MIXED, PlacementKind.MATRIX):
+    if placement.kind in (PlacementKind.LOST, PlacementKind.MIXED, PlacementKind.MATRIX):
         return NotImplemented
     with torch._C.DisableTorchFunction():
         here, dims = len(args[0]), args[0].dim()
-    along = mark.axis if mark.kind in ALIGNED else dims - 1 if mark.kind in IDS else 0
-    return scope.ranks.number_of(mark, here) if along == 0 else NotImplemented
+    along = placement.axis if placement.kind in ALIGNED else dims - 1 if placement.kind in IDS else 0
+    return scope.ranks.number_of(placement, here) if along == 0 else NotImplemented
 
 
 def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -163,15 +180,15 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         return numbers(scope, name, func, args, kwargs)
     if from_library():
         return NotImplemented  # PyG makes ids of own rows this way
-    if not end.mark.whole:
+    if not end.placement.is_complete:
         raise refused(scope, "an arange that counts rows of some vertices, or several a vertex")
     named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
-    mark = Placement(PlacementKind.NUMBERS)
+    placement = Placement(PlacementKind.NUMBERS)
     scope.numbered = scope.parted or scope.numbered
     with torch._C.DisableTorchFunction():
-        ids = scope.ids.of(mark)
+        ids = scope.ids.of(placement)
         out = ids.to(named.get("device") or ids.device, named.get("dtype") or torch.int64, copy=True)
-    return scope.marks.put(out, mark)
+    return scope.placements.put(out, placement)
 
 
 _OVER = {
@@ -191,7 +208,7 @@ def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
     held = rows_base(scope, args, kwargs)
     if held is None:
         return NotImplemented
-    base, mark = held
+    base, placement = held
     if name in ("fliplr", "flipud", "__reversed__"):
         dims: Any = (1,) if name == "fliplr" else (0,)
     elif name == "rot90":
@@ -205,7 +222,7 @@ def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
             dims = rest[0] if len(rest) == 1 else rest or _DEFAULT.get(name)
     if isinstance(dims, int):
         dims = (dims,)
-    if dims is not None and mark.axis not in [int(d) % base.dim() for d in dims]:
+    if dims is not None and placement.axis not in [int(d) % base.dim() for d in dims]:
         return NotImplemented
     if from_library():
         return NotImplemented
@@ -225,23 +242,28 @@ def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         looked, held = held, kwargs.get("sorted_sequence", looked)
     if not scope.parted or not isinstance(held, Tensor) or from_library():
         return NotImplemented
-    mark = scope.marks.get(held)
+    placement = scope.placements.get(held)
     if (
-        mark is not None
-        and mark.kind in (*ALIGNED, *IDS)
-        and (name == "isin" or mark.kind in IDS or mark.axis == held.dim() - 1)
+        placement is not None
+        and placement.kind in (*ALIGNED, *IDS)
+        and (name == "isin" or placement.kind in IDS or placement.axis == held.dim() - 1)
     ):
         raise refused(scope, f"{name} of numbers among rows of which a part has only some")
-    told = scope.marks.get(looked) if name == "searchsorted" and mark is None else None
+    told = scope.placements.get(looked) if name == "searchsorted" and placement is None else None
     if told is None or told.kind not in ALIGNED or held.dim() != 1:
         return NotImplemented
-    mark = replace(told, kind=PlacementKind.ROWS) if told.kind is PlacementKind.NUMBERS else told
-    return scope.marks.put(func(*args, **kwargs), mark)
+    placement = replace(told, kind=PlacementKind.ROWS) if told.kind is PlacementKind.NUMBERS else told
+    return scope.placements.put(func(*args, **kwargs), placement)
 
 
 def nbytes(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x.nbytes`` with the bytes of the rows on all ranks."""
-    if attribute(func) != "nbytes" or scope.marks.get(args[0]) is None or not scope.parted or from_library():
+    if (
+        attribute(func) != "nbytes"
+        or scope.placements.get(args[0]) is None
+        or not scope.parted
+        or from_library()
+    ):
         return NotImplemented
     entries = scope.__torch_function__(Tensor.numel, (), (args[0],))
     with torch._C.DisableTorchFunction():
@@ -266,7 +288,7 @@ def of_list(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
         return NotImplemented
     out = func(*args, **kwargs)
     line = f"{name} ({user_line()}), which makes as many rows as this part has"
-    return scope.marks.put(out, Placement(PlacementKind.LOST, origin=line))
+    return scope.placements.put(out, Placement(PlacementKind.LOST, origin=line))
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

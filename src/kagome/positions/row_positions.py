@@ -46,21 +46,21 @@ from kagome.user_frame import from_library
 def getitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x[...]`` where the item at the row axis is a position or selects among positions."""
     base, index = args[0], args[1]
-    mark = scope.marks.get(base)
-    if mark is None or mark.kind not in VERTICES:
+    placement = scope.placements.get(base)
+    if placement is None or placement.kind not in VERTICES:
         return NotImplemented
-    items, at = items_of(index, base.dim(), mark.axis)
+    items, at = items_of(index, base.dim(), placement.axis)
     item = items[at]
     if type(item) is slice and item == FULL:
         return NotImplemented
     alone = all(type(each) is slice and each == FULL for i, each in enumerate(items) if i != at)
     if isinstance(item, Tensor) and _known(scope, item):
-        return _chosen(scope, func, base, index, mark, item) if alone else NotImplemented
+        return _chosen(scope, func, base, index, placement, item) if alone else NotImplemented
     if scope.parted and from_library():
         return NotImplemented
     if not scope.parted:
-        return _noted(scope, func, now(base), index, mark, item) if alone else NotImplemented
-    out = take(scope, base, mark, item)
+        return _noted(scope, func, now(base), index, placement, item) if alone else NotImplemented
+    out = take(scope, base, placement, item)
     if isinstance(item, int):
         del items[at]
         return scope.copies.note(out[tuple(items)] if not alone else out)
@@ -72,54 +72,62 @@ def getitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     return scope.__torch_function__(Tensor.__getitem__, (), (out, tuple(items)))
 
 
-def _chosen(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Placement, item: Tensor) -> Any:
+def _chosen(
+    scope: PositionScope, func: Func, base: Tensor, index: Any, placement: Placement, item: Tensor
+) -> Any:
     """Answer ``x[mask]`` and ``x[order]``: own rows selected by one flag per row, or by own positions."""
-    held = scope.marks.get(item)
+    held = scope.placements.get(item)
     if held is not None and held.kind is PlacementKind.NUMBERS:
         scope.numbered = True
         places = scope.ids.local_of(item)
         out = (
-            rows_at(now(base), mark, places, whole=False)
-            if mark.whole and item.dim() == 1
+            rows_at(now(base), placement, places, whole=False)
+            if placement.is_complete and item.dim() == 1
             else NotImplemented
         )
-        return out if out is NotImplemented else scope.marks.put(out, replace(mark))
+        return out if out is NotImplemented else scope.placements.put(out, replace(placement))
     own = held is None or held.kind in (*VERTICES, PlacementKind.LOCAL)
-    if not own or item.dim() != 1 or mark.each > 1:
+    if not own or item.dim() != 1 or placement.each > 1:
         return NotImplemented
     flags = item.dtype in (torch.bool, torch.uint8)
-    if (flags and item.numel() != base.size(mark.axis)) or not (
+    if (flags and item.numel() != base.size(placement.axis)) or not (
         flags or (held and held.kind is PlacementKind.LOCAL)
     ):
         return NotImplemented
     out = func(now(base), index)
     with torch._C.DisableTorchFunction():
         places = item.bool() if flags else item
-        if mark.subset is not None:
-            places = mark.subset.places()[places]
-    return scope.marks.put(out, replace(mark, subset=RowSubset(places)))
+        if placement.subset is not None:
+            places = placement.subset.places()[places]
+    return scope.placements.put(out, replace(placement, subset=RowSubset(places)))
 
 
-def _noted(scope: PositionScope, func: Func, base: Tensor, index: Any, mark: Placement, item: Any) -> Any:
+def _noted(
+    scope: PositionScope, func: Func, base: Tensor, index: Any, placement: Placement, item: Any
+) -> Any:
     """Run a slice where all rows are local, and record which vertices it selects, for random draws."""
-    spanned = mark.subset is None or mark.subset.span is not None
-    if not isinstance(item, slice) or mark.each > 1 or not spanned:
+    spanned = placement.subset is None or placement.subset.span is not None
+    if not isinstance(item, slice) or placement.each > 1 or not spanned:
         return NotImplemented
     numbers = slice(as_place(item.start), as_place(item.stop), as_place(item.step))
     out = func(base, index)
-    held = range(scope.vertices) if mark.subset is None or mark.subset.span is None else mark.subset.span
+    held = (
+        range(scope.vertices)
+        if placement.subset is None or placement.subset.span is None
+        else placement.subset.span
+    )
     span = held[numbers]
     with torch._C.DisableTorchFunction():
-        return scope.marks.put(
-            out, replace(mark, subset=RowSubset(torch.arange(scope.own)[list(span)], span))
+        return scope.placements.put(
+            out, replace(placement, subset=RowSubset(torch.arange(scope.own)[list(span)], span))
         )
 
 
 def _known(scope: PositionScope, item: Tensor) -> bool:
     """Return True if an index already refers to own rows, rather than listing numbers of vertices."""
-    mark = scope.marks.get(item)
-    if mark is not None and mark.kind is not PlacementKind.LOST:
-        return mark.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS) or item.dtype == torch.bool
+    placement = scope.placements.get(item)
+    if placement is not None and placement.kind is not PlacementKind.LOST:
+        return placement.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS) or item.dtype == torch.bool
     if item.dtype in (torch.bool, torch.uint8):
         return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
     return not scope.parted
@@ -152,13 +160,13 @@ def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
     return [*items, FULL], len(items)
 
 
-def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tensor:
+def take(scope: PositionScope, base: Tensor, placement: Placement, item: Any) -> Tensor:
     """Return the whole graph's rows that an index item names, as far as this part has them.
 
     Args:
         scope: The running interceptor.
         base: A tensor with rows of vertices.
-        mark: Its placement.
+        placement: Its placement.
         item: A position, a slice, or a list of positions among all rows of the axis.
 
     Returns:
@@ -166,16 +174,19 @@ def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tens
     """
     scope.numbered, base = True, now(base)
     if isinstance(item, int):
-        return _one(scope, base, mark, item)
+        return _one(scope, base, placement, item)
     if isinstance(item, slice):
-        return _spanned(scope, base, mark, span_of(scope, mark, item))
+        return _spanned(scope, base, placement, span_of(scope, placement, item))
     if isinstance(item, (list, range)):
         item = torch.as_tensor(list(item), device=base.device)
     if not isinstance(item, Tensor):
         raise refused(scope, f"rows indexed by a {type(item).__name__}")
     if item.dtype in (torch.bool, torch.uint8):
-        return _masked(scope, base, mark, item)
-    if (held := scope.marks.get(item)) is not None and held.kind in (PlacementKind.ROWS, PlacementKind.PAIRS):
+        return _masked(scope, base, placement, item)
+    if (held := scope.placements.get(item)) is not None and held.kind in (
+        PlacementKind.ROWS,
+        PlacementKind.PAIRS,
+    ):
         holder = "vertex" if held.kind is PlacementKind.ROWS else "edge"
         raise refused(
             scope,
@@ -183,92 +194,96 @@ def take(scope: PositionScope, base: Tensor, mark: Placement, item: Any) -> Tens
             hint="rebuild the edges before training (data.edge_index): make edges of them, of which row 0 "
             "holds the numbers and row 1 the vertices that read",
         )
-    return _listed(scope, base, mark, item)
+    return _listed(scope, base, placement, item)
 
 
-def _spanned(scope: PositionScope, base: Tensor, mark: Placement, span: range) -> Tensor:
+def _spanned(scope: PositionScope, base: Tensor, placement: Placement, span: range) -> Tensor:
     """Return own rows among a span of vertices."""
-    if len(span) * mark.each == scope.axes.length(mark):
-        return scope.marks.put(base.view_as(base), mark)
-    ids = scope.ids.of(mark)
+    if len(span) * placement.each == scope.axes.length(placement):
+        return scope.placements.put(base.view_as(base), placement)
+    ids = scope.ids.of(placement)
     with torch._C.DisableTorchFunction():
         inside = among(ids, span)
         chosen = inside.nonzero().view(-1)
-        held = mark.subset.places() if mark.subset is not None else None
-        out = rows_at(base, mark, chosen, whole=scope.ids.ascending)
+        held = placement.subset.places() if placement.subset is not None else None
+        out = rows_at(base, placement, chosen, whole=scope.ids.ascending)
         if out._base is None:
             scope.copies.note(out)
     subset = RowSubset(chosen if held is None else held[chosen], span)
-    return scope.marks.put(out, replace(mark, subset=subset))
+    return scope.placements.put(out, replace(placement, subset=subset))
 
 
-def rows_at(base: Tensor, mark: Placement, chosen: Tensor, *, whole: bool) -> Tensor:
+def rows_at(base: Tensor, placement: Placement, chosen: Tensor, *, whole: bool) -> Tensor:
     """Return rows at positions along the row axis; contiguous rows are returned as a view."""
     first = int(chosen[0]) if chosen.numel() else 0
-    if mark.each == 1 and whole and (not chosen.numel() or int(chosen[-1]) - first + 1 == chosen.numel()):
-        return base.narrow(mark.axis, first, chosen.numel())
-    if mark.each == 1:
-        return base.index_select(mark.axis, chosen)
-    apart = base.unflatten(mark.axis, (base.size(mark.axis) // mark.each, mark.each))
-    out: Tensor = apart.index_select(mark.axis, chosen).flatten(mark.axis, mark.axis + 1)
+    if (
+        placement.each == 1
+        and whole
+        and (not chosen.numel() or int(chosen[-1]) - first + 1 == chosen.numel())
+    ):
+        return base.narrow(placement.axis, first, chosen.numel())
+    if placement.each == 1:
+        return base.index_select(placement.axis, chosen)
+    apart = base.unflatten(placement.axis, (base.size(placement.axis) // placement.each, placement.each))
+    out: Tensor = apart.index_select(placement.axis, chosen).flatten(placement.axis, placement.axis + 1)
     return out
 
 
-def _masked(scope: PositionScope, base: Tensor, mark: Placement, mask: Tensor) -> Tensor:
+def _masked(scope: PositionScope, base: Tensor, placement: Placement, mask: Tensor) -> Tensor:
     """Return own rows where a mask over all vertices is true."""
-    if mark.subset is not None or mark.each > 1:
+    if placement.subset is not None or placement.each > 1:
         raise refused(scope, "a mask of all vertices that chooses among some of them")
-    own = scope.marks.put(mask.bool()[scope.ids.of(mark)], Placement(PlacementKind.ROWS))
+    own = scope.placements.put(mask.bool()[scope.ids.of(placement)], Placement(PlacementKind.ROWS))
     with torch._C.DisableTorchFunction():
         chosen = own.nonzero().view(-1)
-        out = base.index_select(mark.axis, chosen)
-    return scope.marks.put(out, replace(mark, subset=RowSubset(own)))
+        out = base.index_select(placement.axis, chosen)
+    return scope.placements.put(out, replace(placement, subset=RowSubset(own)))
 
 
-def _one(scope: PositionScope, base: Tensor, mark: Placement, place: int) -> Tensor:
-    whole = scope.axes.length(mark)
+def _one(scope: PositionScope, base: Tensor, placement: Placement, place: int) -> Tensor:
+    whole = scope.axes.length(placement)
     place = int(as_place(place))
     if whole >= 0 and not -whole <= place < whole:
-        raise IndexError(f"index {place} is out of bounds for dimension {mark.axis} with size {whole}")
-    return _listed(scope, base, mark, torch.tensor(place, device=base.device))
+        raise IndexError(f"index {place} is out of bounds for dimension {placement.axis} with size {whole}")
+    return _listed(scope, base, placement, torch.tensor(place, device=base.device))
 
 
-def _listed(scope: PositionScope, base: Tensor, mark: Placement, places: Tensor) -> Tensor:
+def _listed(scope: PositionScope, base: Tensor, placement: Placement, places: Tensor) -> Tensor:
     """Return rows of named vertices, on every rank."""
-    whole = scope.axes.length(mark)
-    if whole < 0 or mark.each > 1:
+    whole = scope.axes.length(placement)
+    if whole < 0 or placement.each > 1:
         raise refused(scope, "rows that a mask has chosen, or that lie several a vertex, read by number")
-    ids = scope.ids.of(mark)
+    ids = scope.ids.of(placement)
     _alike(scope, places)
     with torch._C.DisableTorchFunction():
         wanted = torch.where(places < 0, places + whole, places).reshape(-1)
         if wanted.numel() and not bool(((wanted >= 0) & (wanted < whole)).all()):
-            raise IndexError(f"an index is out of bounds for dimension {mark.axis} with size {whole}")
-        if mark.subset is not None and mark.subset.span is not None:
-            wanted = mark.subset.span.start + wanted * mark.subset.span.step
+            raise IndexError(f"an index is out of bounds for dimension {placement.axis} with size {whole}")
+        if placement.subset is not None and placement.subset.span is not None:
+            wanted = placement.subset.span.start + wanted * placement.subset.span.step
         order = ids.argsort()
         at = torch.searchsorted(ids[order], wanted).clamp(max=max(ids.numel() - 1, 0))
         local = order[at] if ids.numel() else at
         mine = ids[local] == wanted if ids.numel() else torch.zeros_like(wanted, dtype=torch.bool)
-        shape = [wanted.numel(), *(s for d, s in enumerate(base.shape) if d != mark.axis)]
-        front = base.movedim(mark.axis, 0)
+        shape = [wanted.numel(), *(s for d, s in enumerate(base.shape) if d != placement.axis)]
+        front = base.movedim(placement.axis, 0)
         found = front.new_zeros(shape)
         found = found.index_add(0, mine.nonzero().view(-1), front[local[mine]])
     wide = found.to(torch.int64) if found.dtype == torch.bool else found
     summed = scope.ranks.total(wide, NAMED).to(found.dtype)
     with torch._C.DisableTorchFunction():
         out = summed.reshape(*places.shape, *summed.shape[1:])
-        return out.movedim(tuple(range(places.dim())), tuple(mark.axis + i for i in range(places.dim())))
+        return out.movedim(tuple(range(places.dim())), tuple(placement.axis + i for i in range(places.dim())))
 
 
 def _alike(scope: PositionScope, places: Tensor) -> None:
     """Refuse vertex numbers that differ between ranks, because they were made from a part's own rows."""
-    if not scope.forward.turn.checked:
+    if not scope.forward.forward_pass.checked:
         return
     with torch._C.DisableTorchFunction():
         word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
         both = torch.cat([word, -word]).to(places.device)
-    with scope.forward.turn.apart():  # later forward passes skip this check
+    with scope.forward.forward_pass.reading_once():  # later forward passes skip this check
         most, least = scope.ranks.greatest(both).view(2, 2)
     if not torch.equal(most, -least):
         raise refused(scope, "rows read by numbers that are not the same on all ranks")
@@ -344,25 +359,25 @@ def _ends(name: str, whole: int, how: Any) -> list[int]:
 def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x[...] = value`` where the item at the row axis is a position."""
     base, index, value = args
-    mark, held = scope.marks.get(base), scope.marks.get(value)
+    placement, held = scope.placements.get(base), scope.placements.get(value)
     if held is not None and held.kind is PlacementKind.LOST:
-        scope.marks.put(base, held)
-    if mark is None or mark.kind not in VERTICES or not scope.parted:
+        scope.placements.put(base, held)
+    if placement is None or placement.kind not in VERTICES or not scope.parted:
         return NotImplemented
-    items, at = items_of(index, base.dim(), mark.axis)
+    items, at = items_of(index, base.dim(), placement.axis)
     item = items[at]
     held_here = isinstance(item, Tensor) and _known(scope, item)
     if (type(item) is slice and item == FULL) or held_here or from_library():
         return NotImplemented
     scope.numbered = True
-    ids, whole = scope.ids.of(mark), scope.axes.length(mark)
-    if mark.each > 1 or mark.subset is not None:
+    ids, whole = scope.ids.of(placement), scope.axes.length(placement)
+    if placement.each > 1 or placement.subset is not None:
         raise refused(scope, "rows of some vertices written by number")
     if isinstance(item, (list, range)):
         item = torch.as_tensor(list(item), device=base.device)
     with torch._C.DisableTorchFunction():
         if isinstance(item, slice):
-            wanted = torch.tensor(list(span_of(scope, mark, item)), dtype=torch.int64, device=ids.device)
+            wanted = torch.tensor(list(span_of(scope, placement, item)), dtype=torch.int64, device=ids.device)
         elif isinstance(item, Tensor) and item.dtype == torch.bool:
             wanted = item.nonzero().view(-1)
         else:
@@ -374,7 +389,7 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
         mine = local >= 0
     items[at] = local[mine]
     return func(
-        base, tuple(items), _written(scope, value, mine, base, mark, items, single=isinstance(item, int))
+        base, tuple(items), _written(scope, value, mine, base, placement, items, single=isinstance(item, int))
     )
 
 
@@ -383,7 +398,7 @@ def _written(
     value: Any,
     mine: Tensor,
     base: Tensor,
-    mark: Placement,
+    placement: Placement,
     items: list[Any],
     *,
     single: bool,
@@ -391,16 +406,16 @@ def _written(
     """Return own rows' share of a value given for all rows that are written."""
     if not isinstance(value, Tensor) or value.dim() == 0 or single:
         return value
-    held = scope.marks.get(value)
+    held = scope.placements.get(value)
     if held is not None and held.kind in VERTICES:
         with torch._C.DisableTorchFunction():
-            same = held.subset is not None and torch.equal(held.subset.places(), items[mark.axis])
+            same = held.subset is not None and torch.equal(held.subset.places(), items[placement.axis])
         if not same:
             raise refused(scope, "rows written by number from rows of other vertices")
         with torch._C.DisableTorchFunction():
             shared = now(value).untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
         return now(value).clone() if shared else now(value)  # x[:n] += 1 writes the rows it has read
-    right = mark.axis - base.dim() + sum(isinstance(each, int) for each in items[mark.axis + 1 :])
+    right = placement.axis - base.dim() + sum(isinstance(each, int) for each in items[placement.axis + 1 :])
     if value.dim() < -right or value.size(right) == 1:
         return value
     return value.index_select(value.dim() + right, mine.nonzero().view(-1).to(value.device))
@@ -411,23 +426,23 @@ def written_by_place(scope: PositionScope, name: str, func: Func, args: Args, kw
     held = rows_base(scope, args, kwargs)
     if held is None or from_library():
         return NotImplemented
-    base, mark = held
+    base, placement = held
     if name.startswith("index_put"):
         index, value = _argument(args, kwargs, 1, "indices"), _argument(args, kwargs, 2, "values")
         adds, index = bool(_argument(args, kwargs, 3, "accumulate")), tuple(index)
     else:
-        if dim_of(args, kwargs, 1, base) != mark.axis:
+        if dim_of(args, kwargs, 1, base) != placement.axis:
             return NotImplemented
-        index = (FULL,) * mark.axis + (_argument(args, kwargs, 2, "index"),)
+        index = (FULL,) * placement.axis + (_argument(args, kwargs, 2, "index"),)
         value, adds = _argument(args, kwargs, 3, "value" if "fill" in name else "source"), False
-    items, at = items_of(index, base.dim(), mark.axis)
+    items, at = items_of(index, base.dim(), placement.axis)
     item = items[at]
     if not isinstance(item, Tensor) or _known(scope, item):
         return NotImplemented
     if adds:
         raise refused(scope, f"{name} to rows by numbers that are not those of the graph's edges")
     if not name.endswith("_"):
-        base = scope.marks.put(now(base).clone(), mark)
+        base = scope.placements.put(now(base).clone(), placement)
     done = setitem(scope, "__setitem__", Tensor.__setitem__, (base, index, value), {})
     return NotImplemented if done is NotImplemented else base
 

@@ -34,8 +34,8 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         One all-reduce of one number for each value from the least to the greatest.
     """
     values: Tensor = args[0] if args else kwargs["input"]
-    mark = scope.marks.get(values)
-    if not scope.parted or mark is None or mark.kind not in ALIGNED or from_library():
+    placement = scope.placements.get(values)
+    if not scope.parted or placement is None or placement.kind not in ALIGNED or from_library():
         return NotImplemented
     if name == "unique_consecutive" or kwargs.get("dim") is not None or values.is_floating_point():
         raise refused(scope, f"{name} of {values.dtype}, which tells a part's own values apart")
@@ -54,7 +54,7 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         counts = torch.bincount(inverse.reshape(-1), minlength=found.numel()).double()
     out = [found.to(values.dtype)]
     if kwargs.get("return_inverse"):
-        out.append(scope.marks.put(inverse, _attribute(mark)))
+        out.append(scope.placements.put(inverse, _attribute(placement)))
     if kwargs.get("return_counts"):
         out.append(scope.ranks.total(counts).long())
     return out[0] if len(out) == 1 else tuple(out)
@@ -70,21 +70,21 @@ def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
     return -int(most[0]), int(most[1])
 
 
-def _attribute(mark: Placement) -> Placement:
+def _attribute(placement: Placement) -> Placement:
     """Return the placement of values that vertices or edges hold."""
     return Placement(
-        PlacementKind.ROWS if mark.kind is PlacementKind.NUMBERS else mark.kind,
-        *(mark.view, mark.axis, mark.edges),
-        subset=mark.subset,
-        each=mark.each,
+        PlacementKind.ROWS if placement.kind is PlacementKind.NUMBERS else placement.kind,
+        *(placement.view, placement.axis, placement.edges),
+        subset=placement.subset,
+        each=placement.each,
     )
 
 
 def bincount(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``bincount`` of integers that vertices or edges hold with the counts over all ranks."""
     values: Tensor = args[0] if args else kwargs["input"]
-    mark = scope.marks.get(values)
-    if not scope.parted or mark is None or mark.kind not in ALIGNED or from_library():
+    placement = scope.placements.get(values)
+    if not scope.parted or placement is None or placement.kind not in ALIGNED or from_library():
         return NotImplemented
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)

@@ -27,7 +27,7 @@ from kagome.user_frame import from_library
 def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``table[:x.size(0)]`` with own rows of a tensor that has all rows."""
     base, index = args[0], args[1]
-    if type(index) not in (slice, tuple) or scope.marks.get(base) is not None:
+    if type(index) not in (slice, tuple) or scope.placements.get(base) is not None:
         return NotImplemented
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
     if type(head) is slice and isinstance(head.stop, SymbolicSize) and head.stop.of_vertices:
@@ -38,12 +38,12 @@ def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
             or base.dim() == 0
         ):
             return NotImplemented
-        mark = head.stop.mark
-        if not mark.whole or base.size(0) < scope.vertices:
+        placement = head.stop.placement
+        if not placement.is_complete or base.size(0) < scope.vertices:
             return NotImplemented
         scope.numbered = True
-        own = func(base, scope.ids.of(mark)) if scope.parted else func(base, head)
-        scope.marks.put(own, Placement(PlacementKind.ROWS))
+        own = func(base, scope.ids.of(placement)) if scope.parted else func(base, head)
+        scope.placements.put(own, Placement(PlacementKind.ROWS))
         if scope.parted and not scope.keeping.copy(scope, base, own):
             scope.copies.note(own)
         return own[(FULL, *rest)] if rest else own
@@ -57,7 +57,7 @@ def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         ModelError: If rows of a part are written into such a tensor.
     """
     base, index, value = args
-    held = scope.marks.get(value)
+    held = scope.placements.get(value)
     if has_all(scope, base, 0) and not from_library():
         if held is not None and held.kind in VERTICES:
             raise all_rows_written(scope, name)
@@ -65,14 +65,14 @@ def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         if (
             type(head) is slice
             and isinstance(head.stop, SymbolicSize)
-            and head.stop.mark == Placement(PlacementKind.ROWS)
+            and head.stop.placement == Placement(PlacementKind.ROWS)
         ):
             whole = slice(head.start, scope.vertices, head.step)
             return func(base, (whole, *rest), value)
-    mark = scope.marks.get(index) if isinstance(index, Tensor) else None
-    if mark is None or mark.kind not in IDS or base.dim() == 0 or not has_all(scope, base, 0):
+    placement = scope.placements.get(index) if isinstance(index, Tensor) else None
+    if placement is None or placement.kind not in IDS or base.dim() == 0 or not has_all(scope, base, 0):
         return NotImplemented
-    numbers = original(scope, base, 0, index, mark, library=True)
+    numbers = original(scope, base, 0, index, placement, library=True)
     return NotImplemented if numbers is None else func(base, numbers, value)
 
 
@@ -83,22 +83,22 @@ def own_rows(scope: PositionScope, table: Tensor, axis: int) -> Tensor:
         table ``[..., N, ...]`` -> ``[..., n, ...]``.
     """
     scope.numbered = True
-    mark = Placement(PlacementKind.ROWS, axis=axis)
+    placement = Placement(PlacementKind.ROWS, axis=axis)
     with torch._C.DisableTorchFunction():
-        out = table.index_select(axis, scope.ids.of(mark).to(table.device))
-    return scope.marks.put(out, mark)
+        out = table.index_select(axis, scope.ids.of(placement).to(table.device))
+    return scope.placements.put(out, placement)
 
 
 def has_all(scope: PositionScope, value: Any, axis: int) -> bool:
     """Return True if an unmarked tensor has a row for each vertex of the graph along an axis."""
-    if not scope.parted or not isinstance(value, Tensor) or scope.marks.get(value) is not None:
+    if not scope.parted or not isinstance(value, Tensor) or scope.placements.get(value) is not None:
         return False
     with torch._C.DisableTorchFunction():
         return -value.dim() <= axis < value.dim() and value.size(axis) == scope.vertices
 
 
 def original(
-    scope: PositionScope, table: Any, axis: int, ids: Tensor, mark: Placement, *, library: bool = False
+    scope: PositionScope, table: Any, axis: int, ids: Tensor, placement: Placement, *, library: bool = False
 ) -> Tensor | None:
     """Return original numbers for the part's ids where they index a tensor that is the same on all ranks.
 
@@ -107,7 +107,7 @@ def original(
         table: The tensor that is indexed.
         axis: The axis that is indexed.
         ids: Ids of own and halo rows.
-        mark: The placement of the ids.
+        placement: The placement of the ids.
         library: Whether to answer PyG's own code as well. Its tables may belong to a part and have any size.
 
     Returns:
@@ -118,10 +118,10 @@ def original(
     """
     if not scope.parted or table.dim() == 0:
         return None
-    held = scope.marks.get(table)
+    held = scope.placements.get(table)
     if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
-    if held is not None and held.kind in VERTICES and not held.whole:
+    if held is not None and held.kind in VERTICES and not held.is_complete:
         raise refused(scope, "edges that read rows of some vertices only, by ids of all of them")
     if held is not None or table.size(axis) == scope.own:
         return None
@@ -135,7 +135,7 @@ def original(
         )
     scope.numbered = True
     with torch._C.DisableTorchFunction():
-        return scope.ids.with_halo(mark)[ids]
+        return scope.ids.with_halo(placement)[ids]
 
 
 def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:
@@ -144,17 +144,17 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
     Raises:
         ModelError: If it writes to such a tensor in place, or to rows of some vertices.
     """
-    held = scope.marks.get(base)
+    held = scope.placements.get(base)
     if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held)
-    if held is not None and held.kind in VERTICES and not held.whole:
+    if held is not None and held.kind in VERTICES and not held.is_complete:
         raise refused(scope, "edges that write to rows of some vertices only, by ids of all of them")
     if not has_all(scope, base, axis) or base.size(axis) == scope.own:
         return base
     if (
         index.numel()
         and int(index.max()) >= scope.own
-        and scope.marks.get(index) == Placement(PlacementKind.TARGET)
+        and scope.placements.get(index) == Placement(PlacementKind.TARGET)
     ):
         return base  # a layer's own groups, made from ids of targets
     if name.endswith("_") and not from_library():
@@ -177,7 +177,7 @@ def refuse_unknown_write(scope: PositionScope, name: str, base: Any, dim: Any) -
     Raises:
         ModelError: If the rows that are written to are split over parts.
     """
-    held = scope.marks.get(base) if scope.parted else None
+    held = scope.placements.get(base) if scope.parted else None
     rows = held is not None and held.kind in VERTICES and isinstance(dim, int)
     if rows and held is not None and dim % base.dim() == held.axis and not from_library():
         raise refused(
@@ -193,11 +193,21 @@ def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, er
     Raises:
         ModelError: If the user's code gave the call such rows.
     """
-    marks = [scope.marks.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
-    gone = next((mark for mark in marks if mark is not None and mark.kind is PlacementKind.LOST), None)
+    placements = [scope.placements.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
+    gone = next(
+        (
+            placement
+            for placement in placements
+            if placement is not None and placement.kind is PlacementKind.LOST
+        ),
+        None,
+    )
     if gone is not None:
         raise lost(scope, gone) from error
-    if any(mark is not None and mark.kind in VERTICES for mark in marks) and not from_library():
+    if (
+        any(placement is not None and placement.kind in VERTICES for placement in placements)
+        and not from_library()
+    ):
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise refused(scope, f"{name} of the {scope.own:,} rows of a part, which fails: {words}") from error
 
@@ -236,10 +246,10 @@ def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
     if isinstance(given, dict):
         given = tuple(given.values())
     for value in given if isinstance(given, (tuple, list)) else (given,):
-        mark = scope.marks.get(value)
-        if mark is not None and mark.kind is PlacementKind.LOST:
-            raise lost(scope, mark)
-        if mark is not None and mark.kind in VERTICES and not mark.whole:
+        placement = scope.placements.get(value)
+        if placement is not None and placement.kind is PlacementKind.LOST:
+            raise lost(scope, placement)
+        if placement is not None and placement.kind in VERTICES and not placement.is_complete:
             raise refused(scope, f"{what} with rows of some vertices only, of shape {list(value.shape)}")
 
 
@@ -251,7 +261,7 @@ def refuse_unknown_edges(scope: PositionScope, edges: Any) -> None:
     """
     if not scope.parted:
         return
-    held = scope.marks.get(edges)
+    held = scope.placements.get(edges)
     if held is not None and held.kind is PlacementKind.LOST:
         raise lost(scope, held, edges=True)
     if held is None and type(edges) is Tensor and not edges.is_sparse:
@@ -269,7 +279,7 @@ def refuse_lost_ids(scope: PositionScope, name: str, args: Args, kwargs: Kwargs)
         ModelError: If there is such an id. It names the call that lost the rows.
     """
     for value in _deep((*args[1:], *kwargs.values())):
-        held = scope.marks.get(value)
+        held = scope.placements.get(value)
         if held is not None and held.kind is PlacementKind.LOST and not value.is_floating_point():
             raise lost(scope, held, edges=True)
 
@@ -303,13 +313,17 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
     """
     if name != "__getitem__" and name.strip("_") not in ELEMENTWISE:
         return None
-    marked = next(
-        ((t, m) for t in _flat(args, kwargs) if (m := scope.marks.get(t)) is not None and m.kind in VERTICES),
+    placed = next(
+        (
+            (t, m)
+            for t in _flat(args, kwargs)
+            if (m := scope.placements.get(t)) is not None and m.kind in VERTICES
+        ),
         None,
     )
-    if marked is None or not marked[1].whole:
+    if placed is None or not placed[1].is_complete:
         return None
-    right = marked[1].axis - marked[0].dim()
+    right = placed[1].axis - placed[0].dim()
     # The result of an operator like += takes the place of its operand, so that is not a write to a table.
     targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
     cut = False
@@ -340,26 +354,26 @@ def _flat(args: Sequence[Any], kwargs: Kwargs) -> Sequence[Tensor]:
 def embedding(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``F.embedding(edge_index[0], table)`` by global ids: a table is the same on all ranks."""
     ids = args[0] if args else kwargs.get("input")
-    mark = scope.marks.get(ids)
+    placement = scope.placements.get(ids)
     table = kwargs.get("weight", args[1] if len(args) > 1 else None)
-    if mark is None or not isinstance(table, Tensor) or not isinstance(ids, Tensor):
+    if placement is None or not isinstance(table, Tensor) or not isinstance(ids, Tensor):
         return NotImplemented
-    held = scope.marks.get(table)
-    if held is not None and mark.kind in (*VERTICES, PlacementKind.PAIRS):
+    held = scope.placements.get(table)
+    if held is not None and placement.kind in (*VERTICES, PlacementKind.PAIRS):
         # Rows of vertices, or lost rows: not a table that all ranks have.
         return scope.__torch_function__(Tensor.__getitem__, (), (table, ids))
-    axis = ids.dim() - 1 if mark.kind in IDS else mark.axis
-    if mark.kind in VERTICES:
+    axis = ids.dim() - 1 if placement.kind in IDS else placement.axis
+    if placement.kind in VERTICES:
         out = func(*args, **kwargs)
-        return scope.marks.put(out, replace(mark, kind=PlacementKind.ROWS))
-    if mark.kind not in IDS:
+        return scope.placements.put(out, replace(placement, kind=PlacementKind.ROWS))
+    if placement.kind not in IDS:
         return NotImplemented
-    own = original(scope, table, 0, ids, mark)
+    own = original(scope, table, 0, ids, placement)
     named = {key: value for key, value in kwargs.items() if key not in ("input", "weight")}
     out = func(ids if own is None else own, table, *args[2:], **named)
-    if mark.kind is PlacementKind.EDGES:
-        return scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, axis, ids))
-    return scope.marks.put(out, Placement(PlacementKind.PAIRS, mark.view, axis, mark.edges))
+    if placement.kind is PlacementKind.EDGES:
+        return scope.placements.put(out, Placement(PlacementKind.PAIRS, placement.view, axis, ids))
+    return scope.placements.put(out, Placement(PlacementKind.PAIRS, placement.view, axis, placement.edges))
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

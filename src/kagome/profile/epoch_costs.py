@@ -104,15 +104,15 @@ def _epochs(
     options: PartOptions,
     cut: Parallel,
 ) -> list[EpochCost]:
-    road = CompressedExchange(channel, cut, options.seed)
-    net = parallelize(model, piece, road, replace(options, device=CPU, tensor=cut.tensor))
+    exchange = CompressedExchange(channel, cut, options.seed)
+    net = parallelize(model, piece, exchange, replace(options, device=CPU, tensor=cut.tensor))
     found: list[EpochCost] = []
 
     def one() -> None:
         before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
         channel.met.clear()
         out = net.forward(len(found) + 1, training=True)
-        loss = out.float().square().mean() + net.scope.forward.turn.token
+        loss = out.float().square().mean() + net.scope.forward.forward_pass.token
         loss.backward()
         sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
         times = begun, *channel.met, channel.clock()
@@ -170,11 +170,11 @@ def coding(turns: int = 3) -> tuple[float, float]:
     """
     rows, codec = torch.rand(SAMPLE, generator=torch.Generator().manual_seed(0)), Codec("onebit")
     message = torch.empty(codec.size(*SAMPLE, rows.dtype), dtype=torch.uint8)
-    stamps, out, seconds = torch.arange(SAMPLE[0]), torch.empty_like(rows), clock()
+    row_ids, out, seconds = torch.arange(SAMPLE[0]), torch.empty_like(rows), clock()
     found: list[float] = []
     while again(found, turns):
         begun = seconds()
-        codec.encode(rows, None, stamps, 0, message, where="a sample")
+        codec.encode(rows, None, row_ids, 0, message, where="a sample")
         codec.decode(message, out)
         found.append(seconds() - begun)
     took, spread = steady(found)

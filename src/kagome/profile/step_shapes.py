@@ -83,11 +83,11 @@ class Asked(Channel):
 class _NotedReads(NeighborReads):
     """The reads of a sample of a graph, on a channel of type :class:`Asked`."""
 
-    def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
+    def write(self, sums: Tensor, axis: int, placement: Placement) -> Tensor:
         """Write as the reads of a part does, and note the layer: it reads along reversed edges."""
         if isinstance(self._channel.channel, Asked):
             self._channel.channel.note(self._forward.where())
-        return super().write(sums, axis, mark)
+        return super().write(sums, axis, placement)
 
 
 class ShapeSample(Interceptor):
@@ -116,7 +116,7 @@ def on_sample(
     return ParallelModel(model, interceptor_of(piece, channel, options, kind=ShapeSample), options)
 
 
-def looked_at(
+def survey_on_sample(
     model: nn.Module,
     graph: LayerGraph,
     part: Partition,
@@ -169,11 +169,11 @@ def _survey(graph: LayerGraph, net: ParallelModel) -> Survey:
     def look(value: Any) -> str:
         if not isinstance(value, Tensor):
             return "none"
-        mark = scope.marks.get(value)
-        if mark is None:
+        placement = scope.placements.get(value)
+        if placement is None:
             return "fixed"
-        kind, rows = kinds.get(mark.kind, ("none", 0)) if mark.whole else ("none", 0)
-        return kind if mark.axis == 0 and value.dim() > 0 and value.size(0) == rows else "none"
+        kind, rows = kinds.get(placement.kind, ("none", 0)) if placement.is_complete else ("none", 0)
+        return kind if placement.axis == 0 and value.dim() > 0 and value.size(0) == rows else "none"
 
     with one_pass(net):
         return survey(graph, net.model, scope.inputs, look=look, draws=lambda: scope.forward.draws)

@@ -194,21 +194,21 @@ def _one(
         roots.append(value)
         leaves.append(value.detach().requires_grad_())
         given = leaves[-1].clone() if copies else leaves[-1]
-        return _marked(given, value, scope)
+        return _placed(given, value, scope)
 
     # A weight stays itself: it may be a table with a row for each edge, which is known by identity.
     values[step.name] = out if step.kind == "attribute" else mapped(out, leaf_of)
-    token = scope.forward.turn.token
+    token = scope.forward.forward_pass.token
     if token.grad_fn is not None:  # backward must reach all exchanges on all ranks, also without rows read
         roots.append(token)
         leaves.append(token.detach().requires_grad_())
-        scope.forward.turn.token = leaves[-1]
+        scope.forward.forward_pass.token = leaves[-1]
     back = 0.0
     if roots:
         views = [leaf.view_as(leaf) for leaf in leaves]
         ones = [torch.ones_like(root) for root in roots]
         # A real run calls autograd's engine once per chunk, not once per step, so its cost is subtracted.
-        with scope.forward.turn.paused():
+        with scope.forward.forward_pass.paused():
             empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
         back = max(back - empty, 0.0)
     for tensor in (*leaves, *model.parameters()):
@@ -228,12 +228,12 @@ def _learns(value: Any) -> bool:
 
 def _copied(value: Any, scope: Interceptor) -> Any:
     """Return a copy of a new leaf if the value needs a gradient, else the value."""
-    return _marked(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
+    return _placed(value.detach().requires_grad_().clone(), value, scope) if _learns(value) else value
 
 
-def _marked(given: Tensor, like: Tensor, scope: Interceptor) -> Tensor:
-    mark = scope.marks.get(like)
-    return given if mark is None else scope.marks.put(given, mark)
+def _placed(given: Tensor, like: Tensor, scope: Interceptor) -> Tensor:
+    placement = scope.placements.get(like)
+    return given if placement is None else scope.placements.put(given, placement)
 
 
 def _computed(value: Any) -> Any:

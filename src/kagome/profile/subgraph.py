@@ -143,11 +143,11 @@ def numbered_sample(data: Data | Partition, sample: Data) -> Data | None:
     return every
 
 
-def fitted(twin: nn.Module, data: Data | Partition, sample: Data) -> bool:
+def fitted(own_copy: nn.Module, data: Data | Partition, sample: Data) -> bool:
     """Cut the per-edge tables in a copy of a model to a sample's edges; return whether it has any."""
     part = isinstance(data, Partition)
     edges = data.num_edges if part else data.edge_index.size(1)
-    return fit(twin, int(edges), int(data.num_nodes or 0), sample.__dict__["edge_places"])
+    return fit(own_copy, int(edges), int(data.num_nodes or 0), sample.__dict__["edge_places"])
 
 
 def cast(sample: Data, dtype: torch.dtype) -> Data:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
 
 from kagome.deferred.lazy_tensor import now
-from kagome.halo.comm_recorder import Tape
+from kagome.halo.comm_recorder import Record
 from kagome.intercept.hooks import replaced
 from kagome.intercept.interceptor import Interceptor
 from kagome.recompute.snapshot import Given, LayerSnapshot, Standing, mapped, pardoned
@@ -50,13 +50,16 @@ def recompute(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
         Each layer's forward once more, without its exchanges. Between forward and backward the layers' inputs
         and what they received from peers are kept; beside these, one layer's inner tensors at a time.
     """
-    before, scope.calls.on = scope.calls.on, False  # the second pass has to save what the first saved
+    before, scope.layer_replay.on = (
+        scope.layer_replay.on,
+        False,
+    )  # the second pass has to save what the first saved
     undo = [
         _wrap(layer, scope) for layer in layers_of(model) if not isinstance(layer, torch.jit.ScriptModule)
     ]
 
     def remove() -> None:
-        scope.calls.on = before
+        scope.layer_replay.on = before
         for take_off in undo:
             take_off()
 
@@ -96,7 +99,8 @@ def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if (
-            not (scope.forward.turn.grad and scope.forward.turn.follows()) or scope.channel.runs
+            not (scope.forward.forward_pass.grad and scope.forward.forward_pass.follows())
+            or scope.channel.runs
         ):  # evaluation; a layer inside a layer
             return inner(*args, **kwargs)
         return _kept(layer, inner, scope, args, kwargs)
@@ -112,7 +116,7 @@ def _kept(
         args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing deferred enters or leaves the layer
         scope.reads.forget()
         given, standing, moment = Given(scope, args, kwargs), Standing(layer), LayerSnapshot(scope)
-    tape: Tape = []
+    record: Record = []
     ran = False
 
     def run(*tensors: Tensor) -> Any:
@@ -120,13 +124,13 @@ def _kept(
         hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
         if not ran:
             ran = True
-            with scope.channel.writing(tape), pardoned(scope.forward.turn, hook):
+            with scope.channel.recording(record), pardoned(scope.forward.forward_pass, hook):
                 return mapped(inner(*args, **kwargs), now)
-        again, named = given.again(tensors)
+        restored, named = given.restored(tensors)
         with ExitStack() as stack:
-            for state in (moment.again(hook), standing.again(), scope.channel.reading(tape), scope):
+            for state in (moment.restored(hook), standing.restored(), scope.channel.replaying(record), scope):
                 stack.enter_context(state)
-            return mapped(inner(*again, **named), now)
+            return mapped(inner(*restored, **named), now)
 
     try:
         # Without a tensor, torch would not know which devices' generators to keep.

@@ -35,29 +35,33 @@ class LayerSnapshot:
     """
 
     def __init__(self, scope: Interceptor) -> None:
-        self._scope, self._turn, self._collectives = scope, scope.forward.turn, scope.forward.turn.collectives
+        self._scope, self._forward_pass, self._collectives = (
+            scope,
+            scope.forward.forward_pass,
+            scope.forward.forward_pass.collectives,
+        )
         self._state, self._draws = self._read()
 
     @contextmanager
-    def again(self, hook: Any) -> Iterator[None]:
+    def restored(self, hook: Any) -> Iterator[None]:
         """Restore that state in a forward pass of its own, where torch's ``hook`` may run layers again."""
-        scope, then = self._scope, self._turn
-        found, there = self._read(), scope.forward.turn
-        turn = scope.forward.turn = ForwardPass(
+        scope, then = self._scope, self._forward_pass
+        found, there = self._read(), scope.forward.forward_pass
+        forward_pass = scope.forward.forward_pass = ForwardPass(
             then.epoch, checked=then.checked, device=scope.device, grad=True
         )
-        turn.collectives = self._collectives
+        forward_pass.collectives = self._collectives
         scope.reads.forget()
         self._write((self._state, self._draws))
         try:
-            with pardoned(turn, hook):
+            with pardoned(forward_pass, hook):
                 yield
         finally:
             scope.reads.forget()
-            scope.forward.turn = there
+            scope.forward.forward_pass = there
             self._write(found)
             # Its graph refers to the pass; keeping the token attached would make a reference cycle.
-            turn.token = turn.token.detach()
+            forward_pass.token = forward_pass.token.detach()
 
     def _read(self) -> tuple[dict[str, Any], tuple[Any, Any]]:
         state = {name: _copied(getattr(self._scope.forward, name)) for name in _STATE}
@@ -75,13 +79,13 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def pardoned(turn: ForwardPass, hook: Any) -> Iterator[None]:
+def pardoned(forward_pass: ForwardPass, hook: Any) -> Iterator[None]:
     """Surround a layer that this hook of torch's saved tensors may run again."""
-    turn.pardoned = hook
+    forward_pass.pardoned = hook
     try:
         yield
     finally:
-        turn.pardoned = None
+        forward_pass.pardoned = None
 
 
 class Standing:
@@ -124,7 +128,7 @@ class Standing:
         self._before, self._tensors = [], []
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the earlier buffers and attributes for a block, then the current ones.
 
         Raises:
@@ -173,13 +177,13 @@ class Given:
 
     def __init__(self, scope: Interceptor, args: Any, kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
-        self._marks, self._slots = scope.marks, dict[int, _Slot]()
+        self._placements, self._slots = scope.placements, dict[int, _Slot]()
         self._found: list[Placement | None] = []
         self._versions: list[tuple[Tensor, int]] = []
         # Containers are copied, because a layer may write its result into one that it was given.
         self._args, self._kwargs = mapped(args, self._keep, anew=True), mapped(kwargs, self._keep, anew=True)
 
-    def again(self, tensors: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
+    def restored(self, tensors: tuple[Tensor, ...]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments again, with the tensors that autograd kept, placed as before.
 
         Raises:
@@ -191,8 +195,8 @@ class Given:
                 "a write to it in place",
                 hint="leave --model.recompute out",
             )
-        for tensor, mark in zip(tensors, self._found, strict=False):
-            self._marks.put(tensor, mark)
+        for tensor, placement in zip(tensors, self._found, strict=False):
+            self._placements.put(tensor, placement)
 
         def take(value: Any) -> Any:
             return tensors[value.number] if isinstance(value, _Slot) else value
@@ -206,7 +210,7 @@ class Given:
         if id(tensor) not in self._slots:
             self._slots[id(tensor)] = _Slot(len(self.tensors))
             self.tensors.append(tensor)
-            self._found.append(self._marks.get(tensor))
+            self._found.append(self._placements.get(tensor))
         return self._slots[id(tensor)]
 
 

@@ -265,7 +265,7 @@ def _transits(slices: Sequence[Sequence[Slice]]) -> list[float]:
     }
     return [
         sum(
-            max(0.0, one.end - max(one.begin, sent.get((one.action.answer, part), one.end)))
+            max(0.0, one.end - max(one.begin, sent.get((one.action.counterpart, part), one.end)))
             for one in mine
             if one.action.kind.receives
         )

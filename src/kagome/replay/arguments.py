@@ -49,7 +49,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lasts:
+class SameTensor:
     """Guard for a tensor that is constant.
 
     Args:
@@ -80,19 +80,19 @@ class Other:
         return type(leaf) is type(self.value) and bool(leaf == self.value)
 
 
-StandIns = tuple[Rows | Lasts | Other, ...]
+Guards = tuple[Rows | SameTensor | Other, ...]
 
 
-def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> StandIns | None:
+def guards_of(leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> Guards | None:
     """Return a guard for each value of a call; None if a value is of a kind that prevents replay."""
-    found: list[Rows | Lasts | Other] = []
+    found: list[Rows | SameTensor | Other] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             if leaf is not None and not isinstance(leaf, (bool, int, float, str)):
                 return None
             found.append(Other(leaf))
-        elif lasting(leaf):
-            found.append(Lasts(leaf, leaf._version))
+        elif is_constant(leaf):
+            found.append(SameTensor(leaf, leaf._version))
         elif type(leaf) is not Tensor or leaf.layout is not torch.strided:
             return None
         else:
@@ -101,10 +101,10 @@ def stand_ins(leaves: Sequence[Any], lasting: Callable[[Tensor], bool]) -> Stand
     return tuple(found)
 
 
-def fits(given: StandIns, leaves: Sequence[Any]) -> bool:
+def fits(guards: Guards, leaves: Sequence[Any]) -> bool:
     """Return True if each argument of a call passes its guard."""
-    return len(leaves) == len(given) and all(
-        stand_in.fits(leaf, leaves) for stand_in, leaf in zip(given, leaves, strict=True)
+    return len(leaves) == len(guards) and all(
+        guard.fits(leaf, leaves) for guard, leaf in zip(guards, leaves, strict=True)
     )
 
 

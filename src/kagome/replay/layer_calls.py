@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from kagome.placement.placement import Placement
-from kagome.replay.arguments import Rows, StandIns, State, fits, leaves_of, stand_ins, state_of
+from kagome.replay.arguments import Guards, Rows, State, fits, guards_of, leaves_of, state_of
 from kagome.replay.propagate import plain
 from kagome.replay.recorded_ops import CallRecorder, Op
 
@@ -37,18 +37,18 @@ class Learned:
     """A recorded call and what it did.
 
     Args:
-        given: The guard of each argument.
+        guards: The guard of each argument.
         rows: The positions of arguments that differ in each call, each tensor once.
-        marks: The placements of those arguments.
+        placements: The placements of those arguments.
         state: The state of the layer and of all modules in it.
         ops: The torch calls that it made.
         out: The position of its result among the values.
         bare: Whether the layer has no other hooks than the interceptor's.
     """
 
-    given: StandIns
+    guards: Guards
     rows: tuple[int, ...]
-    marks: tuple[Placement | None, ...]
+    placements: tuple[Placement | None, ...]
     state: tuple[State, ...]
     ops: tuple[Op, ...]
     out: int
@@ -56,16 +56,17 @@ class Learned:
 
     def fits(self, scope: Any, leaves: Sequence[Any]) -> bool:
         """Return True if a call's arguments match the recorded ones."""
-        return fits(self.given, leaves) and all(
-            _same(scope.marks.get(leaves[place]), mark) and not scope.constants.lasting(leaves[place])
-            for place, mark in zip(self.rows, self.marks, strict=True)
+        return fits(self.guards, leaves) and all(
+            _same(scope.placements.get(leaves[place]), placement)
+            and not scope.constants.is_constant(leaves[place])
+            for place, placement in zip(self.rows, self.placements, strict=True)
         )
 
-    def again(self, scope: Any, leaves: Sequence[Any]) -> Any:
+    def replay(self, scope: Any, leaves: Sequence[Any]) -> Any:
         """Repeat the recorded calls on other rows."""
         values = [leaves[place] for place in self.rows]
         for op in self.ops:
-            out = op.again(scope, values)
+            out = op.replay(scope, values)
             if isinstance(out, Tensor):
                 values.append(out)
             else:
@@ -141,17 +142,19 @@ class LayerReplay:
             return None
         with torch._C.DisableTorchFunction():  # this is not the user's computation
             leaves = tuple(leaves_of((args, kwargs)))
-            if learned.state != states.now(scope.forward.turn.epoch) or not learned.fits(scope, leaves):
+            if learned.state != states.now(scope.forward.forward_pass.epoch) or not learned.fits(
+                scope, leaves
+            ):
                 return None
-            return learned.again(scope, leaves)
+            return learned.replay(scope, leaves)
 
-    def whole(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call_module(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Replay a call of the module itself without torch's hooks; None if one of them must run."""
         scope, layer = self.scope, states.layer
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not learned.bare:
             return None
-        scope.forward.turn.refuse_again(states.path)
+        scope.forward.forward_pass.refuse_rerun(states.path)
         passes = isinstance(layer, MessagePassing)
         scope.forward.layers += passes
         try:
@@ -168,7 +171,7 @@ class LayerReplay:
         scope = self.scope
         if nn.modules.module._has_any_global_hook():  # includes modules inside the layer
             return False
-        able = self.on and scope.forward.fast and not scope.sliced.on and scope.notes is None
+        able = self.on and scope.forward.fast and not scope.sliced.on and scope.recorder is None
         return able and not _cast() and not scope.forward.own_seed()
 
     def watch(self, states: States, args: Sequence[Any], kwargs: dict[str, Any]) -> CallRecorder | None:
@@ -179,32 +182,36 @@ class LayerReplay:
         with torch._C.DisableTorchFunction():
             self._tries[id(layer)] = self._tries.get(id(layer), 0) + 1
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, self.scope.constants.lasting)
-            if given is None or not _plain(layer):
+            guards = guards_of(leaves, self.scope.constants.is_constant)
+            if guards is None or not _plain(layer):
                 return None
-            rows = [leaves[place] for place in _rows(given)]
+            rows = [leaves[place] for place in _rows(guards)]
             fixed = (*layer.parameters(), *layer.buffers())
-            self.scope.notes = CallRecorder(self.scope, rows, fixed)
-        return self.scope.notes  # type: ignore[no-any-return]
+            self.scope.recorder = CallRecorder(self.scope, rows, fixed)
+        return self.scope.recorder  # type: ignore[no-any-return]
 
-    def learn(self, notes: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any) -> None:
+    def learn(
+        self, recorder: CallRecorder, states: States, args: Sequence[Any], kwargs: Any, out: Any
+    ) -> None:
         """Keep the recording of a call that has ended, if it is complete."""
         layer, scope = states.layer, self.scope
         with torch._C.DisableTorchFunction():
-            place = notes.place_of(out)
+            place = recorder.place_of(out)
             leaves = tuple(leaves_of((args, kwargs)))
-            given = stand_ins(leaves, scope.constants.lasting)
-            if place is None or given is None:
+            guards = guards_of(leaves, scope.constants.is_constant)
+            if place is None or guards is None:
                 return
-            rows = _rows(given)
-            marks = tuple(scope.marks.get(leaves[at]) for at in rows)
+            rows = _rows(guards)
+            placements = tuple(scope.placements.get(leaves[at]) for at in rows)
             key = id(layer), layer.training, torch.is_grad_enabled()
             state = tuple(state_of(module) for module in layer.modules())
-            self._learned[key] = Learned(given, rows, marks, state, tuple(notes.ops), place, _bare(layer))
+            self._learned[key] = Learned(
+                guards, rows, placements, state, tuple(recorder.ops), place, _bare(layer)
+            )
 
 
-def _rows(given: StandIns) -> tuple[int, ...]:
-    return tuple(at for at, one in enumerate(given) if isinstance(one, Rows) and one.first == at)
+def _rows(guards: Guards) -> tuple[int, ...]:
+    return tuple(at for at, one in enumerate(guards) if isinstance(one, Rows) and one.first == at)
 
 
 def _same(one: Placement | None, other: Placement | None) -> bool:
@@ -215,7 +222,7 @@ def _same(one: Placement | None, other: Placement | None) -> bool:
         return False
     if one.subset is not other.subset and not (one.subset is not None and one.subset.same(other.subset)):
         return False
-    return one.told == other.told
+    return one.fields == other.fields
 
 
 def _cast() -> bool:

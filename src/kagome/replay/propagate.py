@@ -23,7 +23,7 @@ from torch_geometric.nn import MessagePassing
 from kagome.deferred.lazy_tensor import LazyTensor
 from kagome.deferred.message import EdgeSet, Message, Source
 from kagome.deferred.reduce import Reduce, Total
-from kagome.replay.arguments import Rows, StandIns, State, fits, leaves_of, stand_ins, state_of
+from kagome.replay.arguments import Guards, Rows, State, fits, guards_of, leaves_of, state_of
 
 CALLED = frozenset(("message", "aggregate", "update", "message_and_aggregate"))
 """Methods of a layer that ``propagate`` calls."""
@@ -36,23 +36,23 @@ class Recipe:
     """The arguments of a call, and the sum that it deferred.
 
     Args:
-        given: The guard of each argument.
+        guards: The guard of each argument.
         layer: The layer that was called.
         state: The layer's settings at that time.
         place: The position of the rows that were summed.
         edges: The edges of the sum.
-        whole: Whether those were all rows, own and halo.
+        has_halo: Whether those were all rows, own and halo.
         site: The name of the read.
         weight: The weight of each edge.
         how: Sum or mean.
     """
 
-    given: StandIns
+    guards: Guards
     layer: MessagePassing
     state: State
     place: int
     edges: EdgeSet
-    whole: bool
+    has_halo: bool
     site: str
     weight: Tensor | None
     how: Reduce
@@ -60,16 +60,16 @@ class Recipe:
     def fits(self, leaves: Sequence[Any]) -> bool:
         """Return True if a call matches the recorded one."""
         return (
-            fits(self.given, leaves)
-            and not self.edges.scope.constants.lasting(leaves[self.place])
+            fits(self.guards, leaves)
+            and not self.edges.deferral.constants.is_constant(leaves[self.place])
             and state_of(self.layer) == self.state
         )
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the deferred sum of other rows."""
-        source, roots = Source(rows, self.whole, self.site), ((rows, rows._version),)
+        source, versions = Source(rows, self.has_halo, self.site), ((rows, rows._version),)
         return self.edges.rows(
-            LazyTensor(Total(Message(self.edges, None, source, self.weight, roots=roots), self.how))
+            LazyTensor(Total(Message(self.edges, None, source, self.weight, versions=versions), self.how))
         )
 
 
@@ -95,8 +95,8 @@ class PropagateCache:
                 return None
             rows = leaves[recipe.place]
             out = recipe.of(rows)
-            if scope.notes is not None:
-                scope.notes.summed(recipe.of, rows, out)
+            if scope.recorder is not None:
+                scope.recorder.summed(recipe.of, rows, out)
             return out
 
     def learn(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
@@ -109,15 +109,15 @@ class PropagateCache:
         with torch._C.DisableTorchFunction():
             leaves, message = tuple(leaves_of((args, kwargs))), expr.message
             place = next((at for at, leaf in enumerate(leaves) if leaf is message.parts[0]), None)
-            given = stand_ins(leaves, self.scope.constants.lasting)
-            if place is None or given is None or not isinstance(given[place], Rows):
+            guards = guards_of(leaves, self.scope.constants.is_constant)
+            if place is None or guards is None or not isinstance(guards[place], Rows):
                 return
             source = message.source
-            if source is None or not self.scope.constants.lasting(message.weight):
+            if source is None or not self.scope.constants.is_constant(message.weight):
                 return
             edges, weight, how = message.edges, message.weight, expr.how
             self._recipes[key] = Recipe(
-                given, layer, state_of(layer), place, edges, source.whole, source.site, weight, how
+                guards, layer, state_of(layer), place, edges, source.has_halo, source.site, weight, how
             )
 
 

@@ -38,25 +38,25 @@ class Op:
 
     Args:
         run: The function that is called.
-        whole: Whether it takes its arguments as a tuple and a dict.
+        packed: Whether it takes its arguments as a tuple and a dict.
         args: Positional arguments.
         kwargs: Named arguments.
         path: The module in which the call was made, where that matters.
-        mark: The placement of the result.
+        placement: The placement of the result.
     """
 
     run: Callable[..., Any]
-    whole: bool
+    packed: bool
     args: tuple[Part, ...]
     kwargs: tuple[tuple[str, Part], ...]
     path: str | None
-    mark: Placement | None
+    placement: Placement | None
 
-    def again(self, scope: Any, values: Sequence[Any]) -> Any:
+    def replay(self, scope: Any, values: Sequence[Any]) -> Any:
         """Repeat the call on other values."""
         args = tuple([filled(part, values) for part in self.args])
         kwargs = {name: filled(part, values) for name, part in self.kwargs} if self.kwargs else {}
-        if not self.whole:
+        if not self.packed:
             out = self.run(*args, **kwargs)
         elif self.path is None or self.path == scope.where():
             out = self.run(args, kwargs)
@@ -64,8 +64,8 @@ class Op:
             scope.forward.path.append(self.path)
             out = self.run(args, kwargs)
             scope.forward.path.pop()
-        if self.mark is not None:
-            scope.marks.put(out, self.mark)
+        if self.placement is not None:
+            scope.placements.put(out, self.placement)
         return out
 
 
@@ -96,8 +96,8 @@ class CallRecorder:
         self._values: list[Any] = list(rows)
         self._places = {id(value): place for place, value in enumerate(rows)}
         self._fixed = {id(tensor): tensor for tensor in fixed}
-        self._kept = len(scope.constants.remembered)
-        self._grad, self._aside = torch.is_grad_enabled(), 0
+        self._cached = len(scope.constants.computed)
+        self._grad, self._paused = torch.is_grad_enabled(), 0
 
     def torch_call(self, func: Callable[..., Any], given: Any, passed: Any, out: Any, *, asked: bool) -> None:
         """Record a call that torch answered.
@@ -119,23 +119,23 @@ class CallRecorder:
         """Record a sum over neighbours that the propagate cache deferred again."""
         self._add(run, False, ((rows,), {}), ((rows,), {}), out, None, False)
 
-    def aside(self) -> Callable[[], None]:
+    def paused(self) -> Callable[[], None]:
         """Pause the recording until the returned function is called."""
-        self._aside += 1
-        return self._back
+        self._paused += 1
+        return self._resume
 
-    def _back(self) -> None:
-        self._aside -= 1
+    def _resume(self) -> None:
+        self._paused -= 1
 
     def _add(
-        self, run: Any, whole: bool, given: Any, passed: Any, out: Any, path: str | None, asked: bool
+        self, run: Any, packed: bool, given: Any, passed: Any, out: Any, path: str | None, asked: bool
     ) -> None:
-        if self._aside or not self.sound:
+        if self._paused or not self.sound:
             return
         outs = list(out) if isinstance(out, (tuple, list)) and not asked else [out]
         if not all(isinstance(value, Tensor) for value in outs):
             # A number on which Python may branch.
-            self.sound = asked or all(self.scope.constants.lasting(tensor) for tensor in tensors(*given))
+            self.sound = asked or all(self.scope.constants.is_constant(tensor) for tensor in tensors(*given))
             return
         if torch.is_grad_enabled() != self._grad:
             self.sound = False
@@ -147,8 +147,10 @@ class CallRecorder:
             self.sound = False
             return
         single = isinstance(out, Tensor)
-        self.ops.append(Op(run, whole, args, kwargs, path, self.scope.marks.get(out) if single else None))
-        self.sound = single or all(self.scope.marks.get(value) is None for value in outs)
+        self.ops.append(
+            Op(run, packed, args, kwargs, path, self.scope.placements.get(out) if single else None)
+        )
+        self.sound = single or all(self.scope.placements.get(value) is None for value in outs)
         for value in outs:
             self._places[id(value)] = len(self._values)
             self._values.append(value)
@@ -170,12 +172,12 @@ class CallRecorder:
         for place, value in enumerate(self._values):
             if isinstance(value, LazyTensor) and value.value is tensor:
                 return COMPUTED, place
-        if id(tensor) not in self._fixed and not self.scope.constants.lasting(tensor):
+        if id(tensor) not in self._fixed and not self.scope.constants.is_constant(tensor):
             raise _UnknownError
         return FIXED, tensor
 
     def place_of(self, out: Any) -> int | None:
         """Return the position of the layer's result among the values; None if the recording is incomplete."""
-        if not self.sound or len(self.scope.constants.remembered) != self._kept:  # later calls find it cached
+        if not self.sound or len(self.scope.constants.computed) != self._cached:  # later calls find it cached
             return None
         return self._places.get(id(out)) if isinstance(out, Tensor) else None

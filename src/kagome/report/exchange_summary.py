@@ -44,9 +44,9 @@ def beside(found: Mapping[str, Any] | None) -> str:
 
 def lead(found: Mapping[str, Any], total: float | None) -> str:
     """Describe codecs, bytes, ages and probes in a few sentences."""
-    said = ", ".join(f"{kind} {codec}" for kind, codec in (found.get("codecs") or {}).items())
+    message = ", ".join(f"{kind} {codec}" for kind, codec in (found.get("codecs") or {}).items())
     plain = (found.get("bytes_uncoded_per_epoch") or {}).get("total")
-    told = [f"Codecs: {said}." if said else ""]
+    told = [f"Codecs: {message}." if message else ""]
     if total is not None and plain:
         told.append(
             f"{bytes_text(total)} an epoch, probes among them, instead of {bytes_text(plain)} without codecs "

@@ -98,7 +98,7 @@ def refuse_taken(folder: str | Path, *, resume: str | Path | None, overwrite: bo
     """
     folder = path_of(folder, "out")
     _refuse_foreign(folder)
-    if goes_on(folder, resume) or overwrite or not holds_run(folder):
+    if continues_run(folder, resume) or overwrite or not holds_run(folder):
         return
     finished = (folder / "summary.json").exists()
     raise ConfigError(
@@ -108,7 +108,7 @@ def refuse_taken(folder: str | Path, *, resume: str | Path | None, overwrite: bo
     )
 
 
-def goes_on(folder: Path, resume: str | Path | None) -> bool:
+def continues_run(folder: Path, resume: str | Path | None) -> bool:
     """Return whether the run resumes from this folder."""
     if resume is None:
         return False

@@ -25,7 +25,7 @@ from kagome.errors import KagomeError
 from kagome.records.epoch import EpochRecord, JsonLines, read_records
 from kagome.records.spans import Span
 from kagome.report.progress import TensorBoard, warn
-from kagome.run_dir.claim import Claim, goes_on, refuse_taken, remove_run, unwritable
+from kagome.run_dir.claim import Claim, continues_run, refuse_taken, remove_run, unwritable
 from kagome.run_dir.results import arrays_of, as_array
 from kagome.storage.atomic import write_text
 
@@ -39,7 +39,7 @@ class RunWriter:
         channel: The channel of all ranks. Only rank 0 writes, except for checkpoints.
         own: Text for ``config.toml`` in place of a loss and a metric that are functions, by name.
         overwrite: Whether another run in the folder may be removed.
-        say: Called with a sentence to print.
+        log: Called with a sentence to print.
 
     Raises:
         ConfigError: On all ranks, if the folder cannot be created, belongs to another run, or contains other
@@ -54,10 +54,10 @@ class RunWriter:
         *,
         own: Mapping[str, str] | None = None,
         overwrite: bool = False,
-        say: Callable[[str], None] = warn,
+        log: Callable[[str], None] = warn,
     ) -> None:
         self.folder, self.settings, self.channel, self.own = Path(folder), settings, channel, own
-        self.writes, self.overwrite, self._say = channel.rank == 0, overwrite, say
+        self.writes, self.overwrite, self._log = channel.rank == 0, overwrite, log
         self.checkpoints = self.folder / "checkpoints"
         self._claim: Claim | None = None
         self._begun = False
@@ -104,7 +104,7 @@ class RunWriter:
 
         def look() -> None:
             refuse_taken(self.folder, resume=resume, overwrite=self.overwrite)
-            if not goes_on(self.folder, resume):
+            if not continues_run(self.folder, resume):
                 remove_run(self.folder)
             self._write_settings()
 
@@ -156,7 +156,7 @@ class RunWriter:
         self._lines = JsonLines(self.folder / "metrics.jsonl", before=self._records)
         if self._board is not None:
             self._board = TensorBoard(self.folder / "tensorboard", after=epoch)
-        self._say(
+        self._log(
             f"the run's folder {self.folder} was deleted after epoch {epoch}: it is made again, "
             "without the checkpoints of earlier epochs"
         )
@@ -187,7 +187,7 @@ class RunWriter:
                 "peak_memory_bytes": plan["memory_bytes"],
             }
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            self._say(f"{path} is no plan, so that the summary has none: {type(error).__name__}")
+            self._log(f"{path} is no plan, so that the summary has none: {type(error).__name__}")
             return None
 
     def finish(

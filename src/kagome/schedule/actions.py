@@ -97,7 +97,7 @@ class Action:
         return self.stage + (1 if self.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
 
     @property
-    def answer(self) -> Action:
+    def counterpart(self) -> Action:
         """The action at the other end of a SEND or RECV."""
         return Action(self.other, ANSWERS[self.kind], self.chunk, None, self.stage)
 
@@ -183,9 +183,9 @@ def pairs(programs: Mapping[int, Program] | Sequence[Program]) -> None:
                 raise ScheduleError("an action to stand once in a program", f"{action} twice")
             seen.add(action)
     for action in sorted(seen, key=str):
-        if not action.kind.computes and action.answer not in seen:
+        if not action.kind.computes and action.counterpart not in seen:
             raise ScheduleError(
-                f"{action.answer}, which {action} needs", "no such action", where=f"stage {action.stage}"
+                f"{action.counterpart}, which {action} needs", "no such action", where=f"stage {action.stage}"
             )
 
 

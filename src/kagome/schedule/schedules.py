@@ -274,7 +274,7 @@ def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
 def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
     """Return a rank's RECVs, each sender's in the order of its SENDs, which is the order of arrival."""
     mine = {action for action in programs[rank] if action.kind.receives}
-    sent = (action.answer for program in programs for action in program if action.kind.sends)
+    sent = (action.counterpart for program in programs for action in program if action.kind.sends)
     return tuple(answer for answer in sent if answer in mine)
 
 

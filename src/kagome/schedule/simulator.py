@@ -106,7 +106,7 @@ def simulate(
             while places[rank] < len(program):
                 action, now = program[places[rank]], clocks[rank]
                 if action.kind.receives:
-                    come = arrived.get(action.answer)
+                    come = arrived.get(action.counterpart)
                     if come is None:
                         break
                     clocks[rank] = max(now, come)

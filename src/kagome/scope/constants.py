@@ -34,9 +34,9 @@ class Constants:
     def __init__(self, channel: RecordedRows, forward: RunningForward) -> None:
         self._channel, self._forward = channel, forward
         self._held: dict[Any, tuple[Tensor, int]] = {}
-        self.remembered: dict[Any, Any] = {}
+        self.computed: dict[Any, Any] = {}
         """Values computed from constant tensors alone, by what decides them."""
-        self.wholes: WeakTensorMap[Any] = WeakTensorMap()
+        self.with_halo: WeakTensorMap[Any] = WeakTensorMap()
         """Own and halo rows of tensors that need no gradient, with the version and the view of the read."""
 
     def add(self, tensor: Tensor) -> None:
@@ -56,43 +56,43 @@ class Constants:
                 held is not None and tensor._version == version and (tensor is held or tensor.is_contiguous())
             )
 
-    def lasting(self, tensor: Tensor | None) -> bool:
+    def is_constant(self, tensor: Tensor | None) -> bool:
         """Return True if a tensor is constant across forward passes. None counts as constant."""
         if tensor is None:
             return True
         # What is computed inside a transform belongs to the transform.
         return not transformed() and self.has(tensor)
 
-    def keep(self, key: Any, value: Any) -> Any:
+    def cache(self, key: Any, value: Any) -> Any:
         """Cache, for all forward passes, a value computed from constant tensors alone."""
         found = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
-        self.remembered[key] = (value, [(tensor, tensor._version) for tensor in found])
+        self.computed[key] = (value, [(tensor, tensor._version) for tensor in found])
         for tensor in found:
             self.add(tensor)
         return value
 
-    def kept(self, key: Any) -> Any:
+    def cached(self, key: Any) -> Any:
         """Return a cached value, or None if there is none or it was written to since."""
-        value, versions = self.remembered.get(key, (None, []))
+        value, versions = self.computed.get(key, (None, []))
         return value if all(tensor._version == version for tensor, version in versions) else None
 
     @contextmanager
     def once(self) -> Iterator[None]:
         """Surround the computation of a cached value: it has no gradient, and no second pass replays it."""
-        with torch.no_grad(), self._channel.aside(), self._forward.turn.apart():
+        with torch.no_grad(), self._channel.unrecorded(), self._forward.forward_pass.reading_once():
             yield
 
     def forget(self) -> None:
         """Drop everything computed or read from constant tensors."""
-        self.remembered.clear()
-        self.wholes.clear()
+        self.computed.clear()
+        self.with_halo.clear()
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept from one forward pass to the next."""
-        for value, _ in self.remembered.values():
+        for value, _ in self.computed.values():
             yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
-        for _, _, whole in self.wholes.values():
-            yield whole
+        for _, _, rows in self.with_halo.values():
+            yield rows
         for tensor, _ in self._held.values():
             yield tensor
 

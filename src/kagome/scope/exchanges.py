@@ -53,7 +53,7 @@ class RankSums:
 
     def total(self, part: Tensor, what: str = "total") -> Tensor:
         """Return the sum over all ranks, with gradient."""
-        return total(part, self._forward.turn, self._channel, self._forward.where(), what)
+        return total(part, self._forward.forward_pass, self._channel, self._forward.where(), what)
 
     def summing(
         self,
@@ -64,27 +64,27 @@ class RankSums:
     ) -> Tensor:
         """Call a function that sums over ranks, forward and backward: see ``halo.exchange.summing``."""
         site = f"{self._forward.where()}.{what}"
-        return summing(there, back, inputs, self._forward.turn, self._channel, site)
+        return summing(there, back, inputs, self._forward.forward_pass, self._channel, site)
 
     def greatest(self, part: Tensor) -> Tensor:
         """Return the maximum over all ranks, without gradient."""
         if self.size == 1:
             return part
-        site = self._forward.turn.begin(self._forward.where())
+        site = self._forward.forward_pass.begin(self._forward.where())
         agree(self._channel, site, part)
         action, key = site.action("greatest"), (site.key, "greatest")
         return self._channel.all_reduce(part.detach(), "max", action=action, key=key)
 
-    def knows_number(self, mark: Placement) -> bool:
+    def knows_number(self, placement: Placement) -> bool:
         """Return True if the total number of rows of a placement is known without asking the other ranks."""
-        if mark.kind in VERTICES:
-            return self._axes.length(mark) >= 0
-        return mark.kind is PlacementKind.PAIRS and mark.edges is self._view.edge_index
+        if placement.kind in VERTICES:
+            return self._axes.length(placement) >= 0
+        return placement.kind is PlacementKind.PAIRS and placement.edges is self._view.edge_index
 
-    def number_of(self, mark: Placement, count: int) -> int:
+    def number_of(self, placement: Placement, count: int) -> int:
         """Return how many rows all ranks have together, ``count`` of them on this rank."""
-        if self.knows_number(mark):
-            return self._axes.length(mark) if mark.kind in VERTICES else self._edges
+        if self.knows_number(placement):
+            return self._axes.length(placement) if placement.kind in VERTICES else self._edges
         if self.size == 1:
             return count
         return int(self.total(torch.tensor(count, device=self._view.ids.device)))
@@ -106,7 +106,7 @@ class NeighborReads:
         forward: The running forward, which numbers the exchanges.
         views: The part's in-edges; out-edges are added where they are asked for.
         ids: The original ids of rows.
-        marks: The placements.
+        placements: The placements.
         constants: The constant tensors, whose rows are exchanged once.
         sums_only: Whether only a sample of other parts' rows is read. The sample is unbiased for sums alone.
     """
@@ -117,100 +117,102 @@ class NeighborReads:
         forward: RunningForward,
         views: list[EdgeView],
         ids: VertexIds,
-        marks: Placements,
+        placements: Placements,
         constants: Constants,
         *,
         sums_only: bool,
     ) -> None:
         self._channel, self._forward, self._views, self._ids = channel, forward, views, ids
-        self._marks, self._constants, self._sums_only = marks, constants, sums_only
+        self._placements, self._constants, self._sums_only = placements, constants, sums_only
         self.parts: WeakTensorMap[Any] = WeakTensorMap()
         """What the layer has read in feature slices: see ``deferred.sliced_reduce``."""
-        self._wholes: WeakTensorMap[Any] = WeakTensorMap()
-        self._everyone: HaloExchange | None = None
+        self._with_halo: WeakTensorMap[Any] = WeakTensorMap()
+        self._all_rows: HaloExchange | None = None
         self._order = torch.empty(0, dtype=torch.int64)
 
-    def read(self, rows: Tensor, axis: int, mark: Placement, site: str = "") -> Tensor:
+    def read(self, rows: Tensor, axis: int, placement: Placement, site: str = "") -> Tensor:
         """Return own and halo rows along ``axis``: all rows that ids of this placement can name.
 
         Rows that need no gradient and do not change are exchanged once. Others are exchanged once per layer.
         """
-        plan = self._views[mark.view].rows
-        if plan.closed or rows.dim() == 0 or rows.size(axis) != plan.own:
+        halo_exchange = self._views[placement.view].rows
+        if halo_exchange.closed or rows.dim() == 0 or rows.size(axis) != halo_exchange.own:
             return rows
-        if axis == 0 and (held := self.held(rows, mark)) is not None:
+        if axis == 0 and (held := self.held(rows, placement)) is not None:
             return held
-        constant, forward, kept = not rows.requires_grad, self._forward, self._constants
-        known = kept.wholes.get(rows) if constant else None
-        there = known is not None and known[:2] == (rows._version, mark.view)
+        constant, forward, constants = not rows.requires_grad, self._forward, self._constants
+        known = constants.with_halo.get(rows) if constant else None
+        there = known is not None and known[:2] == (rows._version, placement.view)
         if constant and self._channel.same("rows that do not change", there):
             return known[2]  # type: ignore[index, no-any-return]
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
         # Rows made anew in each forward (dropped features) are exchanged again, though they need no gradient.
-        with forward.turn.apart() if constant and kept.lasting(rows) else nullcontext():
-            whole = plan.extend(flat, forward.turn, site or forward.site(rows))
-        out = whole.reshape(whole.size(0), *front.shape[1:]).movedim(0, axis)
+        with (
+            forward.forward_pass.reading_once() if constant and constants.is_constant(rows) else nullcontext()
+        ):
+            with_halo = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
+        out = with_halo.reshape(with_halo.size(0), *front.shape[1:]).movedim(0, axis)
         if constant:
-            kept.wholes[rows] = (rows._version, mark.view, known[2] if known and there else out)
+            constants.with_halo[rows] = (rows._version, placement.view, known[2] if known and there else out)
         elif forward.fast and axis == 0:
-            self._wholes[rows] = (rows._version, mark.view, torch.is_grad_enabled(), out)
+            self._with_halo[rows] = (rows._version, placement.view, torch.is_grad_enabled(), out)
         return out
 
-    def held(self, rows: Tensor, mark: Placement) -> Tensor | None:
+    def held(self, rows: Tensor, placement: Placement) -> Tensor | None:
         """Return own and halo rows if this layer has read them before; else None."""
-        version, view, grad, out = self._wholes.get(rows, (None, None, None, None))
-        same = version == rows._version and view == mark.view and grad == torch.is_grad_enabled()
+        version, view, grad, out = self._with_halo.get(rows, (None, None, None, None))
+        same = version == rows._version and view == placement.view and grad == torch.is_grad_enabled()
         return out if same else None
 
     def forget(self) -> None:
         """Drop the rows that the layer has read, because the layer has ended."""
-        self._wholes.clear()
+        self._with_halo.clear()
         self.parts.clear()
 
-    def write(self, sums: Tensor, axis: int, mark: Placement) -> Tensor:
+    def write(self, sums: Tensor, axis: int, placement: Placement) -> Tensor:
         """Reduce sums on own and halo rows along ``axis`` to sums on own rows."""
-        plan = self._views[mark.view].rows
+        halo_exchange = self._views[placement.view].rows
         front = sums.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
-        own = plan.give_back(flat, self._forward.turn, self._forward.site(sums))
+        own = halo_exchange.reduce(flat, self._forward.forward_pass, self._forward.site(sums))
         return own.reshape(own.size(0), *front.shape[1:]).movedim(0, axis)
 
     def out_edges(self) -> EdgeView:
         """Return view 1, fetched from the peers at the first call. All ranks make that call together."""
         if len(self._views) == 1:
-            with self._forward.turn.asking(self._channel, self._forward.where()):
+            with self._forward.forward_pass.asking(self._channel, self._forward.where()):
                 view = out_view(self._views[0], self._channel)
             self._views.append(view)
-            self._marks.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
-            self._marks.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
+            self._placements.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
+            self._placements.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
             for value in view.attributes.values():
-                self._marks.put(value, Placement(PlacementKind.PAIRS, 1, edges=view.given))
+                self._placements.put(value, Placement(PlacementKind.PAIRS, 1, edges=view.given))
             for value in (view.edge_index, view.given, *view.attributes.values()):
                 self._constants.add(value)
         return self._views[1]
 
-    def everyone(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
+    def gather_all(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
         """Return the rows of all ranks, with gradient: in the graph's order, or own rows first."""
-        self.needs_all("attention over all vertices")
-        whole = self.knows_everyone().extend(rows, self._forward.turn, self._forward.where())
-        return whole.index_select(0, self._order) if ordered else whole
+        self.refuse_sample("attention over all vertices")
+        with_halo = self.all_rows_exchange().gather(rows, self._forward.forward_pass, self._forward.where())
+        return with_halo.index_select(0, self._order) if ordered else with_halo
 
-    def knows_everyone(self) -> HaloExchange:
+    def all_rows_exchange(self) -> HaloExchange:
         """Return the lists by which every rank reads all others' rows. All ranks first call it together."""
-        if self._everyone is None:
-            with self._forward.turn.asking(self._channel, self._forward.where()):
-                self._everyone = all_rows(self._ids.own(), self._channel)
-                assert self._everyone.ids is not None
-                self._order = self._everyone.ids.argsort()
-        return self._everyone
+        if self._all_rows is None:
+            with self._forward.forward_pass.asking(self._channel, self._forward.where()):
+                self._all_rows = all_rows(self._ids.own(), self._channel)
+                assert self._all_rows.ids is not None
+                self._order = self._all_rows.ids.argsort()
+        return self._all_rows
 
-    def goes_beyond(self, what: str) -> None:
+    def report_global_read(self, what: str) -> None:
         """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
         none = torch.empty(0, 1, device=self._views[0].ids.device)
         self._channel.start(none, ExchangeRequest([0], [0], what, "other"))  # observers of the channel see it
 
-    def needs_all(self, what: str) -> None:
+    def refuse_sample(self, what: str) -> None:
         """Refuse a computation that a sample of rows would bias: the sample is unbiased for sums alone."""
         if self._sums_only:
             raise ModelError(
@@ -222,5 +224,5 @@ class NeighborReads:
 
     def held_lists(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept from one forward pass to the next."""
-        if self._everyone is not None:
-            yield from (self._everyone.send, self._order)
+        if self._all_rows is not None:
+            yield from (self._all_rows.send, self._order)

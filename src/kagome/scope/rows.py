@@ -51,20 +51,20 @@ def refused(scope: LocatedScope, got: str, *, hint: str = "", expected: str = _T
     )
 
 
-def lost(scope: LocatedScope, mark: Placement, *, edges: bool = False) -> ModelError:
+def lost(scope: LocatedScope, placement: Placement, *, edges: bool = False) -> ModelError:
     """Return the error for a tensor that was made from rows by their positions, and so is lost.
 
     Args:
         scope: The running interceptor.
-        mark: The placement of the lost tensor.
+        placement: The placement of the lost tensor.
         edges: Whether the tensor says which rows are connected.
     """
-    product = mark.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
+    product = placement.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
     hint = "make these edges before training (data.edge_index), not inside forward; or train on one rank"
-    pairs = mark.origin.endswith(PAIRS)
+    pairs = placement.origin.endswith(PAIRS)
     return refused(
         scope,
-        f"rows that went through {mark.origin}",
+        f"rows that went through {placement.origin}",
         hint=hint if edges else _ATTENTION if product or pairs else "",
         expected=_BY_EDGES if pairs else _TOLD_APART,
     )
@@ -84,18 +84,18 @@ class Axes:
     """The placements of one part's tensors, as questions about their rows.
 
     Args:
-        marks: The placements.
+        placements: The placements.
         vertices: The number of vertices of the whole graph.
         forward: The running forward, which errors name.
     """
 
-    def __init__(self, marks: Placements, vertices: int, forward: RunningForward) -> None:
-        self.marks, self.vertices, self._forward = marks, vertices, forward
+    def __init__(self, placements: Placements, vertices: int, forward: RunningForward) -> None:
+        self.placements, self.vertices, self._forward = placements, vertices, forward
 
     def of(self, tensor: Any) -> int | None:
         """Return the axis along which a tensor has one row per vertex or edge; None if it has none."""
-        mark = self.marks.get(tensor)
-        return mark.axis if mark is not None and mark.kind in ALIGNED else None
+        placement = self.placements.get(tensor)
+        return placement.axis if placement is not None and placement.kind in ALIGNED else None
 
     def counts(self, value: Any) -> bool:
         """Return True if a value has one row per vertex or edge, or is a count of such rows."""
@@ -103,58 +103,60 @@ class Axes:
 
     def of_vertices(self, tensor: Any) -> bool:
         """Return True if a tensor has one row per vertex."""
-        mark = self.marks.get(tensor)
-        return mark is not None and mark.kind in VERTICES
+        placement = self.placements.get(tensor)
+        return placement is not None and placement.kind in VERTICES
 
     def of_each_vertex(self, tensor: Any) -> bool:
         """Return True if a tensor has one row for each own vertex."""
-        mark = self.marks.get(tensor)
-        return mark is not None and mark.kind in VERTICES and mark.whole
+        placement = self.placements.get(tensor)
+        return placement is not None and placement.kind in VERTICES and placement.is_complete
 
     def vertices_counted(self, value: Any) -> int | None:
         """Return the whole graph's vertex count if a value is the count of own vertices; else None."""
         counted = (
-            isinstance(value, SymbolicSize) and value.mark.kind is PlacementKind.ROWS and value.mark.whole
+            isinstance(value, SymbolicSize)
+            and value.placement.kind is PlacementKind.ROWS
+            and value.placement.is_complete
         )
         return self.vertices if counted else None
 
-    def length(self, mark: Placement) -> int:
+    def length(self, placement: Placement) -> int:
         """Return the length of an axis of vertices in the whole graph, or -1 if it is unknown."""
-        if mark.subset is not None:
-            return -1 if mark.subset.span is None else len(mark.subset.span) * mark.each
-        return self.vertices * mark.each
+        if placement.subset is not None:
+            return -1 if placement.subset.span is None else len(placement.subset.span) * placement.each
+        return self.vertices * placement.each
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
         """Give ``out`` the placement of ``tensor``, along another axis if one is given."""
-        mark = self.marks.get(tensor)
-        if mark is not None and axis is not None:
-            mark = mark.along(axis)
-        if mark is not None and mark.kind is PlacementKind.NUMBERS:
-            mark = replace(mark, kind=PlacementKind.ROWS)
-        return self.marks.put(out, mark)
+        placement = self.placements.get(tensor)
+        if placement is not None and axis is not None:
+            placement = placement.along(axis)
+        if placement is not None and placement.kind is PlacementKind.NUMBERS:
+            placement = replace(placement, kind=PlacementKind.ROWS)
+        return self.placements.put(out, placement)
 
     def targets(self, index: Tensor) -> Tensor:
         """Record that a tensor holds ids of own rows."""
-        return self.marks.put(index, Placement(PlacementKind.TARGET))
+        return self.placements.put(index, Placement(PlacementKind.TARGET))
 
     def names_targets(self, index: Any) -> bool:
         """Return True if a tensor holds ids of own rows, one per edge: each edge's target."""
-        mark = self.marks.get(index)
-        return mark is not None and mark.kind is PlacementKind.TARGET
+        placement = self.placements.get(index)
+        return placement is not None and placement.kind is PlacementKind.TARGET
 
     def unknown_ids(self, ids: Tensor) -> Tensor:
         """Mark ids as meaningless on a part, so that reads by them are refused."""
-        return self.marks.put(ids, Placement(PlacementKind.MIXED))
+        return self.placements.put(ids, Placement(PlacementKind.MIXED))
 
     def lost(self, tensor: Tensor, origin: str) -> Tensor:
         """Mark a tensor as lost: no part has it. Anything made from it is refused where it leaves forward."""
-        return self.marks.put(
+        return self.placements.put(
             tensor, Placement(PlacementKind.LOST, origin=f"{origin} ({user_line() or 'a library'})")
         )
 
     def refuse_lost(self, *values: Any) -> None:
         """Refuse values that were made from rows by their positions in this part."""
-        if (gone := self.marks.lost(values, {})) is not None:
+        if (gone := self.placements.lost(values, {})) is not None:
             raise lost(self._forward, gone)
 
 
@@ -164,11 +166,11 @@ class VertexIds:
     Args:
         part: The part.
         views: The part's in-edges, and its out-edges once they were fetched.
-        marks: The placements.
+        placements: The placements.
     """
 
-    def __init__(self, part: Partition, views: Sequence[EdgeView], marks: Placements) -> None:
-        self._views, self._marks = views, marks
+    def __init__(self, part: Partition, views: Sequence[EdgeView], placements: Placements) -> None:
+        self._views, self._placements = views, placements
         self.last_vertex = part.last_vertex
         """The last vertex of the whole graph that has an edge."""
         self.ascending = bool((part.own[1:] > part.own[:-1]).all())
@@ -179,15 +181,15 @@ class VertexIds:
         first = self._views[0]
         return first.ids[: first.rows.own]
 
-    def with_halo(self, mark: Placement) -> Tensor:
+    def with_halo(self, placement: Placement) -> Tensor:
         """Return the original ids of own and halo rows, in the order of the part's ids."""
-        return self._views[mark.view].ids
+        return self._views[placement.view].ids
 
-    def of(self, mark: Placement) -> Tensor:
+    def of(self, placement: Placement) -> Tensor:
         """Return the original ids of the vertices that a tensor has rows for, one each."""
         with torch._C.DisableTorchFunction():
             ids = self.own()
-            return ids if mark.subset is None else ids[mark.subset.places()]
+            return ids if placement.subset is None else ids[placement.subset.places()]
 
     def local_of(self, ids: Tensor) -> Tensor:
         """Return the local positions of own vertices. Shapes: any, kept."""
@@ -202,28 +204,30 @@ class VertexIds:
         """Count own vertices up to the last one of the whole graph that has an edge."""
         return int((self.own() <= self.last_vertex).sum())
 
-    def words_of(self, tensor: Tensor) -> Tensor:
+    def row_counters(self, tensor: Tensor) -> Tensor:
         """Return one number per entry along the row axis, equal on any ranks: vertex and its entry.
 
         Shapes:
             ``[k]``.
         """
-        mark = self._marks.get(tensor)
-        assert mark is not None
-        ids = self.of(mark)
-        if mark.each == 1:
+        placement = self._placements.get(tensor)
+        assert placement is not None
+        ids = self.of(placement)
+        if placement.each == 1:
             return ids
         with torch._C.DisableTorchFunction():
-            return (ids[:, None] * mark.each + torch.arange(mark.each, device=ids.device)).view(-1)
+            return (ids[:, None] * placement.each + torch.arange(placement.each, device=ids.device)).view(-1)
 
-    def pair_words(self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor | None:
+    def edge_counters(
+        self, tensor: Tensor, word: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor | None:
         """Return ``word(source, target, copy)`` per row of an edge tensor, by original ids, if known."""
-        mark = self._marks.get(tensor)
-        edges = mark.edges if mark is not None else None
+        placement = self._placements.get(tensor)
+        edges = placement.edges if placement is not None else None
         if edges is None:
             return None
         if edges not in self._edge_keys:
-            ends = self._marks.get(edges)
+            ends = self._placements.get(edges)
             assert ends is not None
             view = self._views[ends.view]
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
@@ -232,8 +236,12 @@ class VertexIds:
             first, second = (second, first) if ends.view == 1 else (first, second)
             with torch._C.DisableTorchFunction():
                 self._edge_keys[edges] = word(first, second, pair_ids(first, second))
-        words: Tensor = self._edge_keys[edges]
-        return words if words.numel() == tensor.size(mark.axis if mark is not None else 0) else None
+        counters: Tensor = self._edge_keys[edges]
+        return (
+            counters
+            if counters.numel() == tensor.size(placement.axis if placement is not None else 0)
+            else None
+        )
 
     def held(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept from one forward pass to the next."""

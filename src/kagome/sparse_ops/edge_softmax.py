@@ -17,26 +17,26 @@ from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
 
 
-def dots(own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
-    """Return ``<own[target], whole[source]>`` for each edge and head: dot-product attention scores.
+def dots(own: Tensor, with_halo: Tensor, edges: Structure) -> Tensor:
+    """Return ``<own[target], with_halo[source]>`` for each edge and head: dot-product attention scores.
 
     Shapes:
-        own ``[own, H, C]``, whole ``[whole, H, C]`` -> ``[E, H]``.
+        own ``[own, H, C]``, with_halo ``[num_sources, H, C]`` -> ``[E, H]``.
     """
-    out: Tensor = _Dots.apply(own.contiguous(), whole.contiguous(), edges)  # type: ignore[no-untyped-call]
+    out: Tensor = _Dots.apply(own.contiguous(), with_halo.contiguous(), edges)  # type: ignore[no-untyped-call]
     return out
 
 
-def leaky_dots(own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
-    """Return ``<att, leaky_relu(own[target] + whole[source])>`` for each edge and head.
+def leaky_dots(own: Tensor, with_halo: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
+    """Return ``<att, leaky_relu(own[target] + with_halo[source])>`` for each edge and head.
 
     Shapes:
-        own ``[own, H, C]``, whole ``[whole, H, C]``, att ``[H, C]`` -> ``[E, H]``.
+        own ``[own, H, C]``, with_halo ``[num_sources, H, C]``, att ``[H, C]`` -> ``[E, H]``.
 
     Source: Brody et al., How Attentive are Graph Attention Networks?, ICLR 2022, equation 7.
     """
     out: Tensor = _LeakyDots.apply(  # type: ignore[no-untyped-call]
-        own.contiguous(), whole.contiguous(), att.contiguous(), slope, edges
+        own.contiguous(), with_halo.contiguous(), att.contiguous(), slope, edges
     )
     return out
 
@@ -51,31 +51,31 @@ def edge_softmax(logits: Tensor, edges: Structure) -> Tensor:
     return out
 
 
-def joint_softmax(own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
-    """Return the softmax over in-edges of ``leaky_relu(own[target] + whole[source])``, never stored.
+def joint_softmax(own: Tensor, with_halo: Tensor, slope: float, edges: Structure) -> Tensor:
+    """Return the softmax over in-edges of ``leaky_relu(own[target] + with_halo[source])``, never stored.
 
     Shapes:
-        own ``[own, H]``, whole ``[whole, H]`` -> ``[E, H]``.
+        own ``[own, H]``, with_halo ``[num_sources, H]`` -> ``[E, H]``.
 
     Source: Velickovic et al., Graph Attention Networks, ICLR 2018, equation 3.
     """
     out: Tensor = _JointSoftmax.apply(  # type: ignore[no-untyped-call]
-        own.contiguous(), whole.contiguous(), slope, edges
+        own.contiguous(), with_halo.contiguous(), slope, edges
     )
     return out
 
 
-def join(own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
-    """Return ``own[target] + whole[source]``, through a leaky ReLU if a slope is given.
+def join(own: Tensor, with_halo: Tensor, slope: float | None, edges: Structure) -> Tensor:
+    """Return ``own[target] + with_halo[source]``, through a leaky ReLU if a slope is given.
 
     Shapes:
-        own ``[own, ...]``, whole ``[whole, ...]`` -> ``[E, ...]``.
+        own ``[own, ...]``, with_halo ``[num_sources, ...]`` -> ``[E, ...]``.
 
     Cost:
-        Keeps own and whole for backward, and no tensor with a row for each edge.
+        Keeps own and with_halo for backward, and no tensor with a row for each edge.
     """
     out: Tensor = _Join.apply(  # type: ignore[no-untyped-call]
-        own.contiguous(), whole.contiguous(), slope, edges
+        own.contiguous(), with_halo.contiguous(), slope, edges
     )
     return out
 
@@ -84,7 +84,7 @@ def column_softmax(z: Tensor, m: Tensor, edges: Structure) -> Tensor:
     """Return ``sum of softmax(z)[source] * m[source]`` over in-edges, with a softmax for each column.
 
     Shapes:
-        z and m ``[whole, F]`` -> ``[own, F]``.
+        z and m ``[num_sources, F]`` -> ``[own, F]``.
 
     Source: Li et al., DeeperGCN: All You Need to Train Deeper GCNs, 2020, definition 3.
     """
@@ -94,31 +94,33 @@ def column_softmax(z: Tensor, m: Tensor, edges: Structure) -> Tensor:
 
 class _Dots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, edges: Structure) -> Tensor:
+    def forward(ctx: Any, own: Tensor, with_halo: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
-        ctx.save_for_backward(own, whole)
-        return ops.dot_edges(edges.by_target, own, whole)
+        ctx.save_for_backward(own, with_halo)
+        return ops.dot_edges(edges.by_target, own, with_halo)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, whole = ctx.saved_tensors
+        own, with_halo = ctx.saved_tensors
         g = grads[0].contiguous()
-        g_own = ops.sum_rows(ctx.edges.by_target, whole, g) if ctx.needs_input_grad[0] else None
+        g_own = ops.sum_rows(ctx.edges.by_target, with_halo, g) if ctx.needs_input_grad[0] else None
         g_whole = ops.sum_rows(ctx.edges.by_source, own, g) if ctx.needs_input_grad[1] else None
         return g_own, g_whole, None
 
 
 class _LeakyDots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, att: Tensor, slope: float, edges: Structure) -> Tensor:
+    def forward(
+        ctx: Any, own: Tensor, with_halo: Tensor, att: Tensor, slope: float, edges: Structure
+    ) -> Tensor:
         ctx.edges, ctx.slope = edges, slope
-        ctx.save_for_backward(own, whole, att)
-        return ops.leaky_dots(edges.by_target, own, whole, att, slope)
+        ctx.save_for_backward(own, with_halo, att)
+        return ops.leaky_dots(edges.by_target, own, with_halo, att, slope)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, whole, att = ctx.saved_tensors
-        back = ops.leaky_dots_back(ctx.edges, own, whole, att, ctx.slope, grads[0].contiguous())
+        own, with_halo, att = ctx.saved_tensors
+        back = ops.leaky_dots_back(ctx.edges, own, with_halo, att, ctx.slope, grads[0].contiguous())
         return (*back, None, None)
 
 
@@ -138,26 +140,26 @@ class _EdgeSoftmax(torch.autograd.Function):
 
 class _JointSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float, edges: Structure) -> Tensor:
+    def forward(ctx: Any, own: Tensor, with_halo: Tensor, slope: float, edges: Structure) -> Tensor:
         ctx.edges, ctx.slope = edges, slope
-        alpha = ops.softmax_sum(edges.by_target, own, whole, slope)
-        ctx.save_for_backward(own, whole, alpha)
+        alpha = ops.softmax_sum(edges.by_target, own, with_halo, slope)
+        ctx.save_for_backward(own, with_halo, alpha)
         return alpha
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own, whole, alpha = ctx.saved_tensors
-        back = ops.softmax_sum_back(ctx.edges, own, whole, ctx.slope, alpha, grads[0].contiguous())
+        own, with_halo, alpha = ctx.saved_tensors
+        back = ops.softmax_sum_back(ctx.edges, own, with_halo, ctx.slope, alpha, grads[0].contiguous())
         return (*back, None, None)
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, whole: Tensor, slope: float | None, edges: Structure) -> Tensor:
+    def forward(ctx: Any, own: Tensor, with_halo: Tensor, slope: float | None, edges: Structure) -> Tensor:
         ctx.edges, ctx.slope = edges, slope
-        ctx.save_for_backward(*((own, whole) if slope is not None else (None, None)))
-        ctx.shapes = own.shape, whole.shape
-        return ops.join_edges(edges, own, whole, slope)
+        ctx.save_for_backward(*((own, with_halo) if slope is not None else (None, None)))
+        ctx.shapes = own.shape, with_halo.shape
+        return ops.join_edges(edges, own, with_halo, slope)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -165,8 +167,8 @@ class _Join(torch.autograd.Function):
         if ctx.slope is None:
             g_own = ops.sum_edges(ctx.edges.by_target, g).view(ctx.shapes[0])
             return g_own, ops.sum_edges(ctx.edges.by_source, g).view(ctx.shapes[1]), None, None
-        own, whole = ctx.saved_tensors
-        return (*ops.join_edges_back(ctx.edges, own, whole, ctx.slope, g), None, None)
+        own, with_halo = ctx.saved_tensors
+        return (*ops.join_edges_back(ctx.edges, own, with_halo, ctx.slope, g), None, None)
 
 
 class _ColumnSoftmax(torch.autograd.Function):

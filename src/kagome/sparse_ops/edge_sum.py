@@ -41,8 +41,8 @@ def neighbor_sum(
     weight: Tensor | None = None,
     scale: Tensor | None = None,
     factor: Tensor | None = None,
-    road: HaloWork | None = None,
-    turn: ForwardPass | None = None,
+    halo_work: HaloWork | None = None,
+    forward_pass: ForwardPass | None = None,
 ) -> Tensor:
     """Return for each row the sum of its neighbours' rows over its in-edges, each times its edge's weight.
 
@@ -50,31 +50,31 @@ def neighbor_sum(
     [Note: root] in ``sparse_ops.factored_weights``.
 
     Args:
-        rows: Own rows if ``road`` is given, else all rows that edges read.
+        rows: Own rows if ``halo_work`` is given, else all rows that edges read.
         edges: The edges.
         weight: One number an edge, or one an edge and head; None for none.
         scale: A factor for each row of the result, for a mean; None for none.
         factor: A factor for each row that edges read; None for none.
-        road: The exchange of halo rows: see [Note: overlap].
-        turn: The forward pass whose token is passed along; needed with ``road``.
+        halo_work: The exchange of halo rows: see [Note: overlap].
+        forward_pass: The forward pass whose token is passed along; needed with ``halo_work``.
 
     Shapes:
-        rows ``[own or whole, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``; scale
-        ``[own]``; factor ``[whole]``; result ``[own, F]`` or ``[own, H, C]``.
+        rows ``[own or num_sources, F]`` and weight ``[E]``, or rows ``[.., H, C]`` and weight ``[E, H]``;
+        scale ``[own]``; factor ``[num_sources]``; result ``[own, F]`` or ``[own, H, C]``.
 
     Cost:
-        Keeps ``weight``, and the rows too if the weight has a gradient. Sends what ``road`` states.
+        Keeps ``weight``, and the rows too if the weight has a gradient. Sends what ``halo_work`` states.
     """
     out: Tensor
-    if road is None or turn is None:
+    if halo_work is None or forward_pass is None:
         out = _Sum.apply(rows, weight, scale, factor, edges)  # type: ignore[no-untyped-call]
         return out
-    given = turn.token
-    out, token = _SumOverRoad.apply(  # type: ignore[no-untyped-call]
-        rows, weight, scale, factor, given, edges, road, turn
+    given = forward_pass.token
+    out, token = _SumOverHalo.apply(  # type: ignore[no-untyped-call]
+        rows, weight, scale, factor, given, edges, halo_work, forward_pass
     )
-    if road.site.grad:
-        turn.token = token
+    if halo_work.site.grad:
+        forward_pass.token = token
     return out
 
 
@@ -82,7 +82,7 @@ def gather(rows: Tensor, edges: Structure, end: Literal["source", "target"]) -> 
     """Return ``rows[end of each edge]``; backward sums over the edges by that end, without ``index_add``.
 
     Shapes:
-        ``[own or whole, ...]`` -> ``[E, ...]``.
+        ``[own or num_sources, ...]`` -> ``[E, ...]``.
     """
     out: Tensor = _Gather.apply(rows, edges, end)  # type: ignore[no-untyped-call]
     return out
@@ -111,16 +111,16 @@ def edge_extreme(values: Tensor, edges: Structure, sign: int) -> Tensor:
     return out
 
 
-def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
+def neighbor_extreme(with_halo: Tensor, edges: Structure, sign: int) -> Tensor:
     """Return the maximum (sign 1) or minimum (-1) of neighbours' rows by column; zeros without any.
 
     Shapes:
-        ``[whole, F]`` -> ``[own, F]``.
+        ``[num_sources, F]`` -> ``[own, F]``.
 
     Cost:
         Keeps the rows and two numbers an entry of the result; equal values share a gradient.
     """
-    out: Tensor = _NeighborExtreme.apply(whole, edges, sign)  # type: ignore[no-untyped-call]
+    out: Tensor = _NeighborExtreme.apply(with_halo, edges, sign)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -161,7 +161,7 @@ class _Sum(torch.autograd.Function):
         return g_rows, g_weight, None, None, None
 
 
-class _SumOverRoad(torch.autograd.Function):
+class _SumOverHalo(torch.autograd.Function):
     """Own rows in, own sums out, the exchange inside; see [Note: token] in ``halo.exchange``."""
 
     @staticmethod
@@ -173,40 +173,48 @@ class _SumOverRoad(torch.autograd.Function):
         factor: Tensor | None,
         token: Tensor,
         edges: Structure,
-        road: HaloWork,
-        turn: ForwardPass,
+        halo_work: HaloWork,
+        forward_pass: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
-        coming = road.fetch(rows)
+        work = halo_work.start_gather(rows)
         near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
         given, rows = rows, _times(rows, near)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
-        halo = coming.wait().view(-1, *rows.shape[1:]) if keep else None
-        if isinstance(coming, TableView) and halo is None and rows.dim() == 2:
-            each = weight if factor is None else coming.weights(factor, edges)
-            ops.sum_rows(coming.where.layout(edges), coming.table(), each, scale, into=out)
+        halo = work.wait().view(-1, *rows.shape[1:]) if keep else None
+        if isinstance(work, TableView) and halo is None and rows.dim() == 2:
+            each = weight if factor is None else work.weights(factor, edges)
+            ops.sum_rows(work.where.layout(edges), work.table(), each, scale, into=out)
         else:
-            with coming.borrow() if halo is None else nullcontext(halo) as come:
-                come = _times(come.view(-1, *rows.shape[1:]), far)
-                ops.sum_rows(edges.by_target, come, weight, scale, span="halo", offset=edges.own, into=out)
-        ctx.edges, ctx.scale, ctx.factor, ctx.road, ctx.turn = edges, scale, factor, road, ref(turn)
+            with work.borrow() if halo is None else nullcontext(halo) as received:
+                received = _times(received.view(-1, *rows.shape[1:]), far)
+                ops.sum_rows(
+                    edges.by_target, received, weight, scale, span="halo", offset=edges.own, into=out
+                )
+        ctx.edges, ctx.scale, ctx.factor, ctx.halo_work, ctx.forward_pass = (
+            edges,
+            scale,
+            factor,
+            halo_work,
+            ref(forward_pass),
+        )
         ctx.save_for_backward(weight, given if keep else None, halo if keep else None)
         return out, torch.zeros_like(token)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        turn = inside(ctx.turn)
-        if turn is not None and torch.is_grad_enabled():
-            g_rows, g_weight = _SumOverRoad.again(ctx, turn, grads[0])
+        forward_pass = inside(ctx.forward_pass)
+        if forward_pass is not None and torch.is_grad_enabled():
+            g_rows, g_weight = _SumOverHalo.differentiable_backward(ctx, forward_pass, grads[0])
             return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
         weight, rows, halo = ctx.saved_tensors
-        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         near, far = (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
-            beyond = slice(edges.own, edges.whole)
+            beyond = slice(edges.own, edges.num_sources)
             away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
-            coming = road.give(away)
+            work = halo_work.start_reduce(away)
             g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
         if ctx.needs_input_grad[1]:
             g3, own3 = _headed(weight, g, _times(rows, near))
@@ -215,27 +223,33 @@ class _SumOverRoad(torch.autograd.Function):
             ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
             g_weight = g_weight.view_as(weight)
         if g_rows is not None:
-            with coming.borrow() as come:
-                road.add(come, g_rows)
+            with work.borrow() as received:
+                halo_work.add(received, g_rows)
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
 
     @staticmethod
-    def again(ctx: Any, turn: ForwardPass, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def differentiable_backward(
+        ctx: Any, forward_pass: ForwardPass, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Compute a backward that can be differentiated, with separate exchange and sum.
 
         See [Note: again] in ``halo.exchange``.
         """
         weight, rows, _ = ctx.saved_tensors
-        edges, road, g_rows, g_weight = ctx.edges, ctx.road, None, None
+        edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         g = _times(grad, ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
-            lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.whole))
-            own = road.plan.given_back(lies.reshape(lies.size(0), _width(lies)), turn, road.site)
+            lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.num_sources))
+            own = halo_work.exchange.reduced(
+                lies.reshape(lies.size(0), _width(lies)), forward_pass, halo_work.site
+            )
             g_rows = own.view(-1, *lies.shape[1:])
         if ctx.needs_input_grad[1]:
-            whole = road.plan.extended(rows.reshape(rows.size(0), _width(rows)), turn, road.site)
-            whole = _times(whole.view(-1, *rows.shape[1:]), ctx.factor)
-            g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, whole)).view_as(weight)
+            with_halo = halo_work.exchange.gathered(
+                rows.reshape(rows.size(0), _width(rows)), forward_pass, halo_work.site
+            )
+            with_halo = _times(with_halo.view(-1, *rows.shape[1:]), ctx.factor)
+            g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, with_halo)).view_as(weight)
         return g_rows, g_weight
 
 
@@ -305,14 +319,14 @@ class _EdgeExtreme(torch.autograd.Function):
 
 class _NeighborExtreme(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, edges: Structure, sign: int) -> Tensor:
+    def forward(ctx: Any, with_halo: Tensor, edges: Structure, sign: int) -> Tensor:
         ctx.edges = edges
-        best, ties = ops.extreme_rows(edges.by_target, whole, sign)
-        ctx.save_for_backward(whole, best, ties)
+        best, ties = ops.extreme_rows(edges.by_target, with_halo, sign)
+        ctx.save_for_backward(with_halo, best, ties)
         return best
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        whole, best, ties = ctx.saved_tensors
+        with_halo, best, ties = ctx.saved_tensors
         g = grads[0].contiguous()
-        return ops.extreme_back(ctx.edges.by_source, whole, best, ties, g), None, None
+        return ops.extreme_back(ctx.edges.by_source, with_halo, best, ties, g), None, None

@@ -30,10 +30,11 @@ class EdgeView:
         attributes: Edge attributes, in the order of ``edge_index``.
         rows: Exchange of the rows that row 0 names.
         across: View 1: exchange of values that belong to these edges, from rows of view 0's edges.
-        pick: View 1: index of each edge in the result of ``across``.
+        across_index: View 1: index of each edge in the result of ``across``.
 
     Shapes:
-        ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``pick [E]``, attributes ``[E, ...]``.
+        ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``across_index [E]``, attributes
+        ``[E, ...]``.
     """
 
     ids: Tensor
@@ -43,7 +44,7 @@ class EdgeView:
     rows: HaloExchange
     attributes: dict[str, Tensor] = field(default_factory=dict)
     across: HaloExchange | None = None
-    pick: Tensor | None = None
+    across_index: Tensor | None = None
 
 
 def in_view(
@@ -79,8 +80,8 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
     Cost:
         Once: three ids and the attributes of each edge that is cut, and the ids of the new halo.
     """
-    plan, own = view.rows, view.rows.own
-    counts = torch.tensor([own, *plan.recv_counts])
+    halo_exchange, own = view.rows, view.rows.own
+    counts = torch.tensor([own, *halo_exchange.recv_counts])
     holder = torch.repeat_interleave(torch.tensor([channel.rank, *range(channel.size)]), counts)
     to = holder.to(view.ids.device)[view.edge_index[0]]
     places = order = torch.argsort(to, stable=True)
@@ -131,7 +132,7 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
         ),
         attributes={name: value[order] for name, value in attributes.items()},
         across=(across := _across(places, give, take, channel)),
-        pick=_picked(places, give, take, across)[order],
+        across_index=_across_index(places, give, take, across)[order],
     )
 
 
@@ -152,7 +153,7 @@ def _across(places: Tensor, give: list[int], take: list[int], channel: Exchange)
     return HaloExchange(places.numel(), sum(takes), send, gives, takes, channel)
 
 
-def _picked(places: Tensor, give: list[int], take: list[int], across: HaloExchange) -> Tensor:
+def _across_index(places: Tensor, give: list[int], take: list[int], across: HaloExchange) -> Tensor:
     """Return the index of each edge among own in-edges and received ones, in the order of receipt."""
     me = across.channel.rank
     begin, before = sum(give[:me]), sum(take[:me])

@@ -20,7 +20,7 @@ NEAR = 16
 """Largest difference between the product of two factors and the weight, in units of rounding."""
 
 
-def roots_of(weight: Tensor, edges: Structure) -> Tensor:
+def factors_of(weight: Tensor, edges: Structure) -> Tensor:
     """Return a factor for each row that edges read, whose products are the weights; empty if there are none.
 
     The factor of an own row is the root of its self-loop's weight. The factor of a halo row follows from any
@@ -32,11 +32,11 @@ def roots_of(weight: Tensor, edges: Structure) -> Tensor:
         edges: This rank's edges.
 
     Shapes:
-        weight ``[E]`` -> ``[whole]``, or ``[0]``.
+        weight ``[E]`` -> ``[num_sources]``, or ``[0]``.
     """
     loops = edges.source == edges.target
     ends = edges.target[loops]
-    root = weight.new_zeros(edges.whole)
+    root = weight.new_zeros(edges.num_sources)
     root[ends] = weight[loops].clamp(min=0).sqrt()
     beyond = edges.source >= edges.own
     root[edges.source[beyond]] = weight[beyond] / root[edges.target[beyond]]

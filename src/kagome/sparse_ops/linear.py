@@ -47,11 +47,11 @@ def suits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, whole(weight), bias, "none", [], "")
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, fast_layout(weight), bias, "none", [], "")
     return out
 
 
-def whole(weight: Tensor) -> Tensor:
+def fast_layout(weight: Tensor) -> Tensor:
     """Return a weight that oneDNN has fast code for.
 
     Some columns of a wider weight, taken as they are, need 600 times as long.

@@ -101,7 +101,7 @@ class SparseFeatures:
             left = ops.sum_rows(self.edges.by_source, left, self.weight)
         return ops.sum_rows(self.by_column, left, self.values, rows=slice(0, self.columns))
 
-    def whole(self) -> Tensor:
+    def to_dense(self) -> Tensor:
         """Return the rows as a dense tensor.
 
         Shapes:
@@ -117,7 +117,7 @@ class SparseFeatures:
         return ops.sum_rows(self.edges.by_target, rows, self.weight, self.scale)
 
 
-def thin_of(
+def sparse_of(
     rows: Tensor,
     edges: Structure | None = None,
     weight: Tensor | None = None,
@@ -132,14 +132,14 @@ def thin_of(
         scale: A factor for each row of the sum; None for none.
 
     Shapes:
-        rows ``[n, F]``, or ``[whole, F]`` with edges; weight ``[E]``; scale ``[own]``.
+        rows ``[n, F]``, or ``[num_sources, F]`` with edges; weight ``[E]``; scale ``[own]``.
 
     Cost:
         A pass over the rows.
     """
     if any(t is not None and (t.dtype != rows.dtype or t.dim() != 1) for t in (weight, scale)):
         return None
-    if not is_thin(rows, edges):
+    if not is_sparse(rows, edges):
         return None
     row, column = rows.nonzero(as_tuple=True)
     found = Structure(column, row, rows.size(0), max(rows.shape))
@@ -147,8 +147,8 @@ def thin_of(
     return SparseFeatures(found.by_target, found.by_source, values, rows.size(1), edges, weight, scale)
 
 
-def is_thin(rows: Tensor, edges: Structure | None = None) -> bool:
-    """Whether a sparse product is faster than a dense one: see :func:`thin_of`."""
+def is_sparse(rows: Tensor, edges: Structure | None = None) -> bool:
+    """Whether a sparse product is faster than a dense one: see :func:`sparse_of`."""
     if rows.device.type != "cpu" or rows.dtype not in ops.LOOPED or rows.dim() != 2:
         return False
     numbers = (rows.size(0) if edges is None else edges.own) * rows.size(1)

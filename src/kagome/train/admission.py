@@ -73,7 +73,7 @@ class Admission:
     settings: config.Run
     predicted: MemoryByKind | None = None
 
-    def foresee(self, part: Partition, channel: Channel) -> tuple[str, ...]:
+    def predict(self, part: Partition, channel: Channel) -> tuple[str, ...]:
         """Predict the memory of all ranks. All ranks call it, with the model as the user gave it.
 
         Args:
@@ -113,12 +113,14 @@ class Admission:
         keeps_best = any(offer.validates for offer in offers)
         size = len(offers) // parallel.pipe  # ranks of a stage
         stages = [offers[first : first + size] for first in range(0, len(offers), size)]
-        teams = [team for stage in stages for team in _teams(stage, tensor)]
+        group_sizes = [group_size for stage in stages for group_size in _group_sizes(stage, tensor)]
         held = [
-            rates.at(one.counts, keeps_best=keeps_best, team=team)
+            rates.at(one.counts, keeps_best=keeps_best, group_size=group_size)
             if one.share is None
-            else held_by_stages(rates, one.counts, one.share, parallel, keeps_best=keeps_best, team=team)
-            for one, team in zip(offers, teams, strict=True)
+            else held_by_stages(
+                rates, one.counts, one.share, parallel, keeps_best=keeps_best, group_size=group_size
+            )
+            for one, group_size in zip(offers, group_sizes, strict=True)
         ]
         self.predicted = held[channel.rank]
         # Offloaded activations do not stay on the device that computes them.
@@ -127,10 +129,10 @@ class Admission:
         far = [want for want in wants if want.need > BEYOND * want.left]
         if far and train.check:
             raise far[0].refusal(parallel, recomputes=engine.recompute or share is not None)
-        told = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
-        return (_said(held, rates), *told)
+        notes = [want.text(recomputes=engine.recompute or share is not None) for want in wants]
+        return (_memory_text(held, rates), *notes)
 
-    def told(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
+    def memory_report(self, best: Mapping[str, Tensor] | None, memory: Memory) -> tuple[int, dict[str, Any]]:
         """Return the measured peak, and the memory held now beside the prediction.
 
         The memory held now includes what the first forward pass saved.
@@ -144,20 +146,20 @@ class Admission:
         return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
 
 
-def _teams(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]:
+def _group_sizes(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]:
     """Return, for each rank, the size of the group that slices features with it; None where none does."""
     if tensor == 1:
         return [None] * len(offers)
     vertices = sum(one.counts.rows for one in offers)
-    teams = []
+    group_sizes = []
     for first in range(0, len(offers), tensor):
         some = offers[first : first + tensor]
         rows, edges = sum(one.counts.rows for one in some), sum(one.counts.edges for one in some)
         # Ranks of a group may read the same row: the estimate assumes independent draws.
         rest = max(vertices - rows, 1)
         unread = math.prod(1 - one.outside / rest for one in some)
-        teams.append(GroupSize(rows, edges, round(rest * (1 - unread)), tensor))
-    return [teams[rank // tensor] for rank in range(len(offers))]
+        group_sizes.append(GroupSize(rows, edges, round(rest * (1 - unread)), tensor))
+    return [group_sizes[rank // tensor] for rank in range(len(offers))]
 
 
 def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts: int) -> str:
@@ -170,14 +172,14 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         parts: The number of ranks.
 
     Returns:
-        The note that :meth:`Admission.foresee` would begin with.
+        The note that :meth:`Admission.predict` would begin with.
 
     Cost:
         One partitioning of the graph, and that of :func:`kagome.memory.estimate.rates_of`.
     """
     materialise(model, part, CPU)
-    train, made = settings.train, settings.model
-    options = PartOptions.of(train, fast=made.fast, recompute=made.recompute)
+    train, model_settings = settings.train, settings.model
+    options = PartOptions.of(train, fast=model_settings.fast, recompute=model_settings.recompute)
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(learning) if learning else None
     rates = rates_of(model, optimizer, part, options, several=parts > 1)
@@ -189,10 +191,10 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         )
         owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed)
     counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))
-    return _said([rates.at(one) for one in counts], rates)
+    return _memory_text([rates.at(one) for one in counts], rates)
 
 
-def _said(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
+def _memory_text(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:
     full = fullest(held)
     where = "on one rank" if len(held) == 1 else f"on the fullest of {len(held)} ranks"
     why = f"; activations are not known: {rates.fault}" if rates.fault else ""

@@ -45,11 +45,11 @@ class Callbacks:
         self._shared = world.size > 1 and len(found[-1]) > 0  # some run on every rank
         self._running: object | None = None
 
-    def hear(self, event: str) -> bool:
+    def listens_to(self, event: str) -> bool:
         """Return whether a callback on any rank has a method for an event."""
         return event in self._heard
 
-    def tell(self, event: str, argument: object) -> bool:
+    def call(self, event: str, argument: object) -> bool:
         """Call one method of all callbacks, in order. All ranks call it.
 
         Args:
@@ -68,7 +68,7 @@ class Callbacks:
         Cost:
             A few bytes from each rank; nothing if no callback has the method.
         """
-        if not self.hear(event):
+        if not self.listens_to(event):
             return False
         raised, fault, changed, rules = None, None, False, None
         for callback in self._mine:

@@ -114,7 +114,7 @@ def _from_clean(
     if is_auto(method) and channel.size > 1:  # rank 0 partitions, so its free memory decides
         available = channel.gather_objects(available_bytes(), "ask for rank 0's memory")[0]
     assert isinstance(available, int | None)
-    method, said = choose(method, clean.edge_index, count, channel.size, available)
+    method, choice_notes = choose(method, clean.edge_index, count, channel.size, available)
     mark = fingerprint(clean, method, seed, channel.size)
     # Compare before any message whose size depends on the graph: gloo aborts if sizes differ.
     marks = channel.gather_objects(mark, "compare the ranks' data")
@@ -134,9 +134,9 @@ def _from_clean(
         owner = found.to(channel.device)
     owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
     if entry is not None:
-        said = (*said, cache.reused(entry))
+        choice_notes = (*choice_notes, cache.reused(entry))
     meta, readers = store.measure(
-        clean, owner, channel.size, fingerprint=mark, method=method, seed=seed, notes=(*notes, *said)
+        clean, owner, channel.size, fingerprint=mark, method=method, seed=seed, notes=(*notes, *choice_notes)
     )
     return extract(clean, owner, channel.rank, channel.size, fingerprint=mark, readers=readers), meta
 
@@ -253,7 +253,7 @@ def from_settings(
         channel.barrier("all parts are read")
         if source is not None:
             source.end()
-    return part, replace(meta, notes=(*meta.notes, *place.said))
+    return part, replace(meta, notes=(*meta.notes, *place.notes))
 
 
 def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
@@ -284,8 +284,8 @@ def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
     part = replace(part, nodes=nodes, edges=edges)
     if not turned:
         return part, meta
-    said = f"{', '.join(turned)}: {name} computes in float32"
-    return part, replace(meta, notes=(*meta.notes, said))
+    note = f"{', '.join(turned)}: {name} computes in float32"
+    return part, replace(meta, notes=(*meta.notes, note))
 
 
 def _unheeded(settings: config.Data) -> tuple[str, ...]:

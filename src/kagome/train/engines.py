@@ -13,13 +13,19 @@ from kagome.comm.mesh import Mesh
 from kagome.components.engine import Engine, PhaseTimer
 from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
-from kagome.objective.optimizers import Aim
+from kagome.objective.optimizers import Criteria
 from kagome.pipelining.chunk_engine import ChunkEngine
 from kagome.train.graph_engine import GraphEngine
 
 
-def engine_for(
-    model: nn.Module, part: Partition, mesh: Mesh, *, settings: config.Run, aim: Aim, phases: PhaseTimer
+def build_engine(
+    model: nn.Module,
+    part: Partition,
+    mesh: Mesh,
+    *,
+    settings: config.Run,
+    criteria: Criteria,
+    phases: PhaseTimer,
 ) -> Engine:
     """Return the engine that a mesh and its chunks need.
 
@@ -28,7 +34,7 @@ def engine_for(
         part: This rank's part.
         mesh: All ranks.
         settings: The run's settings.
-        aim: The loss and the metric.
+        criteria: The loss and the metric.
         phases: Receives the time of each phase.
 
     Raises:
@@ -51,7 +57,7 @@ def engine_for(
             weights=mesh.weights,
             parallel=parallel,
             settings=settings.train,
-            aim=aim,
+            criteria=criteria,
             phases=phases,
             fast=settings.model.fast,
             recompute=settings.model.recompute,
@@ -68,7 +74,7 @@ def engine_for(
         mesh,
         parallel=parallel,
         settings=settings.train,
-        aim=aim,
+        criteria=criteria,
         phases=phases,
         fast=settings.model.fast,
     )

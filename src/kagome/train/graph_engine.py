@@ -41,7 +41,7 @@ from kagome.model.buffers import Buffers
 from kagome.model.forward_call import failed
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_weights import LossWeights
-from kagome.objective.optimizers import Aim, step_optimizer
+from kagome.objective.optimizers import Criteria, step_optimizer
 from kagome.records.memory import MemoryByKind
 from kagome.user_frame import raised_at
 
@@ -56,7 +56,7 @@ class GraphEngine:
         weights: The channel on which gradients are summed.
         parallel: How rows are exchanged, and how stale they may be.
         settings: Seed, clipping, mixed precision.
-        aim: The loss and the metric.
+        criteria: The loss and the metric.
         phases: Receives the time of each phase.
         fast: Whether messages are deferred and reduced by kernels.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
@@ -71,22 +71,22 @@ class GraphEngine:
         weights: Channel,
         parallel: Parallel,
         settings: Train,
-        aim: Aim,
+        criteria: Criteria,
         phases: PhaseTimer,
         fast: bool = True,
         recompute: bool = False,
     ) -> None:
         self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
-        self.aim, self.objective = aim, aim.objective
+        self.criteria, self.objective = criteria, criteria.objective
         self.exchange = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
         options = PartOptions.of(settings, channel.device, parallel, fast=fast, recompute=recompute)
-        self.net = parallelize(model, part, self.exchange, options, tell=channel.tell)
+        self.net = parallelize(model, part, self.exchange, options, tell=channel.report_error)
         self.scope = self.net.scope
         with self.net:  # an unsupported model is refused now
             pass
         # Layers that are recomputed save next to nothing.
         moved = replace(parallel, activations="device") if recompute else parallel
-        self.offload = Offload(moved, channel.device, self.scope.constants.lasting)
+        self.offload = Offload(moved, channel.device, self.scope.constants.is_constant)
         self._notes: list[str] = []
         if fast and options.amp and channel.device.type == "cpu":
             self._notes.append(
@@ -103,10 +103,10 @@ class GraphEngine:
         learning = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
         self.report = ExchangeReport(channel, self.exchange, self.gradients)
-        self.controller = EpochController(parallel, self.report, self._say, alone=channel.size == 1)
-        self.ahead = ForwardReuse(model)
+        self.controller = EpochController(parallel, self.report, self._log, alone=channel.size == 1)
+        self.forward_reuse = ForwardReuse(model)
         if not self.exchange.exact:
-            self.ahead.allowed = False  # training reads approximate rows, evaluation exact ones
+            self.forward_reuse.allowed = False  # training reads approximate rows, evaluation exact ones
         self._checked = False
         self.saved: Mapping[str, int] | None = None
         assert "edge_index" in inputs
@@ -135,29 +135,31 @@ class GraphEngine:
         """Enter a block that needs the weights of all stages: this rank has them already."""
         yield
 
-    def carried(self, epoch: int) -> EpochState:
+    def epoch_state(self, epoch: int) -> EpochState:
         """Return the state that the next epoch may read, and that of the precision controller."""
-        return EpochState.of(self.layout, self.controller.state_dict(), self.exchange.known.carried(epoch))
+        return EpochState.of(
+            self.layout, self.controller.state_dict(), self.exchange.known.state_entries(epoch)
+        )
 
-    def resumed(self, optimizer: Optimizer, told: RestoredState) -> str:
+    def resumed(self, optimizer: Optimizer, restored: RestoredState) -> str:
         """Continue from a checkpoint whose weights and optimizer state were loaded. All ranks call it.
 
         Args:
             optimizer: The optimizer over the model's parameters.
-            told: The state of the last epoch, from the checkpoint.
+            restored: The state of the last epoch, from the checkpoint.
 
         Returns:
             How the run continues with late rows.
         """
-        self.controller.load_state_dict(told.guards)
-        recall = told.recall(self.layout, self.channel, self.channel.device)
-        self.exchange.forget(recall or NOTHING)
-        return said_of(recall, late=self.exchange.late)
+        self.controller.load_state_dict(restored.controllers)
+        resumed_rows = restored.resume_rows(self.layout, self.channel, self.channel.device)
+        self.exchange.forget(resumed_rows or NOTHING)
+        return said_of(resumed_rows, late=self.exchange.late)
 
     def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
         """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""
         self.scope.forward.fast = self.scope.forward.fast and way == "fast"
-        self.scope.aside = way == "aside"
+        self.scope.plain = way == "aside"
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error to raise for one that the user's forward raised."""
@@ -207,7 +209,7 @@ class GraphEngine:
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
         rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
         if not isinstance(rows, Tensor):
-            self.ahead.allowed = False
+            self.forward_reuse.allowed = False
         return in_float32(rows) if self.net.options.amp else rows
 
     @while_attached
@@ -249,20 +251,20 @@ class GraphEngine:
         self.controller.probed(epoch, plan, agreement(*squares))
         return found
 
-    def _say(self, said: str) -> None:
-        if said:
-            self._notes.append(said)
+    def _log(self, message: str) -> None:
+        if message:
+            self._notes.append(message)
 
     def _gradient(
         self, epoch: int, plan: EpochPlan, stop: bool, *, probes: bool = False
     ) -> tuple[float, float]:
         """Run forward, backward and the sum of gradients; return the loss and the number of stop requests."""
-        compares = self.ahead.asks
+        compares = self.forward_reuse.asks
         with (
             draws_of(self.settings.seed, epoch),
             self.controller.using(plan, probes=probes),
         ):
-            forward = self.ahead.take(epoch) or self._train_forward(epoch, watched=compares)
+            forward = self.forward_reuse.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
                 out = forward.out
                 rows = self.train_rows
@@ -279,7 +281,7 @@ class GraphEngine:
             notes = (
                 0.0 if lost is None else lost.detach(),
                 float(stop),
-                float(compares and self.ahead.differs(forward)),
+                float(compares and self.forward_reuse.differs(forward)),
                 *self.exchange.drifts,
             )
             with (
@@ -296,7 +298,7 @@ class GraphEngine:
             self.gradients.tell_hooks()
         self.exchange.moved(drift, epoch)
         if compares:
-            self.ahead.allowed = not doubts
+            self.forward_reuse.allowed = not doubts
         return value, stops
 
     def _backward(self, whole: Tensor) -> None:
@@ -310,7 +312,7 @@ class GraphEngine:
     def _check(self, shown: Any, out: Any) -> None:
         with self._without_kept():
             self.objective.check(shown, self.target, trains=True)
-        self.aim.metric.check(out)
+        self.criteria.metric.check(out)
 
     def _refuse_own_numbers(self, out: Any) -> None:
         """Refuse numbers beside rows that differ between ranks: they must be those of the whole graph.
@@ -342,9 +344,9 @@ class GraphEngine:
         used |= self.offload.facts(self.channel)
         return {**self.controller.facts(), **used}
 
-    def sum_up(self) -> tuple[str, ...]:
+    def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run."""
-        return self.controller.sum_up()
+        return self.controller.final_notes()
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the notes on forward passes since the last call."""
@@ -367,14 +369,14 @@ class GraphEngine:
     def _kept(self, epoch: int, saved: SavedMemory | None, *, watched: bool) -> Forward:
         with (
             self.phases.phase("forward", epoch),
-            self.ahead.watching(watched) as unchanged,
+            self.forward_reuse.watching(watched) as unchanged,
             saved or nullcontext(),
             self.offload.saving(),
         ):
             out = self.forward(epoch, training=True)
         self.saved = self.saved if saved is None else saved.bytes
         plain = unchanged[0] and self.scope.forward.draws == 0
-        return Forward(epoch, out, self.scope.forward.turn.token, plain, self.ahead.state())
+        return Forward(epoch, out, self.scope.forward.forward_pass.token, plain, self.forward_reuse.state())
 
     def look_ahead(self, epoch: int) -> Tensor | None:
         """Run the forward pass of the coming epoch, keep it for that epoch's update, and return its scores.
@@ -388,7 +390,7 @@ class GraphEngine:
         Shapes:
             ``[n, C]``.
         """
-        if not self.ahead.allowed:
+        if not self.forward_reuse.allowed:
             return None
         buffers = Buffers(self.model)
         tensors, before = buffers.now(), buffers.copies()
@@ -396,10 +398,10 @@ class GraphEngine:
             forward = self._train_forward(epoch, watched=True)
         doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
         if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
-            self.ahead.allowed = False
+            self.forward_reuse.allowed = False
             buffers.restore(tensors, before)  # the coming epoch runs this forward pass again
             return None
-        self.ahead.keep(forward)
+        self.forward_reuse.keep(forward)
         found: Tensor = forward.out.detach()
         return found
 
@@ -413,7 +415,7 @@ class GraphEngine:
         self.exchange.settle()  # any number of evaluations may follow
         out = self.forward(epoch, training=False)
         if isinstance(out, Tensor):
-            self.ahead.evaluated(out)
+            self.forward_reuse.evaluated(out)
         return out
 
 

@@ -43,7 +43,7 @@ class Offer(NamedTuple):
     """Where a host's parts are and what to report about them, or the error that making them raised."""
 
     folder: str
-    said: tuple[str, ...]
+    notes: tuple[str, ...]
     error: KagomeError | None
 
 

@@ -39,7 +39,7 @@ class EpochLoop:
 
 
 @dataclass
-class Begun:
+class PendingEpoch:
     """An epoch that has ended, while the sum of the ranks' counts is in flight.
 
     Args:
@@ -73,7 +73,7 @@ class EpochTimer:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._seconds, self._traffic = 0.0, Traffic()
-        self._begun: deque[Begun] = deque()
+        self._pending: deque[PendingEpoch] = deque()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -105,11 +105,11 @@ class EpochTimer:
         rows = [[column.get(kind, 0) for kind in KINDS] for column in columns]
         mine = torch.tensor(rows, dtype=torch.float64, device=self.channel.device)
         counts = self.channel.start_all_reduce(mine.view(-1), action=f"costs, epoch {epoch}", kind="other")
-        self._begun.append(Begun(EpochRecord(epoch, loss, None, None, seconds, {}), counts))
+        self._pending.append(PendingEpoch(EpochRecord(epoch, loss, None, None, seconds, {}), counts))
 
     def scored(self, train: float | None, val: float | None, *, best_epoch: int) -> None:
         """Add the metrics and the number of the best epoch to the record of the epoch that has just ended."""
-        last = self._begun[-1]
+        last = self._pending[-1]
         last.record = replace(last.record, train_metric=train, val_metric=val, best_epoch=best_epoch)
 
     @contextmanager
@@ -119,18 +119,18 @@ class EpochTimer:
             yield
         except ModelError:
             with suppress(CommError):  # a peer that has failed as well may be gone
-                self.tell(noting)
+                self.flush(noting)
             raise
-        self.tell(noting)
+        self.flush(noting)
 
-    def tell(self, noting: Sequence[Callable[[EpochRecord], None]], *, keep: bool = False) -> None:
+    def flush(self, noting: Sequence[Callable[[EpochRecord], None]], *, keep: bool = False) -> None:
         """Report the epochs that have ended, in order. All ranks call it with the same arguments.
 
         Args:
             noting: The functions that receive each record.
             keep: Leave the last epoch for the next call, while its counts are in flight.
         """
-        while len(self._begun) > keep:
-            record = self._begun.popleft().whole(self.channel.size)
+        while len(self._pending) > keep:
+            record = self._pending.popleft().whole(self.channel.size)
             for note in noting:
                 note(record)

@@ -29,7 +29,7 @@ from kagome.checkpoint.files import latest
 from kagome.checkpoint.saved_weights import give_alike
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
-from kagome.components.model_setup import asks, ready, unlabelled
+from kagome.components.model_setup import input_notes, set_up_model, unlabelled
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Loss as LossName, Metric as MetricName, Parallel, Report, Train
 from kagome.config.fields import check_kind
@@ -52,7 +52,7 @@ from kagome.run_dir.run_dir import RunWriter, earlier_records
 from kagome.train import data as source
 from kagome.train.admission import Admission
 from kagome.train.callbacks import Callbacks
-from kagome.train.engines import engine_for
+from kagome.train.engines import build_engine
 from kagome.train.graph_engine import GraphEngine
 from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
@@ -167,13 +167,12 @@ class Trainer:
         callbacks: Sequence[object] = (),
     ) -> None:
         self._begun, self.spans = time.perf_counter(), Spans(most=10_000)  # a pipeline has one an action
-        self._stack = ExitStack()
         self.settings, self.train = settings, settings.train
-        self._files = ExitStack()  # resources that any thread may close
+        self._stack, self._files = ExitStack(), ExitStack()  # any thread may close the files
         # Nothing on the stacks may refer to the trainer. What is still open ends with the process.
         self._closing = weakref.finalize(self, Finalizer(self._stack.close, self._files.close))
         try:
-            mesh = open_mesh(settings.parallel, timeout=self.train.timeout, say=warn)
+            mesh = open_mesh(settings.parallel, timeout=self.train.timeout, log=warn)
             self.mesh = self._stack.enter_context(mesh)
             self.channel, self.world = self.mesh.graph, self.mesh.world
             self.channel.timer = self.channel.patient.timer = self.spans.phase
@@ -181,12 +180,12 @@ class Trainer:
             self.notes: list[str] = []
             with self.spans.phase("load"):
                 self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)
-            self._say_all((*self.mesh.notes, *self.meta.notes))
+            self._log_all((*self.mesh.notes, *self.meta.notes))
             torch.manual_seed(self.train.seed)
             given = unwrapped(build(self.part, self.meta, self.channel))
             with self.spans.phase("load"):
-                self.model, said = ready(given, self.part, self.mesh, settings.parallel)
-            self._say_all(said)
+                self.model, notes = set_up_model(given, self.part, self.mesh, settings.parallel)
+            self._log_all(notes)
             self._learn(wishes)
             self._marks = ModelMarks(self.model, self.optimizer, self.scheduler)
             self._callbacks = Callbacks(callbacks, self.world, self._marks)
@@ -194,9 +193,9 @@ class Trainer:
             folder = self.world.gather_objects(chosen, "the run's folder")[0]
             self.writer = None
             if folder is not None:
-                say = partial(_noted, self.notes, self.mesh.rank == 0 and settings.report.progress)
+                log = partial(_noted, self.notes, self.mesh.rank == 0 and settings.report.progress)
                 self.writer = RunWriter(
-                    str(folder), settings, self.world, own=wishes.own, overwrite=overwrite, say=say
+                    str(folder), settings, self.world, own=wishes.own, overwrite=overwrite, log=log
                 )
                 self._files.callback(self.writer.close)
                 self._stack.callback(self._files.close)
@@ -205,26 +204,28 @@ class Trainer:
             raise
 
     def _learn(self, wishes: Wishes) -> None:
-        optimizer, scheduler = wishes.optimizer, wishes.scheduler
+        optimizer, scheduler, settings = wishes.optimizer, wishes.scheduler, self.settings
         refuse_unlike_codes(self.world, {"loss": wishes.loss, "metric": wishes.metric})
         self._labelled = self.meta.labels is not None
         if self._labelled:
-            self.aim, self.part = optimizers.aim_of(wishes, self.part, self.meta, self.settings, self.mesh)
+            found = optimizers.criteria_of(wishes, self.part, self.meta, settings, self.mesh)
         else:  # it is scored and never trained on: nothing reads these labels
-            self.aim, self.part = optimizers.no_aim(), unlabelled(self.part)
-        self._say_all(self.aim.notes)
-        self._say_all(asks(self.model, self.part, self.aim.objective.uses))
+            found = optimizers.no_criteria(), unlabelled(self.part)
+        self.criteria, self.part = found
+        self._log_all(self.criteria.notes)
+        self._log_all(input_notes(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
-        self.optimizer = optimizers.optimizer_of(self.model, self.settings, optimizer, self.mesh)
+        self.optimizer = optimizers.optimizer_of(self.model, settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
-        self.scheduler = optimizers.scheduler_of(self.optimizer, scheduler, higher=self.aim.metric.higher)
-        self.costs = EpochTimer(self.world)
-        self.engine = engine_for(
-            self.model, self.part, self.mesh, settings=self.settings, aim=self.aim, phases=self.spans
+        higher = self.criteria.metric.higher
+        self.scheduler = optimizers.scheduler_of(self.optimizer, scheduler, higher=higher)
+        self.timer = EpochTimer(self.world)
+        self.engine = build_engine(
+            self.model, self.part, self.mesh, settings=settings, criteria=self.criteria, phases=self.spans
         )
-        self.accounts = Admission(self.engine, self.optimizer, self.settings)
+        self.admission = Admission(self.engine, self.optimizer, settings)
         if self.scheduler is not None and not isinstance(self.scheduler, LRScheduler):
-            self.engine.ahead.allowed = False  # a user's own might write to the weights unseen
+            self.engine.forward_reuse.allowed = False  # a user's own might write to the weights unseen
         self.epoch, self._best, self._was_checked, self._is_whole = 0, BestWeights(), False, True
         self.records: list[EpochRecord] = []
         self._last: dict[str, Tensor] | None = None
@@ -262,7 +263,7 @@ class Trainer:
         check_kind("epochs", epochs, int | None, least=0)
         epochs = self.train.epochs if epochs is None else int(epochs)
         self._go_on()
-        self.engine.ahead.anew()
+        self.engine.forward_reuse.anew()
         if resume is not None:
             self._resume(resume)
         if self.writer is not None:
@@ -270,31 +271,31 @@ class Trainer:
             self.writer.begin(resume=resume)
         optimizers.refuse_short(self.scheduler, epochs - self.epoch, self.train)
         if self.epoch >= epochs > 0:
-            self._say(
+            self._log(
                 f"{self.epoch} epochs are done, and fit({epochs}) asks for {epochs} in all: none is left"
             )
         self._check()
         if self.part.nodes:
             with self.spans.phase("check"):
-                self._say_all(self.accounts.foresee(self.part, self.world))
-            self._say_all(self.engine.take_notes())
+                self._log_all(self.admission.predict(self.part, self.world))
+            self._log_all(self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine holds its own inputs
         set_up = time.perf_counter() - self._begun
         if self.writer is not None:
             self.writer.open(self.records, after=self.epoch)
-        self._callbacks.tell("on_fit_start", self)
+        self._callbacks.call("on_fit_start", self)
         shown = self.settings.report.progress and self.mesh.rank == 0
-        progress = Progress(epochs, done=self.epoch, metric_name=lambda: self.aim.metric.name, enabled=shown)
-        heard = self._callbacks.hear("on_epoch_end")
-        noting = [self.records.append, progress.update, *([self.writer.record] if self.writer else [])]
+        bar = Progress(epochs, done=self.epoch, metric_name=lambda: self.criteria.metric.name, enabled=shown)
+        heard = self._callbacks.listens_to("on_epoch_end")
+        noting = [self.records.append, bar.update, *([self.writer.record] if self.writer else [])]
         noting += [self._tell_callbacks] if heard else []
-        self._is_whole, ending, heap = False, self.costs.ending(noting), set_aside(epochs - self.epoch)
-        with asked_to_stop(self.writer is not None) as asked, progress, heap, ending, self.engine.net:
+        self._is_whole, ending, heap = False, self.timer.ending(noting), set_aside(epochs - self.epoch)
+        with asked_to_stop(self.writer is not None) as asked, bar, heap, ending, self.engine.net:
             loop = EpochLoop(epochs, asked, noting, delays=self.settings.parallel.max_age > 0 and not heard)
             while self.epoch < epochs and self._one_epoch(loop):
                 pass
-        self.engine.ahead.drop()
-        self.costs.drop()
+        self.engine.forward_reuse.drop()
+        self.timer.drop()
         if self.writer is not None and self.epoch:
             self._save()
         self._join_weights()
@@ -304,7 +305,7 @@ class Trainer:
             self._last = self._best.restore(self.model, self.epoch)
         self._is_whole = True
         values = self._finish(set_up)
-        self._callbacks.tell("on_fit_end", values)
+        self._callbacks.call("on_fit_end", values)
         return values
 
     def last_weights(self) -> dict[str, Tensor]:
@@ -423,7 +424,7 @@ class Trainer:
             return
         with self.spans.phase("check"):
             goes = self.engine.goes if isinstance(self.engine, GraphEngine) else None
-            self._say_all(before_first(self.model, self.part, self.world, self.settings, goes))
+            self._log_all(before_first(self.model, self.part, self.world, self.settings, goes))
         self._was_checked = True
 
     def _go_on(self) -> None:
@@ -433,12 +434,12 @@ class Trainer:
         if not self._compare(changed, whole=self._is_whole) and last is not None:
             load_state(self.model, last)
         elif last is not None:
-            self._say("the model's weights were changed since the last fit: training goes on with them")
+            self._log("the model's weights were changed since the last fit: training goes on with them")
         self._last = None
 
     def _compare(self, changed: bool, *, whole: bool) -> bool:
         """Return whether weights were changed on some rank; ranks must agree on settings and weights."""
-        rules = facts_of(self.optimizer, self.scheduler, self.aim.objective.trial)
+        rules = facts_of(self.optimizer, self.scheduler, self.criteria.objective.trial)
         return compared(self.world, self.model, rules, changed, whole=whole)
 
     def _join_weights(self) -> None:
@@ -448,8 +449,8 @@ class Trainer:
 
     def _tell_callbacks(self, record: EpochRecord) -> None:
         self.engine.join_weights()  # a callback may read the model: an average of weights, a norm
-        if self._callbacks.tell("on_epoch_end", record):
-            self.engine.ahead.anew()  # the forward pass kept for the next epoch used the old model
+        if self._callbacks.call("on_epoch_end", record):
+            self.engine.forward_reuse.anew()  # the forward pass kept for the next epoch used the old model
 
     # Epochs --------------------------------------------------------------------------------------
 
@@ -460,27 +461,27 @@ class Trainer:
         evaluates = self._evaluates(loop, stop)
         val = self._evaluate_epoch(last=stop or self.epoch == loop.epochs) if evaluates else None
         if self.scheduler is not None:
-            higher = self.aim.metric.higher
+            higher = self.criteria.metric.higher
             optimizers.step_scheduler(self.scheduler, loss, val, higher=higher, seen=evaluates)
         stop |= self.world.size == 1 and bool(loop.asked)  # in this epoch; no other rank needs to know
         saves = stop or bool(self.train.save_every and self.epoch % self.train.save_every == 0)
-        self.costs.tell(loop.noting, keep=loop.delays and not saves)
+        self.timer.flush(loop.noting, keep=loop.delays and not saves)
         if saves:
             self._save()
         if stop:
-            self._say(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
+            self._log(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
             raise self._ended(loop.asked)
         return not self.train.patience or self._best.waited < self.train.patience
 
     def _train_epoch(self, loop: EpochLoop) -> tuple[float, bool]:
         """Make the epoch's weight update; return the loss before it, and whether a rank was asked to stop."""
         self.mesh.doing(f"epoch {self.epoch}")
-        with self.costs.training():
+        with self.timer.training():
             loss, stop = self.engine.train(self.epoch, self.optimizer, stop=bool(loop.asked))
             if self._evaluates(loop, stop):
                 self.engine.exchange.settle()  # waiting for late rows counts to this epoch
-        self._say_all(self.engine.take_notes())
-        self.costs.end(self.epoch, loss, self.engine.take_uncoded())
+        self._log_all(self.engine.take_notes())
+        self.timer.end(self.epoch, loss, self.engine.take_uncoded())
         return loss, stop
 
     def _evaluates(self, loop: EpochLoop, stop: bool) -> bool:
@@ -490,12 +491,12 @@ class Trainer:
         """Score the epoch's weights and keep the best ones; return the validation score."""
         out = None
         if not last:
-            with self.costs.training():  # the forward pass of the next epoch, which counts as training
+            with self.timer.training():  # the forward pass of the next epoch, which counts as training
                 out = self.engine.look_ahead(self.epoch + 1)
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores(out)
-        self._best.see(self.epoch, found["val"], self.model, higher=self.aim.metric.higher)
-        self.costs.scored(found["train"], found["val"], best_epoch=self._best.epoch)
+        self._best.observe(self.epoch, found["val"], self.model, higher=self.criteria.metric.higher)
+        self.timer.scored(found["train"], found["val"], best_epoch=self._best.epoch)
         return found["val"]
 
     def _ended(self, asked: list[int]) -> BaseException:
@@ -508,9 +509,9 @@ class Trainer:
         out = self.engine.evaluate(self.epoch) if out is None else out
         inputs = self.engine.inputs
         masks, action = {s: inputs[f"{s}_mask"] for s in SPLITS}, f"evaluation, epoch {self.epoch}"
-        target = self.aim.objective.target(inputs, slice(None))
-        self.aim = self.aim.fitted(out, self._say)
-        return self.aim.metric.scores(out, target, masks, self.channel, action)
+        target = self.criteria.objective.target(inputs, slice(None))
+        self.criteria = self.criteria.fitted(out, self._log)
+        return self.criteria.metric.scores(out, target, masks, self.channel, action)
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -531,13 +532,13 @@ class Trainer:
                 optimizer=self.optimizer,
                 scheduler=self.scheduler,
                 best=self._best.weights,
-                carried=self.engine.carried(self.epoch) if self.train.save_rows else None,
+                epoch_state=self.engine.epoch_state(self.epoch) if self.train.save_rows else None,
             )
-        self._callbacks.tell("on_checkpoint", path)
+        self._callbacks.call("on_checkpoint", path)
 
     def _resume(self, where: str | Path) -> None:
         folder = latest(where)
-        place, best, told = checkpoint.load(
+        place, best, restored = checkpoint.load(
             folder,
             self.world,
             model=self.model,
@@ -549,21 +550,20 @@ class Trainer:
         if self._default_optimizer:
             optimizers.set_rates(self.optimizer, self.train)
         with checkpoint.fitting(folder):
-            said = self.engine.resumed(self.optimizer, told)
+            message = self.engine.resumed(self.optimizer, restored)
         self.epoch, self._best = place.epoch, BestWeights.at(place, best)
         self.records = earlier_records(self.world, folder, place.epoch)
-        self._say(
-            f"resumed after epoch {place.epoch}, written by {place.world_size} ranks, in {folder}{said}"
-        )
+        origin = f"written by {place.world_size} ranks, in {folder}"
+        self._log(f"resumed after epoch {place.epoch}, {origin}{message}")
 
     def _finish(self, set_up: float) -> dict[str, Any]:
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores()
-        self._say_all(self.engine.sum_up())
+        self._log_all(self.engine.final_notes())
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
-            "metric_name": self.aim.metric.name,
+            "metric_name": self.criteria.metric.name,
             "epochs": self.epoch,
             "best_epoch": self._best.epoch or None,
             "weights_epoch": (self.epoch if self._last is None else self._best.epoch) or None,
@@ -576,20 +576,21 @@ class Trainer:
             "threads": self.mesh.threads,
             "notes": self.notes,
         }
-        memory = self.accounts.told(self._best.weights, AFTER_IMPORTS)
+        memory = self.admission.memory_report(self._best.weights, AFTER_IMPORTS)
         values, spans = outcome(self.records, self.spans, memory, self.world, self.meta, facts)
         if self.writer is not None:
             scores = self.predict()
             target = original_order(self.engine.inputs["y"], self.part, self.channel, "labels")
             if target is not None and self.mesh.rank == 0:
-                self.writer.finish(values, spans, scores, self.aim.metric.labels(scores), target, self.model)
+                labels = self.criteria.metric.labels(scores)
+                self.writer.finish(values, spans, scores, labels, target, self.model)
         return values
 
-    def _say_all(self, notes: tuple[str, ...]) -> None:
+    def _log_all(self, notes: tuple[str, ...]) -> None:
         for note in notes:
-            self._say(note)
+            self._log(note)
 
-    def _say(self, note: str) -> None:
+    def _log(self, note: str) -> None:
         _noted(self.notes, self.mesh.rank == 0 and self.settings.report.progress, note)
 
 

@@ -87,8 +87,8 @@ def _running() -> Any:
     if transformed():
         return None
     for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(getattr(mode, "marks", None), Placements):
-            return mode if mode.parted and mode.forward.turn.running else None
+        if isinstance(getattr(mode, "placements", None), Placements):
+            return mode if mode.parted and mode.forward.forward_pass.running else None
     return None
 
 
@@ -155,10 +155,10 @@ class _Flow:
 
     def full(self, hook: Callable[..., Any], module: nn.Module, back: Any, given: Any) -> Any:
         """Run a hook on the gradients of inputs and outputs, and check it."""
-        marks = self.inputs.given + self.outputs.given
+        placements = self.inputs.given + self.outputs.given
         sizes = self.inputs.sizes + self.outputs.sizes
         one = self.inputs
-        seen = BackwardCode(one.scope, one.what, one.where, marks, one.given, sizes)
+        seen = BackwardCode(one.scope, one.what, one.where, placements, one.given, sizes)
         found = [*_padded(back, len(one.given)), *(given or ())]
         return seen.run(hook, (module, back, given), found)
 

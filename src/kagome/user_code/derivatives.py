@@ -67,7 +67,7 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
     given["grad_outputs"] = [_seed(scope, out, seed) for out, seed in zip(outputs, seeds, strict=True)]
     keeps = bool(given.get("create_graph")) and torch.is_grad_enabled()
     given["retain_graph"] = True  # the token of the whole forward passes through the same exchanges
-    with scope.forward.turn.differentiating():
+    with scope.forward.forward_pass.differentiating():
         found = func(**given)
         with torch.set_grad_enabled(keeps):
             return tuple(map(_whole, [scope] * len(inputs), inputs, found))

@@ -32,13 +32,13 @@ def _theirs(scope: PositionScope) -> bool:
 
 def taken(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse ``x.tolist()``, ``x.numpy()`` and ``x.item()`` that would read a part's rows or lost rows."""
-    mark = scope.marks.get(args[0])
-    if mark is None or not _theirs(scope):
+    placement = scope.placements.get(args[0])
+    if placement is None or not _theirs(scope):
         return NotImplemented
-    if mark.kind is PlacementKind.LOST:
-        raise lost(scope, mark)
-    if name in _WHOLE and mark.kind in ALIGNED:
-        rows = "vertices" if mark.kind in VERTICES else "edges"
+    if placement.kind is PlacementKind.LOST:
+        raise lost(scope, placement)
+    if name in _WHOLE and placement.kind in ALIGNED:
+        rows = "vertices" if placement.kind in VERTICES else "edges"
         raise refused(
             scope,
             f"{name}, which takes a part's own {rows} out of torch for those of the graph",
@@ -54,13 +54,17 @@ def alike(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     Cost:
         An all-reduce of one number.
     """
-    marks = [mark for tensor in tensors(args, kwargs) if (mark := scope.marks.get(tensor)) is not None]
-    if not marks or not _theirs(scope):
+    placements = [
+        placement
+        for tensor in tensors(args, kwargs)
+        if (placement := scope.placements.get(tensor)) is not None
+    ]
+    if not placements or not _theirs(scope):
         return NotImplemented
-    gone = next((mark for mark in marks if mark.kind is PlacementKind.LOST), None)
+    gone = next((placement for placement in placements if placement.kind is PlacementKind.LOST), None)
     if gone is not None:
         raise lost(scope, gone)
-    if not any(mark.kind in (*ALIGNED, *IDS) for mark in marks):
+    if not any(placement.kind in (*ALIGNED, *IDS) for placement in placements):
         return NotImplemented
     with torch._C.DisableTorchFunction():
         same = func(*map(_now, args), **{key: _now(value) for key, value in kwargs.items()})

@@ -116,7 +116,7 @@ _HINT: Final = (
 class BackwardScope(Protocol):
     """What these checks need of the running interceptor."""
 
-    marks: Placements
+    placements: Placements
     parted: bool
     forward: RunningForward
 
@@ -162,26 +162,26 @@ class BackwardCode:
         if scope is None or transformed():
             return function(*args)
         mode = InBackward(scope, self, function)
-        for grad, mark in zip(grads, self.given, strict=False):
+        for grad, placement in zip(grads, self.given, strict=False):
             if isinstance(grad, Tensor):
-                mode.meet(grad, mark)
+                mode.meet(grad, placement)
         with mode.running():
             result = function(*args)
         found = result if isinstance(result, (tuple, list)) else (result,)
         with torch._C.DisableTorchFunction():
-            for grad, mark in zip(found, self.gives, strict=False):
+            for grad, placement in zip(found, self.gives, strict=False):
                 if isinstance(grad, Tensor):
-                    mode.accept(grad, mark)
+                    mode.accept(grad, placement)
         return result
 
 
 def behind(scope: Any, what: str, given: Sequence[Any], gives: Sequence[Any]) -> BackwardCode:
     """Describe a function that runs in backward by the tensors whose gradients it is given and returns."""
     with torch._C.DisableTorchFunction():
-        marks = [tuple(map(scope.marks.get, values)) for values in (given, gives)]
-        rows = zip((*given, *gives), (*marks[0], *marks[1]), strict=True)
+        placements = [tuple(map(scope.placements.get, values)) for values in (given, gives)]
+        rows = zip((*given, *gives), (*placements[0], *placements[1]), strict=True)
         sizes = tuple((m, t.size(m.axis)) for t, m in rows if m is not None and m.kind in ALIGNED)
-    return BackwardCode(ref(scope), what, scope.where(), marks[0], marks[1], sizes)
+    return BackwardCode(ref(scope), what, scope.where(), placements[0], placements[1], sizes)
 
 
 @dataclass
@@ -208,19 +208,19 @@ class InBackward(TorchFunctionMode):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Surround the user's function, so that its torch calls are checked."""
-        scope, turn = self._scope, self._scope.forward.turn
-        before, turn.backward = turn.backward, self
+        scope, forward_pass = self._scope, self._scope.forward.forward_pass
+        before, forward_pass.backward = forward_pass.backward, self
         path, scope.forward.path = scope.forward.path, [self._behind.where]
         try:
             with torch._C._EnableTorchFunction(), self:  # backward's caller may have turned them off
                 yield
         finally:
-            turn.backward, scope.forward.path = before, path
+            forward_pass.backward, scope.forward.path = before, path
 
-    def meet(self, grad: Tensor, mark: Placement | None) -> None:
+    def meet(self, grad: Tensor, placement: Placement | None) -> None:
         """Record the placement of a gradient that the function is given."""
-        if mark is not None and mark.kind in ALIGNED:
-            self._scope.marks.put(grad, _rows(mark))
+        if placement is not None and placement.kind in ALIGNED:
+            self._scope.placements.put(grad, _rows(placement))
         else:
             self._held.shares[grad] = True
 
@@ -235,8 +235,11 @@ class InBackward(TorchFunctionMode):
                 self._adopt(tensor)
         if any(tensor in self._held.shares for tensor in found):
             return self._of_shares(name, func, args, kwargs)
-        marks = self._scope.marks
-        rows = any((mark := marks.get(tensor)) is not None and mark.kind in ALIGNED for tensor in found)
+        placements = self._scope.placements
+        rows = any(
+            (placement := placements.get(tensor)) is not None and placement.kind in ALIGNED
+            for tensor in found
+        )
         outer, self._held.name = self._held.name, name
         try:
             result = self._scope.__torch_function__(func, types, args, kwargs)
@@ -249,26 +252,26 @@ class InBackward(TorchFunctionMode):
 
     def _adopt(self, tensor: Tensor) -> None:
         """Place a saved output, a new tensor here: with as many rows as a gradient, it has the same rows."""
-        held, marks = self._held, self._scope.marks
+        held, placements = self._held, self._scope.placements
         if type(tensor) is nn.Parameter or tensor in held.shares or tensor in held.made:
             return
-        if marks.get(tensor) is not None:
+        if placements.get(tensor) is not None:
             return
-        for mark, size in self._behind.sizes:
-            if size > 1 and tensor.dim() > mark.axis and tensor.size(mark.axis) == size:
-                marks.put(tensor, _rows(mark))
+        for placement, size in self._behind.sizes:
+            if size > 1 and tensor.dim() > placement.axis and tensor.size(placement.axis) == size:
+                placements.put(tensor, _rows(placement))
                 return
 
     def _came(self, out: Tensor, name: str, *, rows: bool) -> None:
         """Check the result of a call whose arguments include no share."""
         if out in self._held.shares:
             return
-        mark = self._scope.marks.get(out)
-        if (mark is not None and mark.kind is PlacementKind.LOST) or (
-            mark is None and rows and not name.startswith("new_")
+        placement = self._scope.placements.get(out)
+        if (placement is not None and placement.kind is PlacementKind.LOST) or (
+            placement is None and rows and not name.startswith("new_")
         ):
             raise self._looks(name)
-        if mark is None:
+        if placement is None:
             self._held.made[out] = True
 
     # What ranks sum afterwards -------------------------------------------------------------------
@@ -302,7 +305,7 @@ class InBackward(TorchFunctionMode):
         found = list(tensors(args, kwargs))
         shared = [tensor in self._held.shares for tensor in found]
         others = [tensor for tensor, share in zip(found, shared, strict=True) if not share]
-        if any(self._scope.marks.get(tensor) is not None for tensor in others):
+        if any(self._scope.placements.get(tensor) is not None for tensor in others):
             return False  # combines a share with a value per row
         first = bool(found) and bool(args) and args[0] is found[0] and shared[0]
         if name in _KEEP:
@@ -325,19 +328,19 @@ class InBackward(TorchFunctionMode):
 
     # What comes out ------------------------------------------------------------------------------
 
-    def accept(self, grad: Tensor, mark: Placement | None) -> None:
+    def accept(self, grad: Tensor, placement: Placement | None) -> None:
         """Check a gradient that the function returns.
 
         Raises:
             ModelError: If it is not known to have the rows of the tensor it belongs to.
         """
-        have = self._scope.marks.get(grad)
+        have = self._scope.placements.get(grad)
         if grad in self._held.shares:
-            right = mark is None or mark.kind not in ALIGNED
+            right = placement is None or placement.kind not in ALIGNED
         elif have is None:
             right = not bool(grad.any())  # zero is a share of zero
         else:
-            right = mark is None or _alike(have, mark)
+            right = placement is None or _alike(have, placement)
         if not right:
             raise self._error(
                 f"{self._behind.what}, whose result is not known to be made of the same rows", line=False
@@ -367,9 +370,13 @@ class InBackward(TorchFunctionMode):
         )
 
 
-def _rows(mark: Placement) -> Placement:
+def _rows(placement: Placement) -> Placement:
     """Return the placement of a gradient: that of vertex numbers is an ordinary row."""
-    return Placement(PlacementKind.ROWS, mark.view, mark.axis) if mark.kind is PlacementKind.NUMBERS else mark
+    return (
+        Placement(PlacementKind.ROWS, placement.view, placement.axis)
+        if placement.kind is PlacementKind.NUMBERS
+        else placement
+    )
 
 
 def _alike(one: Placement, other: Placement) -> bool:

@@ -88,7 +88,7 @@ def refuse_operator(scope: Any, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _has_rows(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(scope.marks.get(tensor) is not None for tensor in tensors(args, kwargs))
+    return any(scope.placements.get(tensor) is not None for tensor in tensors(args, kwargs))
 
 
 def _refused(scope: LocatedScope, got: str, way: str = _WAY) -> ModelError:

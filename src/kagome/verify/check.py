@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 
 from kagome import config
 from kagome.comm.channel import Channel
-from kagome.components.model_setup import twin_of
+from kagome.components.model_setup import model_copy
 from kagome.components.rank_zero import by_first
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config.fields import check_kind
@@ -154,22 +154,22 @@ def check(
     way = _way(parts, seed, tensor, fast)
     check_kind("vertices", vertices, int, least=1)
     data = data if isinstance(data, Partition | Sorted) else validate(data)[0]
-    twin = twin_of(unwrapped(model))
+    own_copy = model_copy(unwrapped(model))
     sample, unseen = take_sample(data, int(vertices), way.seed), ""
     try:
-        found = _on_sample(twin, data, sample, way)
+        found = _on_sample(own_copy, data, sample, way)
         if found.numbered and sample.num_nodes != data.num_nodes:
             whole = numbered_sample(data, sample)
             unseen = "" if whole is not None else _TOO_MANY.format(int(data.num_nodes or 0))
             sample = sample if whole is None else whole
-            found = found if whole is None else _on_sample(twin, data, whole, way)
+            found = found if whole is None else _on_sample(own_copy, data, whole, way)
     except WholeFailedError as failure:
         whole = numbered_sample(data, sample)
         if whole is None:
             raise _no_sample(failure, int(sample.num_nodes or 0)) from failure.cause
         sample = whole
         try:
-            found = _on_sample(twin, data, sample, way)
+            found = _on_sample(own_copy, data, sample, way)
         except WholeFailedError as again:
             raise _no_sample(again, int(sample.num_nodes or 0)) from again.cause
     return CheckResult(
@@ -219,7 +219,7 @@ class _Found:
     numbered: bool
 
 
-def _on_sample(twin: nn.Module, data: Data | Partition, sample: Data, way: _Way) -> _Found:
+def _on_sample(own_copy: nn.Module, data: Data | Partition, sample: Data, way: _Way) -> _Found:
     """Compare on a sample in float64, or in float32 where the model requires it.
 
     Raises:
@@ -231,12 +231,12 @@ def _on_sample(twin: nn.Module, data: Data | Partition, sample: Data, way: _Way)
     while True:
         dtype = attempts.pop(0)
         try:
-            rows, numbered = _compare(twin.to(dtype), cast(sample, dtype), owner, dtype, way)
+            rows, numbered = _compare(own_copy.to(dtype), cast(sample, dtype), owner, dtype, way)
         except WholeFailedError:
             if not attempts:
                 raise
             # A layer that requires float32 gets it; a table over edges is cut to the sample's edges.
-            attempts = [dtype, *attempts] if fitted(twin, data, sample) else attempts
+            attempts = [dtype, *attempts] if fitted(own_copy, data, sample) else attempts
             continue
         first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
         if first is None or max(row.error for row in rows) > FLOAT32_INSIDE or not attempts:
@@ -281,9 +281,9 @@ def before_first(
     """
     if channel.size > 1 or goes is None:
         return check_on_first(model, part, channel, settings)
-    way, said = way_alone(model, part, settings)
+    way, message = way_alone(model, part, settings)
     goes(way)
-    return (said,)
+    return (message,)
 
 
 def check_on_first(
@@ -342,7 +342,7 @@ def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelE
     """Return the error for a model that is biased when rows are drawn; None if it is not."""
     sample = take_sample(part, VERTICES, seed)
     whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
-    with Bias(twin_of(model), share) as bias, suppress(WholeFailedError):
+    with Bias(model_copy(model), share) as bias, suppress(WholeFailedError):
         whole_of(bias.model, whole, seed)  # the check ran it, in float64 if float32 fails
     return bias.refusal()
 

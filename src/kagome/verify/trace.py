@@ -120,7 +120,7 @@ def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if found is NotImplemented:
         found = func(*args, **kwargs)
         if scope is not None:
-            scope.marks.spread(name, args, kwargs, found)
+            scope.placements.spread(name, args, kwargs, found)
     return found
 
 
@@ -266,7 +266,7 @@ def split_of(
             try:
                 out = net.forward(1, training=True, checked=True)
                 trace.numbered = net.scope.numbered
-                _backward(out, part.own, net.scope.forward.turn.token, mine, trace, seed)
+                _backward(out, part.own, net.scope.forward.forward_pass.token, mine, trace, seed)
             except KagomeError:
                 raise
             except Exception as error:

@@ -97,7 +97,7 @@ class Mailbox:
 
     def keep(self, peers: Mapping[int, object] | Sequence[int]) -> None:
         """Forget all peers except these."""
-        self._theirs = {peer: box for peer, box in self._theirs.items() if peer in peers}
+        self._theirs = {peer: mailbox for peer, mailbox in self._theirs.items() if peer in peers}
         self._offers = {peer: offer for peer, offer in self._offers.items() if peer in peers}
 
     def count(self, lane: int) -> int:
@@ -115,7 +115,7 @@ class Mailbox:
         """Leave a token; return False if it is delayed until the peer has read the older one in its slot."""
         at = self._at(lane, peer, count)
         if self._put_off:
-            self.press()
+            self.wake_all()
         if at in self._put_off or not self._write(at, count, size, fields):
             self._put_off.setdefault(at, []).append((count, size, fields))
             return False
@@ -131,10 +131,10 @@ class Mailbox:
 
         The awaited peer may itself wait for one.
         """
-        for box in self._all:
-            box.press()
+        for mailbox in self._all:
+            mailbox.wake_all()
 
-    def press(self) -> None:
+    def wake_all(self) -> None:
         """Retry delayed tokens, those of each slot in order."""
         for at, tokens in list(self._put_off.items()):
             while tokens and self._write(at, *tokens[0]):
@@ -157,17 +157,17 @@ class Mailbox:
         early = self._early.get((peer, lane, count))
         if early is not None:
             return early[1:] if early[0] == size else None
-        box, at = self._theirs[peer], self._at(lane, self.rank, count)
-        there = box[at]
-        if there < count and box[at + 1] < there:
+        mailbox, at = self._theirs[peer], self._at(lane, self.rank, count)
+        there = mailbox[at]
+        if there < count and mailbox[at + 1] < there:
             # Nobody has waited for this token yet, and the peer cannot write a later one before it is read.
             self._fence()
-            self._early[peer, lane, there] = tuple(box[at + 2 : at + 3 + FIELDS])
-            box[at + 1] = there
-        if there != count or box[at + 2] != size:
+            self._early[peer, lane, there] = tuple(mailbox[at + 2 : at + 3 + FIELDS])
+            mailbox[at + 1] = there
+        if there != count or mailbox[at + 2] != size:
             return None
         self._fence()
-        return tuple(box[at + 3 : at + 3 + FIELDS])
+        return tuple(mailbox[at + 3 : at + 3 + FIELDS])
 
     def read(self, peer: int, lane: int, count: int) -> None:
         """Mark a peer's token as read."""

@@ -55,7 +55,7 @@ class Transport:
     Args:
         group: The process group.
         lane: Messages with different lanes never match.
-        shelf: Memory that peers on this host read; None if there is none.
+        shared_memory: Memory that peers on this host read; None if there is none.
         back: With nccl, a group of the same ranks for point-to-point messages of the backward pass. On a
             single stream a late message would block those in the other direction, and both ranks would wait.
         device: Device of what is sent: the host for gloo.
@@ -65,11 +65,11 @@ class Transport:
         self,
         group: dist.ProcessGroup,
         lane: Literal[0, 1],
-        shelf: SharedMemory | None,
+        shared_memory: SharedMemory | None,
         back: dist.ProcessGroup | None = None,
         device: torch.device = HOST,
     ) -> None:
-        self.group, self.lane, self.shelf, self.back = group, lane, shelf, back
+        self.group, self.lane, self.shared_memory, self.back = group, lane, shared_memory, back
         self.rank, self.size = group.rank(), group.size()
         self.gloo = backend_of(group, device) == "gloo"
         self._count = 0
@@ -87,7 +87,7 @@ class Transport:
 
         Args:
             sent: Bytes for each peer, as segments: the same number of them on all ranks. With nccl, and for a
-                peer that is ``near``, all bytes are in the first segment.
+                peer that is ``shares_memory_with``, all bytes are in the first segment.
             come: Buffers for each peer's bytes, in the same form.
             fill: Writes a segment for a peer if its bytes are not there yet. It is called as late as
                 possible.
@@ -101,7 +101,8 @@ class Transport:
             give[mine], take[mine] = give[mine][:0], take[mine][:0]
             yield None, lambda: self.group.alltoall(take, give)
             return
-        segments, token = range(len(sent[0])), 0 if self.shelf is None else self.shelf.box.count(self.lane)
+        segments = range(len(sent[0]))
+        token = 0 if self.shared_memory is None else self.shared_memory.mailbox.count(self.lane)
         self._count += 1
         marks = [Mark(self.lane, self._count, token, segment) for segment in segments]
         # Receives first, so that arriving bytes have a buffer; each rank begins with another peer.
@@ -109,7 +110,7 @@ class Transport:
             for peer in self._ring(-1):
                 if come[peer][segment].numel():
                     yield peer, partial(self._receive, peer, come[peer][segment], marks[segment])
-        near = [peer for peer in self._ring(1) if self.near(peer)]
+        near = [peer for peer in self._ring(1) if self.shares_memory_with(peer)]
         for peer in near:
             write(peer, 0)
         laid = self._laid({peer: each[0] for peer, each in enumerate(sent)})
@@ -144,19 +145,21 @@ class Transport:
             return work
         return self._receive(peer, place, mark)
 
-    def near(self, peer: int) -> bool:
+    def shares_memory_with(self, peer: int) -> bool:
         """Return whether this rank and a peer read each other's shared memory."""
-        return self.shelf is not None and peer in self.shelf.peers
+        return self.shared_memory is not None and peer in self.shared_memory.peers
 
-    def room(self, count: int, counts: Sequence[int]) -> Tensor | None:
+    def buffer(self, count: int, counts: Sequence[int]) -> Tensor | None:
         """Return this many bytes of shared memory for a message to all ranks.
 
         It is None if no peer would read rows there, or if there is no room.
         """
-        reads = any(rows and peer != self.rank and self.near(peer) for peer, rows in enumerate(counts))
-        return self.shelf.room(count) if self.shelf is not None and reads else None
+        reads = any(
+            rows and peer != self.rank and self.shares_memory_with(peer) for peer, rows in enumerate(counts)
+        )
+        return self.shared_memory.buffer(count) if self.shared_memory is not None and reads else None
 
-    def dead(self, peers: Sequence[int]) -> list[int]:
+    def dead_peers(self, peers: Sequence[int]) -> list[int]:
         """Return the peers whose connection is closed. A collective's own error does not identify them."""
         if not self.gloo:
             return []
@@ -188,32 +191,32 @@ class Transport:
         key = (peer, BACKWARD if backward else FORWARD, sent)
         self._points[key] = self._points.get(key, 0) + 1
         token = 0
-        if self.shelf is not None and self.near(peer):
-            token = self.shelf.box.count_point(*key[:2], sent=sent)
+        if self.shared_memory is not None and self.shares_memory_with(peer):
+            token = self.shared_memory.mailbox.count_point(*key[:2], sent=sent)
         return Mark(key[1], self._points[key], token)
 
     def _receive(self, peer: int, place: Tensor, mark: Mark) -> TorchWork:
-        if self.near(peer):
+        if self.shares_memory_with(peer):
             return IncomingMessage(self, peer, place, mark)
         return self.by_gloo(peer, place, mark, send=False)
 
     def _send(
         self, peer: int, message: Tensor, mark: Mark, token: tuple[int, ...] | None
     ) -> TorchWork | None:
-        if token is None or self.shelf is None:
+        if token is None or self.shared_memory is None:
             return self.by_gloo(peer, message, mark, send=True)
         sent = self.by_gloo(peer, message, mark, send=True) if token == NOWHERE else None
-        lies = self.shelf.box.put(peer, mark.lane, mark.token, message.numel(), token)
-        return sent if lies else _Leaving(self.shelf.box, peer, mark, sent)
+        lies = self.shared_memory.mailbox.put(peer, mark.lane, mark.token, message.numel(), token)
+        return sent if lies else _Leaving(self.shared_memory.mailbox, peer, mark, sent)
 
     def _laid(self, sent: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
         """Put the messages of all near peers into shared memory, and return the token for each."""
         near = {
             peer: part
             for peer, part in sent.items()
-            if peer != self.rank and part.numel() and self.near(peer)
+            if peer != self.rank and part.numel() and self.shares_memory_with(peer)
         }
-        return self.shelf.lay(near) if near and self.shelf is not None else {}
+        return self.shared_memory.write(near) if near and self.shared_memory is not None else {}
 
     def _ring(self, step: int) -> list[int]:
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
@@ -227,14 +230,14 @@ class IncomingMessage:
     """A message announced by a token: its bytes are in the peer's shared memory, or follow through a socket.
 
     Args:
-        wire: The transport that receives it.
+        transport: The transport that receives it.
         peer: The sending rank of the group.
         place: Buffer for its bytes.
         mark: The numbers that identify it.
     """
 
-    def __init__(self, wire: Transport, peer: int, place: Tensor, mark: Mark) -> None:
-        self.wire, self.peer, self.place, self.mark = wire, peer, place, mark
+    def __init__(self, transport: Transport, peer: int, place: Tensor, mark: Mark) -> None:
+        self.transport, self.peer, self.place, self.mark = transport, peer, place, mark
         self.lends = False
         """Whether bytes in shared memory are left there to be read in place."""
         self.lying: Tensor | None = None
@@ -243,40 +246,45 @@ class IncomingMessage:
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         """Wait for the token, then copy or receive the bytes."""
         begun = time.monotonic()
-        shelf, peer, lane, number = self.wire.shelf, self.peer, self.mark.lane, self.mark.token
-        assert shelf is not None
-        self._token = shelf.box.wait(peer, lane, number, self.place.numel(), timeout)
-        self.lying = shelf.find(peer, self._token, self.place.numel())
+        shared_memory, peer, lane, number = (
+            self.transport.shared_memory,
+            self.peer,
+            self.mark.lane,
+            self.mark.token,
+        )
+        assert shared_memory is not None
+        self._token = shared_memory.mailbox.wait(peer, lane, number, self.place.numel(), timeout)
+        self.lying = shared_memory.find(peer, self._token, self.place.numel())
         if self.lying is None:
             left = timeout - timedelta(seconds=time.monotonic() - begun)
-            work = self.wire.by_gloo(self.peer, self.place, self.mark, send=False)
+            work = self.transport.by_gloo(self.peer, self.place, self.mark, send=False)
             work.wait(max(left, timedelta(seconds=0.01)))
         elif not self.lends:
             self.place.copy_(self.lying)
-        shelf.box.read(peer, lane, number)
+        shared_memory.mailbox.read(peer, lane, number)
         if not self.lends:
             self.give_back()
 
     def give_back(self) -> None:
         """Allow the peer to reuse its memory."""
-        if self.lying is not None and self.wire.shelf is not None:
-            self.wire.shelf.taken(self.peer, self._token)
+        if self.lying is not None and self.transport.shared_memory is not None:
+            self.transport.shared_memory.taken(self.peer, self._token)
         self.lying = None
 
 
 class _Leaving:
     """A message whose token is delayed because the peer has not read enough of the earlier ones."""
 
-    def __init__(self, box: Mailbox, peer: int, mark: Mark, sent: TorchWork | None) -> None:
-        self.box, self.peer, self.mark, self.sent = box, peer, mark, sent
+    def __init__(self, mailbox: Mailbox, peer: int, mark: Mark, sent: TorchWork | None) -> None:
+        self.mailbox, self.peer, self.mark, self.sent = mailbox, peer, mark, sent
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         """Return when the token has been written and the bytes have been sent."""
         limit = time.monotonic() + timeout.total_seconds()
-        while not self.box.lies(self.peer, self.mark.lane, self.mark.token):
+        while not self.mailbox.lies(self.peer, self.mark.lane, self.mark.token):
             if time.monotonic() > limit:
                 raise RuntimeError(f"timed out: rank {self.peer} of the group reads no token")
-            if not self.box.alive(self.peer):
+            if not self.mailbox.alive(self.peer):
                 raise RuntimeError(f"connection closed: rank {self.peer} of the group is gone")
             time.sleep(1e-3)
         if self.sent is not None:

@@ -89,7 +89,7 @@ class SharedMemory:
     """One rank's segments for one group, and the segments of its peers that it has opened.
 
     Args:
-        box: The mailbox for its tokens, which knows the mailboxes of peers that can read this rank's memory.
+        mailbox: The mailbox for its tokens, which knows the mailboxes of peers that read its memory.
         peers: Those peers, by rank of the group.
         allowance: Limit in bytes, shared with this rank's other groups.
 
@@ -98,25 +98,25 @@ class SharedMemory:
         too large.
     """
 
-    def __init__(self, box: Mailbox, peers: frozenset[int], allowance: MemoryAllowance) -> None:
-        self.box, self.peers, self.allowance = box, peers, allowance
+    def __init__(self, mailbox: Mailbox, peers: frozenset[int], allowance: MemoryAllowance) -> None:
+        self.mailbox, self.peers, self.allowance = mailbox, peers, allowance
         self._own: list[Segment] = []
         self._theirs: dict[tuple[int, int], Segment] = {}
 
-    def room(self, count: int) -> Tensor | None:
+    def buffer(self, count: int) -> Tensor | None:
         """Return this many bytes to write the next message into, or None if there is no room.
 
         The memory must not be used after the wait for that message.
         """
         needed = self._size(count)
         fitting = [s for s in self._own if needed <= s.size <= _ROOMY * needed and s.free]
-        segment = min(fitting, key=lambda s: s.size, default=None) or self._made(needed)
+        segment = min(fitting, key=lambda s: s.size, default=None) or self._new_segment(needed)
         if segment is None:
             return None
         segment.lent = True
         return segment.bytes[:count]
 
-    def lay(self, parts: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
+    def write(self, parts: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
         """Copy messages into shared memory, except those that are there already.
 
         Args:
@@ -126,12 +126,12 @@ class SharedMemory:
             The fields of each peer's token.
         """
         loose = {_key(part): part for part in parts.values() if self._holder(part) is None}
-        room = self.room(sum(_round_up(count, _ALIGNED) for _, count in loose)) if loose else None
+        buffer = self.buffer(sum(_round_up(count, _ALIGNED) for _, count in loose)) if loose else None
         copies: dict[tuple[int, int], Tensor] = {}
-        if room is not None:
+        if buffer is not None:
             begin = 0
             for key, part in loose.items():
-                copies[key] = room[begin : begin + part.numel()].copy_(part)
+                copies[key] = buffer[begin : begin + part.numel()].copy_(part)
                 begin += _round_up(part.numel(), _ALIGNED)
         found = {peer: copies.get(_key(part), part) for peer, part in parts.items()}
         held = {peer: self._holder(part) for peer, part in found.items()}
@@ -153,29 +153,29 @@ class SharedMemory:
             return None
         if (peer, number) not in self._theirs:
             try:
-                file = self.box.open_file(peer, descriptor)
+                file = self.mailbox.open_file(peer, descriptor)
             except OSError as error:
                 text = f"connection closed: memory of rank {peer} of the group is gone ({error})"
                 raise RuntimeError(text) from None
-            self._theirs[peer, number] = Segment(number, file, size, self.box.size)
+            self._theirs[peer, number] = Segment(number, file, size, self.mailbox.size)
             os.close(file)
         return self._theirs[peer, number].bytes[place : place + count]
 
     def taken(self, peer: int, token: tuple[int, ...]) -> None:
         """Allow the peer to reuse the memory of a token."""
         if token[0] >= 0:
-            self._theirs[peer, token[0]].taken[self.box.rank] = token[-1]
+            self._theirs[peer, token[0]].taken[self.mailbox.rank] = token[-1]
 
     def close(self, patience: float = 0.0) -> None:
         """Release the memory, after waiting up to some seconds until the peers have read theirs."""
         limit = time.monotonic() + patience
         while time.monotonic() < limit and not all(segment.free for segment in self._own):
-            self.box.press()
+            self.mailbox.wake_all()
             time.sleep(1e-3)
         for segment in self._own:
             os.close(segment.descriptor)
         self._own, self._theirs = [], {}
-        self.box.close()
+        self.mailbox.close()
 
     def _holder(self, part: Tensor) -> Segment | None:
         return next((segment for segment in self._own if segment.place_of(part) is not None), None)
@@ -192,16 +192,16 @@ class SharedMemory:
 
         Sizes go in steps of an eighth, so that few are enough.
         """
-        whole = marks(self.box.size) + max(count, 1)
+        whole = marks(self.mailbox.size) + max(count, 1)
         return _round_up(whole, max(_PAGE, 1 << (whole.bit_length() - 4)))
 
-    def _made(self, size: int) -> Segment | None:
+    def _new_segment(self, size: int) -> Segment | None:
         if self.allowance.held + size > self.allowance.most:
             return None
         try:
             descriptor = memory_file("kagome-shelf", size)
             try:
-                segment = Segment(len(self._own), descriptor, size, self.box.size)
+                segment = Segment(len(self._own), descriptor, size, self.mailbox.size)
             except OSError:
                 os.close(descriptor)
                 raise

@@ -131,34 +131,34 @@ def sbm(spec: str = "") -> Data:
     Cost: 100,000 vertices with 2 M directed edges take about half a second, 2 million with 40 M about 10 s;
     at the peak 24 bytes a directed edge, of which 16 are the result, and the features.
     """
-    made = parse_sbm(spec)
-    draw = np.random.default_rng(made.seed)
-    community = draw.permutation(made.vertices) % made.communities
-    edge_index = _edges(made, community, draw)
-    label = community % made.classes
-    centroid = draw.standard_normal((made.classes, made.features), np.float32)
-    x = draw.standard_normal((made.vertices, made.features), np.float32)
-    x *= np.float32(made.noise)
-    for block in _blocks(made.vertices):
+    sbm = parse_sbm(spec)
+    draw = np.random.default_rng(sbm.seed)
+    community = draw.permutation(sbm.vertices) % sbm.communities
+    edge_index = _edges(sbm, community, draw)
+    label = community % sbm.classes
+    centroid = draw.standard_normal((sbm.classes, sbm.features), np.float32)
+    x = draw.standard_normal((sbm.vertices, sbm.features), np.float32)
+    x *= np.float32(sbm.noise)
+    for block in _blocks(sbm.vertices):
         x[block] += centroid[label[block]]
     return Data(
         x=torch.from_numpy(x),
         edge_index=torch.from_numpy(edge_index),
         y=torch.from_numpy(label),
-        **splits.draw(made.vertices, made.seed),
+        **splits.draw(sbm.vertices, sbm.seed),
     )
 
 
-def _edges(made: Sbm, community: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:
+def _edges(sbm: Sbm, community: NDArray[np.int64], draw: np.random.Generator) -> NDArray[np.int64]:
     """Draw enough edges by vertex weight; most second ends are in the first one's community."""
-    n, wanted = made.vertices, round(made.vertices * made.degree / 2)
+    n, wanted = sbm.vertices, round(sbm.vertices * sbm.degree / 2)
     # In this order a community's vertices are contiguous, so a draw from it is a draw from one interval.
     order = np.argsort(community, kind="stable")
-    weight = (1 - draw.random(n)) ** (-1 / (made.power - 1))
+    weight = (1 - draw.random(n)) ** (-1 / (sbm.power - 1))
     # The heaviest vertex must not need more neighbours than there are vertices.
-    weight = np.minimum(weight, weight.mean() * max(1.0, n / (4 * max(made.degree, 1.0))))
+    weight = np.minimum(weight, weight.mean() * max(1.0, n / (4 * max(sbm.degree, 1.0))))
     reach = np.concatenate([[0.0], np.cumsum(weight[order])])
-    border = reach[np.searchsorted(community[order], np.arange(made.communities + 1))]
+    border = reach[np.searchsorted(community[order], np.arange(sbm.communities + 1))]
 
     steps = edges.guide(reach)
 
@@ -176,7 +176,7 @@ def _edges(made: Sbm, community: NDArray[np.int64], draw: np.random.Generator) -
             first = pick(one * reach[-1])
             home = community[first]
             inside = border[home] + two * (border[home + 1] - border[home])
-            second = pick(np.where(four < made.mixing, three * reach[-1], inside))
+            second = pick(np.where(four < sbm.mixing, three * reach[-1], inside))
             low, high = np.minimum(first, second), np.maximum(first, second)
             found = (low * n + high)[low != high]
             fresh[filled : filled + found.size] = found

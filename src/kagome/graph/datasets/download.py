@@ -36,12 +36,12 @@ def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
     fresh = work / f".download.{os.getpid()}"
     call = f"from {__name__} import fetch; fetch({entry.kind!r}, {entry.name!r}, {str(fresh)!r})"
     try:
-        code, said = _watched([sys.executable, "-c", call], fresh)
+        code, message = _watched([sys.executable, "-c", call], fresh)
         if code != 0 or not all((fresh / file).exists() for file in wanted):
             shown = ", ".join(str(file) for file in wanted[:12]) + (", ..." if len(wanted) > 12 else "")
             raise DataError(
                 f"the raw files of the data set {entry.kind} {entry.name or ''}".rstrip(),
-                f"no such files, and a download that failed: {said}",
+                f"no such files, and a download that failed: {message}",
                 where="data.root",
                 hint=f"put {shown} into {work}, or set KAGOME_DATA to a folder with them in {entry.folder}/",
             )

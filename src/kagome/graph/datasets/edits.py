@@ -124,8 +124,11 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
             where="data.project",
             hint="fewer columns: 256",
         )
-    made: Tensor = matrix.to(kind) @ _normal(before, columns, seed, kind)
-    return made, f"Features are projected from {before:,} to {columns:,} columns by a matrix of seed {seed}."
+    projected: Tensor = matrix.to(kind) @ _normal(before, columns, seed, kind)
+    return (
+        projected,
+        f"Features are projected from {before:,} to {columns:,} columns by a matrix of seed {seed}.",
+    )
 
 
 def _normal(rows: int, columns: int, seed: int, kind: torch.dtype) -> Tensor:

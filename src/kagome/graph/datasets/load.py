@@ -38,18 +38,18 @@ def load_data(settings: config.Data) -> Data:
     Cost: raw files of a known data set are processed once; a download happens only if they are nowhere.
     """
     found, left = _named(settings.name, Path(settings.root).expanduser())
-    graph, said = validate_edges(found)
-    said += left
-    said += edits.make_up(graph, labels=settings.name.startswith("npz:"))
+    graph, all_notes = validate_edges(found)
+    all_notes += left
+    all_notes += edits.make_up(graph, labels=settings.name.startswith("npz:"))
     if settings.project is not None:
         graph.x, note = edits.project(graph.x, settings.project)
-        said.append(note)
+        all_notes.append(note)
     if settings.undirected:
         graph = edits.add_reverse(graph)
     if settings.self_loops:
         graph = edits.add_self_loops(graph)
     clean, notes = validate(graph, split=settings.split)
-    clean.notes = Notes(dict.fromkeys(said + notes))
+    clean.notes = Notes(dict.fromkeys(all_notes + notes))
     return clean
 
 

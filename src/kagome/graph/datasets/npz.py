@@ -71,11 +71,11 @@ def read_npz(path: Path) -> tuple[dict[str, Tensor | str], list[str]]:
         elif not why and value.dtype.kind == "U" and value.ndim == 0:
             found[name] = str(value)
         elif not why:
-            made = tensor_of(value)
-            if isinstance(made, str):
-                held = made
+            loaded = tensor_of(value)
+            if isinstance(loaded, str):
+                held = loaded
             else:
-                found[name] = made
+                found[name] = loaded
         if (why or held) and name in KNOWN:
             raise DataError(f"{name} to hold numbers", why or held, where=str(path))
         if why or held:

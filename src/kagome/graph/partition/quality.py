@@ -76,19 +76,19 @@ class Quality:
     @property
     def advice(self) -> tuple[str, ...]:
         """Advice in whole sentences; empty if the cut is good."""
-        said = []
+        notes = []
         empty = self.vertices.count(0)
         if empty:
-            said.append(f"{empty} of {self.num_parts} parts own no vertex: use fewer parts.")
+            notes.append(f"{empty} of {self.num_parts} parts own no vertex: use fewer parts.")
         worst = max(range(self.num_parts), key=self.halo_share)
         share = self.halo_share(worst)
         if share >= 0.7:
-            said.append(
+            notes.append(
                 f"Part {worst} is {share:.0%} halo: most rows that it holds are copies of others'. Fewer "
                 f"parts exchange less; the graph is too dense to be cut into {self.num_parts}."
             )
         if self.vertex_balance > 1.3 and not empty:
-            said.append(f"The fullest part has {self.vertex_balance:.1f} times the mean number of vertices.")
+            notes.append(f"The fullest part has {self.vertex_balance:.1f} times the mean number of vertices.")
         if self.edge_balance > 1.3:
             mean = self.num_edges / self.num_parts
             cause = (
@@ -96,11 +96,11 @@ class Quality:
                 if self.largest_in_degree > mean
                 else " The partitioner metis evens out edges as well as vertices."
             )
-            said.append(
+            notes.append(
                 f"The fullest part has {self.edge_balance:.1f} times the mean number of in-edges, and every "
                 f"epoch waits for it.{cause}"
             )
-        return tuple(said)
+        return tuple(notes)
 
 
 def quality(edge_index: Tensor, owner: Tensor, parts: int) -> Quality:

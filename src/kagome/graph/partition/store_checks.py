@@ -153,11 +153,12 @@ def _attributes(piece: Partition, _: Quality, attributes: Attributes) -> str:
     found = attributes_of(piece)
     for name in (*found, *attributes):
         if found.get(name) != attributes.get(name):
-            return f"{name} is {_said(found.get(name))} here, and {_said(attributes.get(name))} in the page"
+            here, there = _form_text(found.get(name)), _form_text(attributes.get(name))
+            return f"{name} is {here} here, and {there} in the page"
     return ""
 
 
-def _said(facts: tuple[str, tuple[int, ...]] | None) -> str:
+def _form_text(facts: tuple[str, tuple[int, ...]] | None) -> str:
     return "missing" if facts is None else f"{facts[0]} {list(facts[1])}"
 
 

@@ -186,17 +186,17 @@ def numbers_of(name: str, value: Any, must: str = "be a tensor of numbers") -> T
     Raises:
         DataError: If the value cannot be read as a tensor of numbers.
     """
-    said, hint = without_numbers(value), ""
-    if not said and isinstance(value, Tensor) and value.is_quantized:
-        said, hint = "a quantized tensor", f"data.{name}.dequantize()"
-    if not said and not is_sparse(value):
+    message, hint = without_numbers(value), ""
+    if not message and isinstance(value, Tensor) and value.is_quantized:
+        message, hint = "a quantized tensor", f"data.{name}.dequantize()"
+    if not message and not is_sparse(value):
         try:
             return plain(value)  # type: ignore[no-any-return, unused-ignore]
         except (TypeError, ValueError, RuntimeError, OverflowError):
             pass
     kind = getattr(value, "dtype", None)
-    said = said or f"a {type(value).__name__}" + (f" of {kind}" if kind is not None else "")
-    raise DataError(f"{name} to {must}", said, where=f"data.{name}", hint=hint)
+    message = message or f"a {type(value).__name__}" + (f" of {kind}" if kind is not None else "")
+    raise DataError(f"{name} to {must}", message, where=f"data.{name}", hint=hint)
 
 
 def without_numbers(value: Any) -> str:

@@ -54,10 +54,10 @@ class Adjacency:
         order = torch.argsort(major * count + minor, stable=True)
         major, minor, values = major[order], minor[order], self.values[order]
         if self.layout == "coo":
-            made = torch.sparse_coo_tensor(
+            matrix = torch.sparse_coo_tensor(
                 torch.stack([major, minor]), values, (count, count), check_invariants=False
             )
-            return made._coalesced_(True)
+            return matrix._coalesced_(True)
         pointer = torch.zeros(count + 1, dtype=torch.int64, device=edge_index.device)
         torch.cumsum(torch.bincount(major, minlength=count), 0, out=pointer[1:])
         make = torch.sparse_csc_tensor if columns else torch.sparse_csr_tensor
@@ -87,7 +87,7 @@ def with_loops(edges: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return rest if told is None else {**rest, Adjacency(told.layout, "loops", told.values).name: told.values}
 
 
-def taken_apart(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def from_adjacency(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the edges of a matrix whose rows are targets, and the edge attributes that carry its values.
 
     Args:

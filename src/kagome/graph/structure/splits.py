@@ -73,7 +73,7 @@ def settle(
             raise nobody(0, num_nodes, num_nodes)
         return draw(num_nodes, split, labelled)
     masks = _choose({name: _mask(name, given.get(name), num_nodes) for name in NAMES}, split, notes)
-    _apart(masks)
+    _refuse_overlap(masks)
     return masks
 
 
@@ -102,14 +102,14 @@ def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str
             where="data.split_idx",
             hint="leave one of them out",
         )
-    made: dict[str, object] = {}
+    masks: dict[str, object] = {}
     for name, words in zip(NAMES, (("train",), ("valid", "val"), ("test",)), strict=True):
         found = next((ids[word] for word in words if ids.get(word) is not None), None)
         if found is not None:
-            made[name] = _mask_of(f"split_idx[{words[0]!r}]", found, num_nodes)
-    if not made:
+            masks[name] = _mask_of(f"split_idx[{words[0]!r}]", found, num_nodes)
+    if not masks:
         raise DataError("split_idx to have train, valid and test", f"{', '.join(map(str, ids)) or 'nothing'}")
-    return made
+    return masks
 
 
 def _mask_of(name: str, found: object, num_nodes: int) -> Tensor:
@@ -183,7 +183,7 @@ def _choose(masks: dict[str, Tensor], split: int, notes: list[str]) -> dict[str,
     return {name: mask[:, split] if mask.dim() == 2 else mask for name, mask in masks.items()}
 
 
-def _apart(masks: dict[str, Tensor]) -> None:
+def _refuse_overlap(masks: dict[str, Tensor]) -> None:
     for i, first in enumerate(NAMES):
         for second in NAMES[i + 1 :]:
             both = (masks[first] & masks[second]).nonzero()

@@ -24,7 +24,7 @@ from kagome.graph.structure.attributes import (
     without_numbers,
 )
 from kagome.graph.structure.labels import Labels, labelled, labels_of
-from kagome.graph.structure.sparse_adjacency import beside, taken_apart
+from kagome.graph.structure.sparse_adjacency import beside, from_adjacency
 from kagome.graph.structure.topology import topology
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -165,7 +165,7 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
     if edge_index is None and not is_sparse(adjacency):
         raise DataError("adj_t to be a sparse matrix", f"a {type(adjacency).__name__}", where="data.adj_t")
     if edge_index is None or is_sparse(edge_index):
-        edge_index, along = taken_apart(adjacency if edge_index is None else edge_index, given)
+        edge_index, along = from_adjacency(adjacency if edge_index is None else edge_index, given)
         given.update(along)
     elif adjacency is not None and is_sparse(adjacency):
         beside(adjacency, plain(edge_index))

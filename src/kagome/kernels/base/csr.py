@@ -124,7 +124,7 @@ class Structure:
         source: The row that each edge reads.
         target: The row that each edge writes.
         own: The number of rows that may be written; every target is below it.
-        whole: The number of rows that may be read; every source is below it, and ``own <= whole``.
+        num_sources: The number of rows that may be read; every source is below it. ``own <= num_sources``.
 
     Shapes:
         ``source [E]``, ``target [E]``, int64.
@@ -136,14 +136,14 @@ class Structure:
     source: Tensor
     target: Tensor
     own: int
-    whole: int
+    num_sources: int
 
     @cached_property
     def by_target(self) -> CsrLayout:
         """The in-edges of each own row, sorted by source; edges with equal sources keep the given order."""
         self._fits()
         if self.source.is_cuda:
-            return _sorted(self.target, self.source, self.own, self.whole, self.own)
+            return _sorted(self.target, self.source, self.own, self.num_sources, self.own)
         parts = grouped(_array(self.target), _array(self.source), self.own, self.own)
         return CsrLayout(*(torch.from_numpy(part) for part in parts))
 
@@ -152,10 +152,10 @@ class Structure:
         """The out-edges of each row that may be read, sorted by target; equal ones keep the given order."""
         self._fits()
         if self.source.is_cuda:
-            return _sorted(self.source, self.target, self.whole, self.own, self.own)
+            return _sorted(self.source, self.target, self.num_sources, self.own, self.own)
         layout = self.by_target
         pointer, column, edge = (t.numpy() for t in (layout.pointer, layout.column, layout.edge))
-        start, other, which = (torch.from_numpy(t) for t in turned(pointer, column, edge, self.whole))
+        start, other, which = (torch.from_numpy(t) for t in turned(pointer, column, edge, self.num_sources))
         return CsrLayout(start, start[1:], other, which)
 
     @cached_property
@@ -169,7 +169,7 @@ class Structure:
         if 2 * int((layout.edge.diff() == 1).sum()) >= layout.edges - 1:
             return self
         order = layout.edge.long()
-        found = Structure(self.source[order], self.target[order], self.own, self.whole)
+        found = Structure(self.source[order], self.target[order], self.own, self.num_sources)
         place = torch.arange(layout.edges, dtype=torch.int32, device=order.device)
         vars(found)["by_target"] = replace(layout, edge=place)
         vars(found)["walked"] = found
@@ -200,14 +200,14 @@ class Structure:
         return sum(int(part.nbytes) for part in built)
 
     def _fits(self) -> None:
-        if max(self.whole, self.edges) > LARGEST:
+        if max(self.num_sources, self.edges) > LARGEST:
             raise DataError(
                 f"a part of at most {LARGEST} rows and as many edges",
-                f"{self.whole} rows and {self.edges} edges",
+                f"{self.num_sources} rows and {self.edges} edges",
                 hint="more parts: --parallel.graph",
             )
         # Kernels do not check bounds: an index past the end would read other memory.
-        for ids, rows in ((self.source, self.whole), (self.target, self.own)):
+        for ids, rows in ((self.source, self.num_sources), (self.target, self.own)):
             least, most = (int(end) for end in torch.aminmax(ids)) if ids.numel() else (0, -1)
             if least < 0 or most >= rows:
                 wrong = least if least < 0 else most

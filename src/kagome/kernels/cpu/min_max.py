@@ -85,9 +85,9 @@ def _softmax(
 ) -> None:
     tiny = out.dtype.type(TINY)
     for i in range(low, high):
-        sums, most, whole = out[i], top[i], total[i]
+        sums, most, totals = out[i], top[i], total[i]
         sums[:] = 0
-        whole[:] = 0
+        totals[:] = 0
         most[:] = -np.inf if begin[i] < end[i] else 0
         for k in range(begin[i], end[i]):
             fetch(z, column, k, ahead, 0)
@@ -100,10 +100,10 @@ def _softmax(
             other, read = z[column[k]], m[column[k]]
             for f in range(most.size):
                 p = exponential(other[f] - most[f])
-                whole[f] += p
+                totals[f] += p
                 sums[f] += p * read[f]
         for f in range(most.size):
-            sums[f] /= whole[f] + tiny
+            sums[f] /= totals[f] + tiny
 
 
 @compiled
@@ -152,9 +152,9 @@ def _extremes(layout: CsrLayout, index: Any, x: Tensor, sign: float) -> tuple[Te
     begin, end = bounds(layout)
     best, ties = x.new_empty(layout.rows, *x.shape[1:]), x.new_empty(layout.rows, *x.shape[1:])
     values, top, same = flat(x), flat(best), flat(ties)
-    turn, ahead = values.dtype.type(sign), ahead_of(values)
+    flip, ahead = values.dtype.type(sign), ahead_of(values)
     share(
-        lambda low, high: _extreme(low, high, begin, end, index, ahead, values, turn, top, same),
+        lambda low, high: _extreme(low, high, begin, end, index, ahead, values, flip, top, same),
         begin,
         end,
         top.shape[1],

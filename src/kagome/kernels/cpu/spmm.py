@@ -54,7 +54,7 @@ def _sum(width: int) -> Callable[..., None]:
     With a known width the compiler makes no loop over columns and need not test whether rows overlap. Rows of
     up to 100 columns then take two thirds of the time.
     """
-    whole = width - width % BLOCK
+    blocked_width = width - width % BLOCK
 
     @compiled
     def loop(
@@ -78,9 +78,9 @@ def _sum(width: int) -> Callable[..., None]:
                 a, b = x[column[k] - offset], x[column[k + 1] - offset]
                 c, d = x[column[k + 2] - offset], x[column[k + 3] - offset]
                 if width > 0:
-                    for at in range(0, whole, BLOCK):
+                    for at in range(0, blocked_width, BLOCK):
                         add_four(BLOCK, row, at, a, b, c, d, factor)
-                    for at in range(whole, width, 4):
+                    for at in range(blocked_width, width, 4):
                         add_four(4, row, at, a, b, c, d, factor)
                 else:
                     for f in range(row.size):
@@ -90,9 +90,9 @@ def _sum(width: int) -> Callable[..., None]:
                 fetch(x, column, k, ahead, offset)
                 a = x[column[k] - offset]
                 if width > 0:
-                    for at in range(0, whole, BLOCK):
+                    for at in range(0, blocked_width, BLOCK):
                         add_one(BLOCK, row, at, a, factor)
-                    for at in range(whole, width, 4):
+                    for at in range(blocked_width, width, 4):
                         add_one(4, row, at, a, factor)
                 else:
                     for f in range(row.size):
@@ -105,7 +105,7 @@ def _sum(width: int) -> Callable[..., None]:
 @cache
 def _weighted(width: int) -> Callable[..., None]:
     """Return the loop for a sum with one weight per edge, for ``width`` columns; 0 stands for any number."""
-    whole = width - width % BLOCK
+    blocked_width = width - width % BLOCK
 
     @compiled
     def loop(
@@ -135,9 +135,9 @@ def _weighted(width: int) -> Callable[..., None]:
                 p, q = factor * weight[edge[k], 0], factor * weight[edge[k + 1], 0]
                 r, s = factor * weight[edge[k + 2], 0], factor * weight[edge[k + 3], 0]
                 if width > 0:
-                    for at in range(0, whole, BLOCK):
+                    for at in range(0, blocked_width, BLOCK):
                         add_products(BLOCK, row, at, a, p, b, q, c, r, d, s)
-                    for at in range(whole, width, 4):
+                    for at in range(blocked_width, width, 4):
                         add_products(4, row, at, a, p, b, q, c, r, d, s)
                 else:
                     for f in range(row.size):
@@ -148,9 +148,9 @@ def _weighted(width: int) -> Callable[..., None]:
                 fetch(weight, edge, k, near, 0)
                 a, p = x[column[k] - offset], factor * weight[edge[k], 0]
                 if width > 0:
-                    for at in range(0, whole, BLOCK):
+                    for at in range(0, blocked_width, BLOCK):
                         add_one(BLOCK, row, at, a, p)
-                    for at in range(whole, width, 4):
+                    for at in range(blocked_width, width, 4):
                         add_one(4, row, at, a, p)
                 else:
                     for f in range(row.size):

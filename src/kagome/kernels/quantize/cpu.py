@@ -60,8 +60,8 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
         end: int,
         ahead: int,
         x: Any,
-        pick: Any,
-        stamps: Any,
+        index: Any,
+        row_ids: Any,
         keys: Any,
         column: Any,
         low: Any,
@@ -78,13 +78,13 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
             real = min(size, last + 1 - first)
             for k in range(2 * BLOCK):
                 i = min(first + k, last)
-                place[k] = pick[i] if pick.size else i
+                place[k] = index[i] if index.size else i
             for k in range(real):
                 least[k], most[k], peak[k] = extremes(lanes, x, place[k])
             for k in range(real):  # a separate loop, so that the compiler vectorizes it
-                stamp = stamps[first + k]
-                word = np.uint32(mixed(np.uint32(stamp)) ^ keys[0])
-                word = np.uint32(word + np.uint32(stamp >> 32))
+                row_id = row_ids[first + k]
+                word = np.uint32(mixed(np.uint32(row_id)) ^ keys[0])
+                word = np.uint32(word + np.uint32(row_id >> 32))
                 state[k] = mixed(np.uint32(mixed(word) ^ keys[1]))
             for k in range(real):
                 finite = peak[k] < np.inf
@@ -138,19 +138,19 @@ def _decode(bits: int) -> Callable[..., None]:
 
 
 def encode(
-    x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+    x: Tensor, index: Tensor | None, row_ids: Tensor, key: int, bits: int, body: Tensor
 ) -> tuple[Tensor, Tensor, int]:
     """Encode rows with numba loops; see ``ops.encode``."""
     assert body.is_contiguous()
     rows = array(x)
-    count, width = stamps.numel(), x.size(1)
+    count, width = row_ids.numel(), x.size(1)
     low, span = torch.empty(count), torch.empty(count, dtype=torch.int16)
     if count == 0 or width == 0:
         return low.zero_(), span.zero_(), 0
-    picked = np.empty(0, dtype=np.int64) if pick is None else array(pick)
+    picked = np.empty(0, dtype=np.int64) if index is None else array(index)
     keys = np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], dtype=np.uint32)
     ahead = BLOCK if rows.nbytes > SMALL else 0
-    given = ahead, rows, picked, array(stamps), keys, _words(width), low.numpy(), span.numpy(), body.numpy()
+    given = ahead, rows, picked, array(row_ids), keys, _words(width), low.numpy(), span.numpy(), body.numpy()
     loop, bad = _encode(bits, _lanes(width)), []
 
     def work(begin: int, end: int) -> None:

@@ -41,14 +41,14 @@ def groups(rows: int, bits: int) -> int:
 
 
 def encode(
-    x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+    x: Tensor, index: Tensor | None, row_ids: Tensor, key: int, bits: int, body: Tensor
 ) -> tuple[Tensor, Tensor, int]:
     """Encode rows with a few bits per number.
 
     Args:
         x: The rows.
-        pick: Indices of the rows to encode, in this order; all rows if None.
-        stamps: A number for each encoded row, such as its vertex id, that seeds the row's random draws.
+        index: Indices of the rows to encode, in this order; all rows if None.
+        row_ids: A number for each encoded row, such as its vertex id, that seeds the row's random draws.
         key: A number for everything else that the draws depend on: seed, epoch, site and direction.
         bits: Bits per number: 1, 2, 4 or 8.
         body: The tensor that the codes are written to.
@@ -59,13 +59,13 @@ def encode(
         undefined.
 
     Shapes:
-        ``x [*, W]`` float32; ``pick [R]`` and ``stamps [R]`` int64; ``body [ceil(R * bits / 8), W]`` uint8;
+        ``x [*, W]`` float32; ``index [R]`` and ``row_ids [R]`` int64; ``body [ceil(R * bits / 8), W]`` uint8;
         ``low [R]`` float32, ``span [R]`` int16.
 
     Cost:
         One pass over the rows in the loops; in plain PyTorch a dozen passes and as many tensors of that size.
     """
-    found: tuple[Tensor, Tensor, int] = _way(x).encode(x, pick, stamps, key, bits, body)
+    found: tuple[Tensor, Tensor, int] = _way(x).encode(x, index, row_ids, key, bits, body)
     return found
 
 
@@ -91,16 +91,16 @@ def _module(device: str) -> Any:
     return ReferenceCodec
 
 
-def drawn(stamps: Tensor, key: int, width: int) -> Tensor:
+def drawn(row_ids: Tensor, key: int, width: int) -> Tensor:
     """Return the random draws of rows, uniform in [0, 1) and the same on every rank and in every call.
 
     Shapes:
-        ``stamps [R]`` -> ``[R, width]`` float32 with 24 bits.
+        ``row_ids [R]`` -> ``[R, width]`` float32 with 24 bits.
     """
-    row = _mixed((_mixed(stamps & _WORD) ^ (key & _WORD)) + (stamps >> 32) & _WORD)
+    row = _mixed((_mixed(row_ids & _WORD) ^ (key & _WORD)) + (row_ids >> 32) & _WORD)
     row = _mixed(row ^ (key >> 32 & _WORD))
     # Both words are mixed already, so two products suffice; the products take most of a loop's time.
-    h = (row.unsqueeze(1) ^ columns(width, stamps.device)) * FIRST & _WORD
+    h = (row.unsqueeze(1) ^ columns(width, row_ids.device)) * FIRST & _WORD
     h = (h ^ h >> 15) * SECOND & _WORD
     return (h >> 8).float() * 2.0**-24
 
@@ -126,10 +126,10 @@ class ReferenceCodec:
 
     @staticmethod
     def encode(
-        x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+        x: Tensor, index: Tensor | None, row_ids: Tensor, key: int, bits: int, body: Tensor
     ) -> tuple[Tensor, Tensor, int]:
         """Encode rows in plain PyTorch; see the module's :func:`encode`."""
-        rows = x if pick is None else x.index_select(0, pick)
+        rows = x if index is None else x.index_select(0, index)
         count, width = rows.shape
         levels = 2**bits - 1
         if count == 0 or width == 0:
@@ -142,7 +142,7 @@ class ReferenceCodec:
         bad = int((~(low.isfinite() & high.isfinite() & (low + span < torch.inf))).sum())
         # torch would compute number / tensor as a product with a reciprocal, which is rounded twice.
         factor = torch.where(raw > 0, torch.full_like(span, levels) / span, torch.zeros_like(raw))
-        scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(stamps, key, width)
+        scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(row_ids, key, width)
         codes = scaled.clamp(max=float(levels)).to(torch.uint8)
         share = 8 // bits
         room = codes.new_zeros(body.size(0) * share, width)

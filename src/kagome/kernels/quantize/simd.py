@@ -69,23 +69,23 @@ def encode_columns(
         v = _Vectors(context, builder, signature, args)
         bits, at = signature.args[1].literal_value, args[11]
         levels, words = 2.0**bits - 1, v.load(v.place(8, at), INT)
-        total = v.whole(0)
+        total = v.int_constant(0)
         for j in range(8 // bits):
             which = builder.add(args[4], LONG(j))
             number = v.load(v.place(2, builder.load(v.place(3, which)), at), FLOAT)
             low, factor, state = (v.spread(builder.load(v.place(a, which))) for a in (5, 6, 7))
-            h = builder.mul(builder.xor(words, state), v.whole(FIRST))
-            h = builder.mul(builder.xor(h, builder.lshr(h, v.whole(15))), v.whole(SECOND))
-            drawn = builder.sitofp(builder.lshr(h, v.whole(8)), v.of(FLOAT))
-            drawn = builder.fmul(drawn, v.real(2.0**-24))
+            h = builder.mul(builder.xor(words, state), v.int_constant(FIRST))
+            h = builder.mul(builder.xor(h, builder.lshr(h, v.int_constant(15))), v.int_constant(SECOND))
+            drawn = builder.sitofp(builder.lshr(h, v.int_constant(8)), v.of(FLOAT))
+            drawn = builder.fmul(drawn, v.float_constant(2.0**-24))
             exact = builder.fmul(builder.fsub(number, low), factor)
             value = builder.fadd(exact, drawn)
             if bits == 1:  # the value is below two in every case
-                over = builder.fcmp_ordered(">=", value, v.real(1.0))
-                q = builder.select(over, v.whole(1 << j), v.whole(0))
+                over = builder.fcmp_ordered(">=", value, v.float_constant(1.0))
+                q = builder.select(over, v.int_constant(1 << j), v.int_constant(0))
             else:
-                q = builder.fptosi(v.better("<", value, v.real(levels)), v.of(INT))
-                q = builder.shl(q, v.whole(j * bits))
+                q = builder.fptosi(v.better("<", value, v.float_constant(levels)), v.of(INT))
+                q = builder.shl(q, v.int_constant(j * bits))
             total = builder.or_(total, q)
         v.store(builder.trunc(total, v.of(BYTE)), v.place(9, args[10], at))
         return context.get_dummy_value()
@@ -111,10 +111,10 @@ class _Vectors:
     def of(self, kind: Any) -> Any:
         return ir.VectorType(kind, self.lanes)
 
-    def whole(self, value: int) -> Any:
+    def int_constant(self, value: int) -> Any:
         return ir.Constant(self.of(INT), [value] * self.lanes)
 
-    def real(self, value: float) -> Any:
+    def float_constant(self, value: float) -> Any:
         return ir.Constant(self.of(FLOAT), [value] * self.lanes)
 
     def _array(self, which: int) -> Any:
@@ -148,11 +148,11 @@ class _Vectors:
         """Return a vector with one number in all columns."""
         empty = ir.Constant(self.of(value.type), ir.Undefined)
         one = self._builder.insert_element(empty, value, INT(0))
-        return self._builder.shuffle_vector(one, empty, self.whole(0))
+        return self._builder.shuffle_vector(one, empty, self.int_constant(0))
 
     def magnitude(self, number: Any) -> Any:
         """Return a float's bits without its sign: they order as magnitudes do, with NaN above infinity."""
-        return self._builder.and_(self._builder.bitcast(number, self.of(INT)), self.whole(0x7FFFFFFF))
+        return self._builder.and_(self._builder.bitcast(number, self.of(INT)), self.int_constant(0x7FFFFFFF))
 
     def better(self, sign: str, one: Any, other: Any) -> Any:
         """Return the lesser or the greater of two vectors, column by column."""

@@ -38,8 +38,8 @@ def _mixed(h):
 @triton.jit(do_not_specialize=["key", "high"])  # type: ignore[untyped-decorator,unused-ignore]
 def encode_kernel(
     x,
-    pick,
-    stamps,
+    index,
+    row_ids,
     column,
     low,
     span,
@@ -62,7 +62,7 @@ def encode_kernel(
     real = i < rows
     place = i
     if PICKED:
-        place = tl.load(pick + i, mask=real, other=0)
+        place = tl.load(index + i, mask=real, other=0)
     least = tl.full((SHARE,), float("inf"), tl.float32)
     most = tl.full((SHARE,), float("-inf"), tl.float32)
     peak = tl.zeros((SHARE,), tl.int32)
@@ -87,9 +87,9 @@ def encode_kernel(
     sound = finite & (bottom + wide < float("inf"))
     tl.store(bad + i, tl.where(sound, 0, 1).to(tl.uint8), mask=real)
 
-    stamp = tl.load(stamps + i, mask=real, other=0)
-    state = _mixed((stamp & 0xFFFFFFFF).to(tl.uint32)) ^ tl.full((1,), key, tl.int32).to(tl.uint32)
-    state = _mixed(state + ((stamp >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    row_id = tl.load(row_ids + i, mask=real, other=0)
+    state = _mixed((row_id & 0xFFFFFFFF).to(tl.uint32)) ^ tl.full((1,), key, tl.int32).to(tl.uint32)
+    state = _mixed(state + ((row_id >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state ^ tl.full((1,), high, tl.int32).to(tl.uint32))
     for begin in range(0, width, BLOCK):
         c = begin + tl.arange(0, BLOCK)
@@ -127,21 +127,21 @@ def decode_kernel(body, low, span, out, rows, width, BITS: tl.constexpr, BLOCK: 
 
 
 def encode(
-    x: Tensor, pick: Tensor | None, stamps: Tensor, key: int, bits: int, body: Tensor
+    x: Tensor, index: Tensor | None, row_ids: Tensor, key: int, bits: int, body: Tensor
 ) -> tuple[Tensor, Tensor, int]:
     """Encode rows with the Triton kernel; see ``ops.encode``."""
-    count, width = stamps.numel(), x.size(1)
+    count, width = row_ids.numel(), x.size(1)
     low, span = x.new_zeros(count), x.new_zeros(count, dtype=torch.int16)
     if count == 0 or width == 0:
         return low, span, 0
     bad = torch.empty(count, dtype=torch.uint8, device=x.device)
-    x, stamps = x.contiguous(), stamps.contiguous()
-    picked = stamps if pick is None else pick.contiguous()
+    x, row_ids = x.contiguous(), row_ids.contiguous()
+    picked = row_ids if index is None else index.contiguous()
     column = plain.columns(width, x.device)
     encode_kernel[(body.size(0),)](
         x,
         picked,
-        stamps,
+        row_ids,
         column,
         low,
         span,
@@ -151,7 +151,7 @@ def encode(
         _signed(key >> 32),
         count,
         width,
-        PICKED=pick is not None,
+        PICKED=index is not None,
         BITS=bits,
         BLOCK=_block(width),
         enable_fp_fusion=False,

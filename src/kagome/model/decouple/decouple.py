@@ -196,9 +196,9 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
         ModelError: For a layer that cannot be split, with its name and the reason.
     """
     own = (*model.parameters(), *model.buffers())
-    twin = copied(model, {id(tensor): tensor for tensor in own})
+    model_copy = copied(model, {id(tensor): tensor for tensor in own})
     calls = CallOrder()
-    layers = {path: m for path, m in twin.named_modules() if isinstance(m, pyg.MessagePassing)}
+    layers = {path: m for path, m in model_copy.named_modules() if isinstance(m, pyg.MessagePassing)}
     if not layers:
         raise ModelError(
             "a message-passing layer, whose propagation decouple moves behind a model's maps",
@@ -210,19 +210,19 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
         parent, _, name = path.rpartition(".")
         mapped = Map(layer, rule, operator, calls)
         if not path:
-            twin = mapped  # a model that is one layer
+            model_copy = mapped  # a model that is one layer
         else:
-            setattr(twin.get_submodule(parent), name, mapped)
-    training = twin.training
-    twin.eval()
+            setattr(model_copy.get_submodule(parent), name, mapped)
+    training = model_copy.training
+    model_copy.eval()
     with torch.no_grad():
-        rows, hops, _ = _mapped(twin, calls, inputs)
-    twin.train(training)
+        rows, hops, _ = _mapped(model_copy, calls, inputs)
+    model_copy.train(training)
     built: dict[Operator, nn.Module] = {}
     for operator, _, _ in hops:
         if operator not in built:
             built[operator] = operator.build().to(rows.device, rows.dtype)
-    return Decoupled(twin, calls, built)
+    return Decoupled(model_copy, calls, built)
 
 
 def _rule_of(path: str, layer: nn.Module) -> tuple[Rule, Operator]:

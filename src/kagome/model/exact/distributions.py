@@ -175,10 +175,10 @@ def _of_gamma(number: Number, alpha: Tensor) -> Tensor:
     d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
     c, out = 1 / (9 * d).sqrt(), d
     on = torch.ones_like(alpha, dtype=torch.bool)
-    for turn in range(TRIES):
-        z = normal(number(size, 2 * turn + 1))
+    for attempt in range(TRIES):
+        z = normal(number(size, 2 * attempt + 1))
         v = (1 + c * z) ** 3
-        u = number(size, 2 * turn + 2)
+        u = number(size, 2 * attempt + 2)
         fits = (v > 0) & (u.log() < z * z / 2 + d * (1 - v + v.clamp(min=1e-300).log()))
         out = torch.where(on & fits, d * v, out)
         on = on & ~fits

@@ -92,7 +92,7 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
     query, key, value = (given[each] for each in _NAMES[:3])
     drops = given.get("dropout_p", 0.0)
     if not scope.parted:
-        scope.reads.knows_everyone()
+        scope.reads.all_rows_exchange()
         if not drops or scope.forward.own_seed():
             return NotImplemented
     elif drops and scope.forward.own_seed():
@@ -108,7 +108,7 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
         )
     else:
         flat = [end.movedim(-2, 0).flatten(1) for end in (key, value)]
-        both = scope.reads.everyone(torch.cat(flat, 1)).split([each.size(1) for each in flat], 1)
+        both = scope.reads.gather_all(torch.cat(flat, 1)).split([each.size(1) for each in flat], 1)
         key, value = (
             each.unflatten(1, (*end.shape[:-2], end.shape[-1])).movedim(0, -2)
             for each, end in zip(both, (key, value), strict=True)
@@ -117,8 +117,8 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
     if drops:
         path, index = scope.forward.call()
         word, ids = (
-            dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index),
-            scope.ids.words_of(query),
+            dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index),
+            scope.ids.row_counters(query),
         )
         # Each key is a column, in the order of the graph.
         drop = lambda weights, p: dropout.dropout(weights, ids, word, p, weights.dim() - 2)  # noqa: E731
@@ -136,7 +136,7 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     axes = {scope.axes.of(end) for end in ends}
     if axes == {0} and all(map(scope.axes.of_each_vertex, ends)):
         if not scope.parted or not asked["need_weights"]:
-            scope.reads.knows_everyone()
+            scope.reads.all_rows_exchange()
             return NotImplemented
         # The weights of all pairs are left out, because no part has them.
         out, _ = scope.within(partial(opened(func), **{**asked, "need_weights": False}))

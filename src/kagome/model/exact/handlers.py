@@ -32,17 +32,17 @@ from kagome.scope.rows import draw_refused
 def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     """Return a word for each row of ``x``, the key of this draw, and the row axis."""
     path, index = scope.forward.call()
-    key = dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index)
+    key = dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index)
     axis = scope.axes.of(x)
     if axis is not None and not scope.axes.of_vertices(x):
-        words = scope.ids.pair_words(x, dropout.edge_ids)
-        if words is None:
+        counters = scope.ids.edge_counters(x, dropout.edge_ids)
+        if counters is None:
             raise draw_refused(scope, what, f"it is not known of which edges the {x.size(axis)} rows are")
-        return words, key, axis
+        return counters, key, axis
     unmarked = axis is None and not isinstance(x, torch.nn.Parameter) and x.dim()
     if axis is not None or (unmarked and x.size(0) == scope.own):
         # Without a placement (after an operation that torch does not show), rows are likely vertices.
-        return scope.ids.own() if axis is None else scope.ids.words_of(x), key, axis or 0
+        return scope.ids.own() if axis is None else scope.ids.row_counters(x), key, axis or 0
     # Neither vertices nor edges, but a virtual node or a weight: equal on every rank, so drawn alike.
     return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
 
@@ -72,27 +72,27 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if name == "dropout" and scope.deferral.drops_shares(x):
         ids, key, _ = _ids(scope, x, name)
         return scope.deferral.drop_shares(
-            x, lambda part, words, first: dropout.dropout(part, words, key, p, 0, first), ids
+            x, lambda part, counters, first: dropout.dropout(part, counters, key, p, 0, first), ids
         )
     if not name.startswith(("feature", "alpha")) and not in_place:
         ids, key, axis = _ids(scope, x, name)
         return scope.axes.like(dropout.dropout(x, ids, key, p, axis), x)
-    keep = _kept(scope, x, name, p)
+    keep_mask = _keep_mask(scope, x, name, p)
     shift: Tensor | float = 0.0
     if "alpha" in name:
         length = _SELU / math.sqrt((_SELU**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-        kept = keep * (1 - p)
-        keep, shift = kept * (length / _SELU), (kept - (1 - p)) * length
+        kept = keep_mask * (1 - p)
+        keep_mask, shift = kept * (length / _SELU), (kept - (1 - p)) * length
     if in_place:
-        return x.mul_(keep).add_(shift) if "alpha" in name else x.mul_(keep)
-    return scope.axes.like(x * keep + shift if "alpha" in name else x * keep, x)
+        return x.mul_(keep_mask).add_(shift) if "alpha" in name else x.mul_(keep_mask)
+    return scope.axes.like(x * keep_mask + shift if "alpha" in name else x * keep_mask, x)
 
 
 _SELU: Final = 1.7580993408473766
 """Absolute value of a dropped entry in a self-normalising network before rescaling; it is negative."""
 
 
-def _kept(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
+def _keep_mask(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
     """Return 0 where an entry, or a whole channel ``x[i, j]``, is dropped, else ``1 / (1 - p)``."""
     if not name.startswith("feature") or x.dim() < 3:
         ids, key, axis = _ids(scope, x, name)
@@ -205,7 +205,7 @@ def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
         raise _refused_seed(scope, name)
     path, index = scope.forward.call()
     return dropout.seeded(
-        func, args, kwargs, dropout.call_key(scope.seed, scope.forward.turn.epoch, path, index)
+        func, args, kwargs, dropout.call_key(scope.seed, scope.forward.forward_pass.epoch, path, index)
     )
 
 

@@ -23,8 +23,8 @@ from kagome.errors import ModelError
 from kagome.model.exact.layer_shortcuts import (
     LayerScope,
     Settings,
+    cached_call,
     reduced_by_kernels,
-    remembered,
     spread_of_messages,
     with_shortcuts,
 )
@@ -86,7 +86,7 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
             lambda_max = 2.0 * scope.ranks.greatest(weight.detach().amax() if weight.numel() else low)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
 
-    return [(module, "__norm__", remembered(norm, scope, "ChebConv"))]
+    return [(module, "__norm__", cached_call(norm, scope, "ChebConv"))]
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:
@@ -106,7 +106,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
     def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scope.size == 1:
-            scope.reads.knows_everyone()
+            scope.reads.all_rows_exchange()
             return inner(query, *args, **kwargs)
         if query.size(0) != 1 or query.size(1) != scope.own:
             raise ModelError(
@@ -117,7 +117,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
             )
         if not performer:
             return inner(query, query, query, need_weights=False)
-        whole = scope.reads.everyone(query.squeeze(0), ordered=False).unsqueeze(0)
+        whole = scope.reads.gather_all(query.squeeze(0), ordered=False).unsqueeze(0)
         if query.size(1) == 0:
             # A rank without vertices computes nothing, but its backward must run the same collectives.
             return whole[:, :0] + sum(p.sum() * 0 for p in module.attn.parameters())
@@ -163,7 +163,7 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
     return [(module, "forward", forward)]
 
 
-def _needs_all(module: Any, scope: LayerScope) -> Settings:
+def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
     """Aggregations that need a whole group, in order or as a dense block: allow a vertex's neighbours."""
     inner = module.forward
 
@@ -213,5 +213,5 @@ RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (InvertibleModule, _reversible),
     (pyg.aggr.QuantileAggregation, _first_group),
     (pyg.aggr.LSTMAggregation, _first_group),
-    *((kind, _needs_all) for kind in _IN_ONE_PLACE),
+    *((kind, _refuse_sample) for kind in _IN_ONE_PLACE),
 )

@@ -34,7 +34,7 @@ class LayerScope(Scope, Protocol):
 Settings = list[tuple[nn.Module, str, Any]]
 
 
-def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
+def cached_call(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
     """Cache a function of the graph alone, such as degrees, or self-loops of constant edges.
 
     The first call runs under the interceptor like any other, so that its degrees are those of the whole
@@ -44,15 +44,15 @@ def remembered(function: Callable[..., Any], scope: LayerScope, name: str) -> Ca
     def call(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
         with torch._C.DisableTorchFunction():  # this is not the user's computation
-            lasts = all(scope.constants.lasting(value) for value in given if isinstance(value, Tensor))
+            lasts = all(scope.constants.is_constant(value) for value in given if isinstance(value, Tensor))
             # Constant tensors are kept alive, so an address identifies them; all layers share one result.
             key = (name, tuple(_place(value) for value in given), tuple(kwargs)) if lasts else None
-            found = scope.constants.kept(key)
+            found = scope.constants.cached(key)
         if key is None:
             return function(*args, **kwargs)
         if found is None:
             with scope.constants.once():
-                found = scope.constants.keep(key, function(*args, **kwargs))
+                found = scope.constants.cache(key, function(*args, **kwargs))
         return found
 
     return call
@@ -82,10 +82,10 @@ def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Call
 
 def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
     """EGConv has the number of vertices guessed from the edges, which are only the part's: pass it."""
-    once = remembered(function, scope, name)
+    once = cached_call(function, scope, name)
 
     def call(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if scope.constants.lasting(edge_index) and len(args) < 3:
+        if scope.constants.is_constant(edge_index) and len(args) < 3:
             kwargs.setdefault("num_nodes", scope.ids.last_row())
         return once(edge_index, *args, **kwargs)
 
@@ -93,9 +93,9 @@ def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callab
 
 
 _STAND_INS: dict[str, tuple[Callable[..., Any], Callable[..., Callable[..., Any]]]] = {
-    "gcn_norm": (gcn_norm, remembered),
-    "add_self_loops": (utils.add_self_loops, remembered),
-    "remove_self_loops": (utils.remove_self_loops, remembered),
+    "gcn_norm": (gcn_norm, cached_call),
+    "add_self_loops": (utils.add_self_loops, cached_call),
+    "remove_self_loops": (utils.remove_self_loops, cached_call),
     "add_remaining_self_loops": (utils.add_remaining_self_loops, _loops),
     "softmax": (utils.softmax, _softmax),
 }

@@ -95,33 +95,33 @@ def _dims(name: str, given: Given, x: Tensor) -> Dims:
     return tuple(int(d) % x.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
-def _sum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return scope.ranks.total(x.sum(dims, keepdim=keep, dtype=given.get("dtype")))
+def _sum(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
+    return scope.ranks.total(x.sum(dims, keepdim=keepdim, dtype=given.get("dtype")))
 
 
-def _nansum(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return scope.ranks.total(x.nansum(dims, keepdim=keep, dtype=given.get("dtype")))
+def _nansum(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
+    return scope.ranks.total(x.nansum(dims, keepdim=keepdim, dtype=given.get("dtype")))
 
 
-def _count_nonzero(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+def _count_nonzero(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
     return scope.ranks.total((x != 0).sum(dims))
 
 
-def _mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return _sum(scope, x, dims, keep, given) / count_rows(scope, x, dims)
+def _mean(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
+    return _sum(scope, x, dims, keepdim, given) / count_rows(scope, x, dims)
 
 
-def _var_mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> tuple[Tensor, Tensor]:
+def _var_mean(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> tuple[Tensor, Tensor]:
     correction = given.get("correction", 0 if given.get("unbiased") is False else 1)
     count = count_rows(scope, x, dims)
     mean = scope.ranks.total(x.sum(dims, keepdim=True)) / count
-    var = scope.ranks.total((x - mean).square().sum(dims, keepdim=keep))
+    var = scope.ranks.total((x - mean).square().sum(dims, keepdim=keepdim))
     var = var / max(count - (1 if correction is None else correction), 0.0)
-    return var, mean if keep else mean.reshape(var.shape)
+    return var, mean if keepdim else mean.reshape(var.shape)
 
 
-def _var(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return _var_mean(scope, x, dims, keep, given)[0]
+def _var(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
+    return _var_mean(scope, x, dims, keepdim, given)[0]
 
 
 def _root(squares: Tensor) -> Tensor:
@@ -130,34 +130,34 @@ def _root(squares: Tensor) -> Tensor:
     return torch.where(none, squares, squares.masked_fill(none, 1.0).sqrt())
 
 
-def _std(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-    return _root(_var(scope, x, dims, keep, given))
+def _std(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
+    return _root(_var(scope, x, dims, keepdim, given))
 
 
-def _std_mean(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> tuple[Tensor, Tensor]:
-    var, mean = _var_mean(scope, x, dims, keep, given)
+def _std_mean(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> tuple[Tensor, Tensor]:
+    var, mean = _var_mean(scope, x, dims, keepdim, given)
     return _root(var), mean
 
 
-def _norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+def _norm(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Any:
     p = given.get("p", 2)
     if p in (2, "fro", None):
-        return _root(scope.ranks.total(x.square().sum(dims, keepdim=keep)))
+        return _root(scope.ranks.total(x.square().sum(dims, keepdim=keepdim)))
     if p == 1:
-        return scope.ranks.total(x.abs().sum(dims, keepdim=keep))
+        return scope.ranks.total(x.abs().sum(dims, keepdim=keepdim))
     return NotImplemented
 
 
-def _matrix_norm(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+def _matrix_norm(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Any:
     """Answer ``torch.linalg.norm``, whose number is a matrix norm over two axes or a whole matrix."""
     named = given.get("dim")
     two = x.dim() == 2 if named is None else isinstance(named, (tuple, list)) and len(named) == 2
     if two and given.get("p") not in (None, "fro"):
         return NotImplemented
-    return _norm(scope, x, dims, keep, given)
+    return _norm(scope, x, dims, keepdim, given)
 
 
-def _normalize(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+def _normalize(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Any:
     length = _norm(scope, x, dims, True, given)
     return (
         length
@@ -166,11 +166,11 @@ def _normalize(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) ->
     )
 
 
-def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
     top = _highest(scope, x, dims)
     top = top.masked_fill(top.isinf(), 0.0)
     whole = scope.ranks.total((x - top).exp().sum(dims, keepdim=True)).log() + top
-    return whole if keep else _squeezed(whole, dims)
+    return whole if keepdim else _squeezed(whole, dims)
 
 
 def _highest(scope: Scope, x: Tensor, dims: Dims, sign: int = 1) -> Tensor:
@@ -193,7 +193,7 @@ def _nothing_of(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _extreme(sign: int) -> Callable[..., Any]:
-    def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
+    def take(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
         best = _highest(scope, x, dims, sign)
         if x.requires_grad:
             # Equal values share the gradient evenly, as in torch.amax.
@@ -201,7 +201,7 @@ def _extreme(sign: int) -> Callable[..., Any]:
             ties = scope.ranks.total(same.to(x.dtype).sum(dims, keepdim=True))
             best = best + scope.ranks.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
         best = best.to(x.dtype)
-        return best if keep else _squeezed(best, dims)
+        return best if keepdim else _squeezed(best, dims)
 
     return take
 
@@ -214,14 +214,14 @@ def _picked(sign: int) -> Callable[..., Any]:
     whole = _extreme(sign)
     kind = torch.return_types.max if sign == 1 else torch.return_types.min
 
-    def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Any:
+    def take(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Any:
         if given.get("dim") is None:
-            return whole(scope, x, dims, keep, given)
+            return whole(scope, x, dims, keepdim, given)
         if not scope.axes.of_vertices(x):
             return NotImplemented
         best = _highest(scope, x, dims, sign).to(x.dtype)
         shape = [-1 if d in dims else 1 for d in range(x.dim())]
-        ids = scope.ids.words_of(x).view(shape).expand(x.shape)
+        ids = scope.ids.row_counters(x).view(shape).expand(x.shape)
         far = torch.full_like(ids, torch.iinfo(torch.long).max)
         first = _highest(scope, torch.where(x.detach() == best, ids, far), dims, -1)
         if x.requires_grad:
@@ -232,7 +232,7 @@ def _picked(sign: int) -> Callable[..., Any]:
             best = best + slope / many  # ``many`` is 1, unless a chunk stands for all vertices
         pair = (best, scope.axes.unknown_ids(first))
         return kind(
-            pair if keep else (_squeezed(pair[0], dims), scope.axes.unknown_ids(_squeezed(pair[1], dims)))
+            pair if keepdim else (_squeezed(pair[0], dims), scope.axes.unknown_ids(_squeezed(pair[1], dims)))
         )
 
     return take
@@ -242,8 +242,8 @@ def _truth(sign: int) -> Callable[..., Any]:
     """Answer ``any`` and ``all``: numbers other than 0 are true."""
     whole = _extreme(sign)
 
-    def take(scope: Scope, x: Tensor, dims: Dims, keep: bool, given: Given) -> Tensor:
-        found: Tensor = whole(scope, (x != 0).long(), dims, keep, given) > 0  # right without any row, too
+    def take(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
+        found: Tensor = whole(scope, (x != 0).long(), dims, keepdim, given) > 0  # right without any row, too
         return found.to(torch.uint8) if x.dtype == torch.uint8 else found  # as torch does
 
     return take

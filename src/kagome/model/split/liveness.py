@@ -30,7 +30,7 @@ class Liveness:
     Args:
         graph: The graph.
         body: Steps that are run once, in one stage, in order.
-        again: Names of the other steps: each stage that reads them computes them.
+        recomputed: Names of the other steps: each stage that reads them computes them.
         readers: Indices in the body that read each value of the body, also through recomputed steps; the
             output is read by the last one.
         firm: Values that cannot be sent, with the reason.
@@ -40,7 +40,7 @@ class Liveness:
 
     graph: LayerGraph
     body: tuple[Step, ...]
-    again: frozenset[str]
+    recomputed: frozenset[str]
     readers: Mapping[str, tuple[int, ...]]
     firm: Mapping[str, str]
     until: Mapping[str, int]
@@ -65,21 +65,21 @@ class Liveness:
                     where=step.line,
                     hint="leave out inplace=True there",
                 )
-        again: set[str] = set()
+        recomputed: set[str] = set()
         free = set(graph.inputs)
         for step in graph.steps:
             if step.name in fixed or step.changes or survey.changed.intersection(step.buffers):
                 continue  # a value that changes must be read in order, where it changes
             if step.kind == "attribute":
-                again.add(step.name)
+                recomputed.add(step.name)
                 free |= set() if step.parameters else {step.name}
             elif not step.layer and not step.parameters and free.issuperset(step.reads):
-                again.add(step.name)
+                recomputed.add(step.name)
                 free.add(step.name)
-            elif _of_shapes(step, again | free, survey):
-                again.add(step.name)
-        body = tuple(step for step in graph.steps if step.name not in again)
-        flow = Liveness(graph, body, frozenset(again), {}, {}, {}, {})
+            elif _of_shapes(step, recomputed | free, survey):
+                recomputed.add(step.name)
+        body = tuple(step for step in graph.steps if step.name not in recomputed)
+        flow = Liveness(graph, body, frozenset(recomputed), {}, {}, {}, {})
         readers: dict[str, list[int]] = {step.name: [] for step in body}
         for place, step in enumerate(body):
             for name in flow.needed(step.reads)[1]:
@@ -105,14 +105,14 @@ class Liveness:
             if state[place]
         }
         return Liveness(
-            graph, body, flow.again, {k: tuple(v) for k, v in readers.items()}, firm, until, same_state
+            graph, body, flow.recomputed, {k: tuple(v) for k, v in readers.items()}, firm, until, same_state
         )
 
     def needed(self, names: Iterable[str]) -> tuple[set[str], set[str], set[str]]:
         """Return what values are computed from: steps to recompute, values of the body, inputs."""
         by_name = {step.name: step for step in self.graph.steps}
         values = {step.name for step in self.body}
-        again: set[str] = set()
+        recomputed: set[str] = set()
         found: set[str] = set()
         inputs: set[str] = set()
         left = list(names)
@@ -122,10 +122,10 @@ class Liveness:
                 found.add(name)
             elif name not in by_name:
                 inputs.add(name)
-            elif name not in again:
-                again.add(name)
+            elif name not in recomputed:
+                recomputed.add(name)
                 left += by_name[name].reads
-        return again, found, inputs
+        return recomputed, found, inputs
 
     def barred(self) -> list[bool]:
         """Return for each step of the body whether a cut before it is ruled out."""
@@ -155,9 +155,9 @@ class Liveness:
         counted: set[str] = set()
         out = []
         for step in self.body:
-            again = self.needed(step.reads)[0] - counted
-            counted |= again
-            out.append(seconds.get(step.name, 0.0) + sum(seconds.get(name, 0.0) for name in again))
+            recomputed = self.needed(step.reads)[0] - counted
+            counted |= recomputed
+            out.append(seconds.get(step.name, 0.0) + sum(seconds.get(name, 0.0) for name in recomputed))
         return out
 
     def bytes(self, survey: Survey, vertices: int, edges: int) -> Floats:

@@ -202,8 +202,8 @@ def _built(graph: LayerGraph, flow: Liveness, cuts: Sequence[int], ranks: int) -
         body = flow.body[cuts[number] : cuts[number + 1]]
         wanted = {name for step in body for name in step.reads}
         wanted |= {graph.output} if number == count - 1 else set()
-        again, values, read = flow.needed(wanted)
-        names = {step.name for step in body} | again
+        recomputed, values, read = flow.needed(wanted)
+        names = {step.name for step in body} | recomputed
         steps.append([step for step in graph.steps if step.name in names])
         inputs.append(read)
         for step in flow.body:

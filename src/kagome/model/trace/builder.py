@@ -58,11 +58,11 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, dict):
         return f"a dict of {', '.join(map(repr, value)) or 'nothing'}"
     if isinstance(value, tuple | list):
-        return f"a {_box_of(value)} of {len(value)} value{'' if len(value) == 1 else 's'}"
+        return f"a {_container_of(value)} of {len(value)} value{'' if len(value) == 1 else 's'}"
     return f"a value of type {type(value).__name__}"
 
 
-def _box_of(value: Any) -> str:
+def _container_of(value: Any) -> str:
     return next(kind.__name__ for kind in (dict, list, tuple) if isinstance(value, kind))
 
 
@@ -71,16 +71,16 @@ def _cure(value: Any, words: Words) -> str:
     if not isinstance(value, dict | tuple | list) or not value:
         return "return a tensor that forward computes from its inputs"
     if len(value) == 1:
-        return f"return that value alone, without the {_box_of(value)} around it"
+        return f"return that value alone, without the {_container_of(value)} around it"
     return words.several
 
 
-def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> LayerGraph:
+def steps_of(model: nn.Module, fx_graph: fx.Graph, words: Words = OF_GRAPHS) -> LayerGraph:
     """Turn the recorded calls of one mode into steps.
 
     Args:
         model: The user's module.
-        notes: Recorded calls.
+        fx_graph: Recorded calls.
         words: Terms and hints for error messages.
 
     Raises:
@@ -106,7 +106,7 @@ def steps_of(model: nn.Module, notes: fx.Graph, words: Words = OF_GRAPHS) -> Lay
             raise ForeignError
         return Ref(names[item])
 
-    for node in notes.nodes:
+    for node in fx_graph.nodes:
         if node.op == "output":
             returned = node.args[0]
             if not isinstance(returned, fx.Node):

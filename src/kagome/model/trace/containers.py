@@ -44,8 +44,10 @@ class Contents:
             for name, value in vars(module).items()
             if name not in _OF_MODULES
         ]
-        found = {id(box): box for _, value in self._roots for box in _boxes(value, _DEEP)}
-        self._before = [(box, _copied(box)) for box in found.values()]
+        found = {
+            id(container): container for _, value in self._roots for container in _containers(value, _DEEP)
+        }
+        self._before = [(container, _copied(container)) for container in found.values()]
         self._first = self.form()
 
     def form(self) -> list[Any]:
@@ -59,13 +61,13 @@ class Contents:
 
     def restore(self) -> None:
         """Put back the contents that were there at first."""
-        for box, before in self._before:
-            if not _same(box, before):
-                box.clear()
-                (box.extend if isinstance(box, list | deque) else box.update)(before)
+        for container, before in self._before:
+            if not _same(container, before):
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
-def _boxes(value: Any, deep: int) -> Iterator[Any]:
+def _containers(value: Any, deep: int) -> Iterator[Any]:
     """Yield the containers in a value, including the value itself."""
     inner = _inner(value)
     if inner is None or deep == 0:
@@ -73,7 +75,7 @@ def _boxes(value: Any, deep: int) -> Iterator[Any]:
     if not isinstance(value, tuple):
         yield inner
     for each in inner.values() if isinstance(inner, dict) else inner:
-        yield from _boxes(each, deep - 1)
+        yield from _containers(each, deep - 1)
 
 
 def _inner(value: Any) -> Any:
@@ -86,20 +88,26 @@ def _inner(value: Any) -> Any:
     return held if isinstance(held, dict) else None
 
 
-def _copied(box: Any) -> Any:
-    return dict(box) if isinstance(box, dict) else set(box) if isinstance(box, set) else list(box)
+def _copied(container: Any) -> Any:
+    return (
+        dict(container)
+        if isinstance(container, dict)
+        else set(container)
+        if isinstance(container, set)
+        else list(container)
+    )
 
 
-def _same(box: Any, before: Any) -> bool:
+def _same(container: Any, before: Any) -> bool:
     """Whether a container holds the same objects; comparing proxies by value would be recorded as a call."""
-    if len(box) != len(before):
+    if len(container) != len(before):
         return False
-    if isinstance(box, set):
-        return {id(each) for each in box} == {id(each) for each in before}
-    if isinstance(box, dict):
-        pairs = zip(box.items(), before.items(), strict=True)
+    if isinstance(container, set):
+        return {id(each) for each in container} == {id(each) for each in before}
+    if isinstance(container, dict):
+        pairs = zip(container.items(), before.items(), strict=True)
         return all(key is old and value is was for (key, value), (old, was) in pairs)
-    return all(one is other for one, other in zip(box, before, strict=True))
+    return all(one is other for one, other in zip(container, before, strict=True))
 
 
 def _form(value: Any, deep: int) -> Any:

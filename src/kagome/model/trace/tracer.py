@@ -304,7 +304,7 @@ class Tracer(fx.Tracer):
             put(Aggregation, "__call__", aggregate)
             # Patch below Function.apply, because users bind that at import: ``reverse = Reverse.apply``.
             before = vars(_SingleLevelFunction).get("apply")
-            undo.append(partial(_give_back, before))
+            undo.append(partial(_restore, before))
             _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
             for table in {id(table): table for table in (*tables, *users)}.values():
                 old = {name: value for name, value in table.items() if id(value) in wrappers}
@@ -361,7 +361,7 @@ class Tracer(fx.Tracer):
         return noted
 
 
-def _give_back(apply: Any) -> None:
+def _restore(apply: Any) -> None:
     """Restore the method that applied autograd functions before tracing, or remove the patch."""
     if apply is not None:
         _SingleLevelFunction.apply = apply  # type: ignore[attr-defined]

@@ -270,9 +270,9 @@ class Pipeline:
         def lose(out: Tensor, samples: range) -> Tensor:
             return lost(self._loss, out, target[samples.start : samples.stop]) / self.plan.batch
 
-        def done(job: DagStageRun) -> None:
-            if job.loss is not None:
-                total.add_(job.loss.detach().double())
+        def done(stage_run: DagStageRun) -> None:
+            if stage_run.loss is not None:
+                total.add_(stage_run.loss.detach().double())
 
         current = SamplePass(self._code, self._layout, self._program, self.channel, self._spans)
         with hooks_off(self._weights.mine.values()):
@@ -312,9 +312,9 @@ class Pipeline:
         name, found = self._branches.graph.output, dict[int, Tensor]()
         fact = self._branches.facts[name]
 
-        def done(job: DagStageRun) -> None:
-            if name in job.outs and self._code.piece.output == name:
-                found[job.samples.start] = job.outs[name]
+        def done(stage_run: DagStageRun) -> None:
+            if name in stage_run.outs and self._code.piece.output == name:
+                found[stage_run.samples.start] = stage_run.outs[name]
 
         self.model.eval()
         try:

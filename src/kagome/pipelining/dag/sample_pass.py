@@ -50,7 +50,7 @@ class SamplePass:
         *,
         training: bool,
         lose: Lose | None = None,
-        done: Callable[[DagStageRun], None] = lambda job: None,
+        done: Callable[[DagStageRun], None] = lambda stage_run: None,
     ) -> None:
         """Run the program on one batch.
 
@@ -67,30 +67,30 @@ class SamplePass:
         """
         stage, replica = self.layout.seat(self.channel.rank)
         last = {self.layout.chunk(stage, action): action for action in self.program}
-        jobs: dict[int, DagStageRun] = {}
+        stage_runs: dict[int, DagStageRun] = {}
 
-        def job_of(action: Action) -> DagStageRun:
+        def stage_run_of(action: Action) -> DagStageRun:
             """Return the stage run of an action, and drop it with its last one: its memory is freed then."""
             chunk = self.layout.chunk(stage, action)
-            job = jobs.pop(chunk, None)
-            if job is None:
+            stage_run = stage_runs.pop(chunk, None)
+            if stage_run is None:
                 samples = self.layout.samples(stage, chunk, replica)
-                job = DagStageRun(self.code, samples, inputs, lose, update, training)
+                stage_run = DagStageRun(self.code, samples, inputs, lose, update, training)
             if action is not last[chunk]:
-                jobs[chunk] = job
-            return job
+                stage_runs[chunk] = stage_run
+            return stage_run
 
         turn = f"update {update}" if training else "prediction"
-        messages = DagTransfers(self.code, self.layout, self.channel, self.program, job_of, turn)
+        messages = DagTransfers(self.code, self.layout, self.channel, self.program, stage_run_of, turn)
 
         def compute(action: Action) -> None:
-            job = job_of(action)
+            stage_run = stage_run_of(action)
             if action.kind is ActionKind.F:
-                job.forward()
-                done(job)
+                stage_run.forward()
+                done(stage_run)
             else:
-                job.backward()
-                messages.answered(job)
+                stage_run.backward()
+                messages.answered(stage_run)
 
         executor = Executor(self.channel.rank, self._doing, self.spans.phase)
         executor.run(self.program, compute, messages, turn=turn, epoch=update if training else None)

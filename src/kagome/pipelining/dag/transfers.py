@@ -35,7 +35,7 @@ class DagTransfers:
         layout: Which rank computes which samples.
         channel: The channel between all ranks.
         program: The actions of this rank, in order.
-        job_of: Returns the stage run of an action.
+        stage_run_of: Returns the stage run of an action.
         turn: The update in words, for error messages.
     """
 
@@ -45,11 +45,11 @@ class DagTransfers:
         layout: SampleLayout,
         channel: Channel,
         program: Program,
-        job_of: Callable[[Action], DagStageRun],
+        stage_run_of: Callable[[Action], DagStageRun],
         turn: str,
     ) -> None:
         self.code, self.layout, self.channel = code, layout, channel
-        self.job_of, self.turn = job_of, turn
+        self.stage_run_of, self.turn = stage_run_of, turn
         self._posted: deque[tuple[Action, list[_Coming]]] = deque()
         self._left = deque(action for action in program if action.kind.receives)
         self._leaving: dict[int, list[SendWork]] = {}
@@ -57,31 +57,31 @@ class DagTransfers:
 
     def send(self, action: Action) -> None:
         """Start to send each peer its samples of a message."""
-        job, forward = self.job_of(action), action.kind.forward
+        stage_run, forward = self.stage_run_of(action), action.kind.forward
         for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
             for name in self._names(action):
-                value = job.outs[name].detach() if forward else job.gradient(name)
+                value = stage_run.outs[name].detach() if forward else stage_run.gradient(name)
                 sending = self.channel.start_send(
-                    job.rows(value, name, samples),
+                    stage_run.rows(value, name, samples),
                     peer,
                     action=f"{action}, {self.turn}",
                     backward=not forward,
                 )
                 answered = forward and self.code.branches.facts[name].grad
-                self._leaving.setdefault(job.samples.start if answered else -1, []).append(sending)
+                self._leaving.setdefault(stage_run.samples.start if answered else -1, []).append(sending)
 
     def receive(self, action: Action) -> None:
         """Wait for the samples of a message from all peers, and hand them to the stage run."""
-        job = self.job_of(action)
+        stage_run = self.stage_run_of(action)
         posted, coming = self._posted.popleft()
         assert posted == action
         for name, samples, pending in coming:
-            job.take(action.other, name, (samples, pending.wait()))
+            stage_run.take(action.other, name, (samples, pending.wait()))
         self._post()
 
-    def answered(self, job: DagStageRun) -> None:
+    def answered(self, stage_run: DagStageRun) -> None:
         """Complete the sends of a stage run whose gradients have all come back; these sends have arrived."""
-        for sending in self._leaving.pop(job.samples.start, []):
+        for sending in self._leaving.pop(stage_run.samples.start, []):
             sending.wait()
 
     def end(self) -> None:

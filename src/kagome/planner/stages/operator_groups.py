@@ -105,7 +105,7 @@ class GroupFacts:
     _states: dict[int, States] = field(default_factory=dict)
 
     @property
-    def looked_at(self) -> int:
+    def num_evaluated(self) -> int:
         """The number of groups whose costs have been computed."""
         return sum(len(groups.members) for groups in self._groups.values())
 
