@@ -20,7 +20,7 @@ KINDS: Mapping[str, type] = {
 
 
 def load(file: str) -> dict[str, int | bool | str]:
-    """The first plan's settings.
+    """Return the settings of the first plan in a file.
 
     Raises:
         ConfigError: If there is no such file, or it holds no plan.

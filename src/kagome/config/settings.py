@@ -41,7 +41,13 @@ Metric = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What to train on."""
+    """The graph to train on: its name, its files, and what is done to it when it is loaded.
+
+    Example:
+        >>> from kagome.config import Data
+        >>> Data(name="Cora", root="/data", undirected=True).name
+        'Cora'
+    """
 
     name: str = "digits"
     """Data set: ``digits``, ``sbm:vertices=...``, ``Cora``, ``pyg:Class[:name]``, ``ogb:NAME``, ``npz:FILE``,
@@ -90,7 +96,14 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How to split. Every field has the value that changes nothing as its default."""
+    """How training is split over ranks. The defaults cut the graph into one part for each rank, exactly.
+
+    Example:
+        >>> import kagome
+        >>> cut = kagome.Parallel(pipe=2).fit(world_size=6)  # what the open settings become on 6 ranks
+        >>> cut.graph, cut.pipe, cut.chunks
+        (3, 2, 8)
+    """
 
     graph: int | None = None
     """Parts the graph is cut into; by default as many as there are ranks for each stage."""
@@ -252,7 +265,13 @@ def default_chunks(pipe: int, tensor: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How the model is trained: epochs, learning rate, loss, metric, seed, checks and checkpoints."""
+    """How the model is trained: epochs, learning rate, loss, metric, seed, checks and checkpoints.
+
+    Example:
+        >>> import kagome
+        >>> kagome.Train(epochs=50, lr=0.005).weight_decay
+        0.0005
+    """
 
     epochs: int = 200
     """Weight updates; one epoch is one update over the whole graph."""
@@ -311,7 +330,14 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What to say about the run."""
+    """What a run reports besides its summary: page, timeline, progress line, TensorBoard events.
+
+    Example:
+        >>> import kagome
+        >>> quiet = kagome.Report(page=False, trace=False, progress=False)
+        >>> quiet.tensorboard
+        False
+    """
 
     page: bool = True
     """Write the report page."""
@@ -328,7 +354,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run, whole."""
+    """All settings of one training run, in five sections.
+
+    Example:
+        >>> from kagome.config import Model, Run, Train
+        >>> run = Run(model=Model(name="gat", layers=3), train=Train(epochs=20))
+        >>> run.data.name, run.model.name, run.train.epochs
+        ('digits', 'gat', 20)
+    """
 
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)

@@ -98,7 +98,20 @@ def _is_own(value: object) -> bool:
 
 
 def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None) -> Run:
-    """Build a run from nested plain values; what is left out is as in another run, or by default."""
+    """Build a run from nested plain values; what is left out is as in another run, or by default.
+
+    Args:
+        table: The settings of each section, by section and name.
+        where: The file that they come from, for errors.
+        over: The run that has what the table leaves out.
+
+    Raises:
+        ConfigError: If a section or a setting is unknown, or a value has the wrong type.
+
+    Example:
+        >>> from_dict({"train": {"epochs": 20}, "parallel": {"pipe": 2}}).parallel.pipe
+        2
+    """
     over = over or Run()
     sections = {f.name: f.default_factory for f in dataclasses.fields(Run)}
     parts: dict[str, Any] = {}

@@ -123,6 +123,11 @@ def parse(text: str) -> Action:
 
     Raises:
         ScheduleError: If the text does not name an action.
+
+    Example:
+        >>> action = parse("1SEND_F0")
+        >>> action.stage, action.chunk, str(action.answer)  # the receive at the other end
+        (1, 0, '2RECV_F0')
     """
     found = _TEXT.fullmatch(text)
     if found is None:

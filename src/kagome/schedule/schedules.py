@@ -163,6 +163,12 @@ def fill_drain(shape: Shape) -> Programs:
     """Generate programs with all chunks forward, then all backward in exactly the reverse order.
 
     Source: GNNPipe, where rows of chunks processed before are fresh and the others historical.
+
+    Example:
+        >>> from kagome.schedule.actions import to_text
+        >>> print(to_text(fill_drain(Shape(stages=2, order=(0, 1)))), end="")
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0
+        1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0
     """
 
     def program(rank: int) -> Iterator[Action]:
