@@ -1,6 +1,6 @@
 """Check command: compares a split run with an unsplit one, for ``kagome check``.
 
-Where it sits: ``cli.main`` calls :func:`checked`; ``verify.check`` does the comparison.
+Where it sits: ``cli.app`` calls :func:`checked`; ``verify.check`` does the comparison.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Planfile: the settings of the first plan in a file that ``kagome plan --json`` wrote, or a user edited.
+"""Plan file: the settings of the first plan in a file that ``kagome plan --json`` wrote.
 
 Where it sits: ``config.Parallel`` asks for it.
 """

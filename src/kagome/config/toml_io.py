@@ -1,6 +1,6 @@
-"""Written: a run's settings as plain values and as TOML, there and back.
+"""TOML: write a run's settings as plain values and as TOML, and read them back.
 
-Where it sits: ``cli.main`` reads settings files with it, ``run_dir.run_dir`` writes a run's own.
+Where it sits: ``cli.app`` reads settings files with it, ``run_dir.run_dir`` writes a run's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kagome.storage import text_files
 
 
 def as_dict(run: Run) -> dict[str, dict[str, Any]]:
-    """The run as nested plain values; fields that are None are left out, as TOML knows no null."""
+    """Return the run as nested plain values. Fields that are None are left out: TOML has no null."""
     return {
         section: {key: value for key, value in values.items() if value is not None}
         for section, values in dataclasses.asdict(run).items()
@@ -26,11 +26,11 @@ def as_dict(run: Run) -> dict[str, dict[str, Any]]:
 
 
 OWN: Final = "python:"
-"""Begins the name of a loss or metric that was given as a function, in a run's settings."""
+"""Prefix that marks a loss or metric in a run's settings as a function of the user's."""
 
 
 def own_name(given: object) -> str:
-    """What settings say of a function of the user's: where it is defined."""
+    """Return how settings name a function of the user's: by its module and its name."""
     code = getattr(given, "func", given)  # what a partial calls
     code = code if hasattr(code, "__qualname__") else type(code)
     return f"{OWN}{getattr(code, '__module__', None) or 'builtins'}:{code.__qualname__}"
