@@ -223,6 +223,18 @@ def k_forward_k_backward(shape: Shape, k: int | Sequence[int] = 1) -> Programs:
     return _programs(shape, program)
 
 
+# [Note: windows] A stage may not wait for its reader, so it goes ahead by as many chunks as the reader has to
+# hold, and one turn of its own. Three stages with k = 1:
+#
+#     stage 0    F0 F1 F2       B0 F3 B1 F4       3 chunks are held: it waits only until B0 returns
+#     stage 1       F0 F1    B0 F2 B1 F3          2
+#     stage 2          F0 B0 F1 B1 F2             1: backward follows at once
+#
+# With fewer chunks ahead stage 2 would stand still after B0. With more nothing becomes faster, and
+# activations of more chunks are kept. If micro-batches differ in size, all of this is counted in samples, and
+# rounded up to whole micro-batches of the stage that waits.
+
+
 def windows(shape: Shape, k: int | Sequence[int] = 1) -> list[int]:
     """Return the most entries of the order that each stage must hold, so that no reader waits for it.
 
