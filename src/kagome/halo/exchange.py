@@ -104,18 +104,6 @@ class HaloExchange:
         """Return the exchange as two steps, for a caller that reduces own and halo rows separately."""
         return HaloWork(self, turn.begin(name, grad=rows.requires_grad))
 
-    # [Note: transpose pair] Let P be the 0-1 matrix that copies own rows of all ranks into the places of own
-    # and halo rows. ``extend`` multiplies by P and ``give_back`` by its transpose:
-    #
-    #     P      [ 1 . . ]  own 0            P^T    [ 1 . . | 1 ]   own 0 gets its own value, and
-    #            [ . 1 . ]  own 1                   [ . 1 . | . ]   that of every halo copy of it
-    #            [ . . 1 ]  own 2                   [ . . 1 | . ]
-    #            [ 1 . . ]  halo copy of row 0
-    #
-    # Backward of a product with P is a product with P^T, and backward of that is P again. So two functions
-    # are enough for forward, backward and the backward of backward: ``forth`` (P) and ``back`` (P^T).
-    # ``direction`` keeps their messages apart: 0 and 1 are P in forward and in backward, 2 and 3 are P^T.
-
     def forth(self, rows: Tensor, site: Site, direction: int) -> Tensor:
         """Fetch the halo rows, without gradient."""
         words = "halo forward" if direction == 0 else "halo backward"
@@ -164,6 +152,20 @@ class HaloExchange:
     def add(self, come: Tensor, own: Tensor) -> Tensor:
         """Add received values to own rows, in place."""
         return own.index_add_(0, self.send, come)
+
+
+# [Note: transpose pair] Let P be the 0-1 matrix that copies own rows of all ranks into the places of own and
+# halo rows. A read of neighbours multiplies by P. Sums that are returned to their owners are a product with
+# its transpose:
+#
+#     P      [ 1 . . ]  own 0            P^T    [ 1 . . | 1 ]   own 0 gets its own value, and
+#            [ . 1 . ]  own 1                   [ . 1 . | . ]   that of every halo copy of it
+#            [ . . 1 ]  own 2                   [ . . 1 | . ]
+#            [ 1 . . ]  halo copy of row 0
+#
+# Backward of a product with P is a product with P^T, and backward of that is P again. So two functions are
+# enough for forward, backward and the backward of backward. ``direction`` keeps their messages apart: 0 and 1
+# are P in forward and in backward, 2 and 3 are P^T.
 
 
 @dataclass(frozen=True, slots=True)

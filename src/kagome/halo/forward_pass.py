@@ -48,7 +48,7 @@ class Backward(Protocol):
 #     backward    site 1 <──────────────── site 2 <────────────────── loss
 #
 #     [1] a zero that requires grad, made when the pass begins
-#     [2] ``_SumOverRoad`` and ``through`` return it as a second result, so it depends on site 1
+#     [2] the autograd function of the exchange returns it as a second result, so it depends on site 1
 #     [3] site 2 takes the token of [2], not of [1]: so sites form a chain, which backward goes in reverse
 #     [4] the engine adds it to the loss, also on a rank whose loss is 0 because it has no training vertex
 #

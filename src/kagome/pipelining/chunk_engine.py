@@ -280,6 +280,21 @@ class ChunkEngine:
         ledger = ledger_of_chunks(self.chunks, self.model, copies)
         return account(ledger, self.model, optimizer, self.saving.bytes)
 
+    # [Note: kinds of epoch] An epoch of chunks runs in one of three ways, and the history controller decides
+    # which:
+    #
+    #     kind       passes                     neighbours in other chunks    tables keep afterwards
+    #     history    one by one                 fresh or historical           the rows of the last refresh
+    #     refresh    one by one                 fresh or historical           the rows of this epoch
+    #     exact      in lockstep                fresh                         the rows of this epoch
+    #     probe      history without a step,    both, one after the other     the rows of this epoch
+    #                then exact
+    #
+    # ``drop`` and a single chunk have no tables and no choice. A careful epoch is a refresh that also passes
+    # on gradients of the epoch before (``stale``). An exact epoch leaves its gradients at historical rows for
+    # a careful one that may follow, which costs a table, so it does so only where the guard watches or the
+    # user asks for it.
+
     # Epochs --------------------------------------------------------------------------------------
 
     @while_attached
@@ -377,21 +392,6 @@ class ChunkEngine:
             self.owners.sum_shared()
             self.gradients.tell_hooks()
         return sum(job.lost for job in jobs.values())
-
-    # [Note: kinds of epoch] An epoch of chunks runs in one of three ways, and the history controller decides
-    # which:
-    #
-    #     kind       passes                     neighbours in other chunks    tables keep afterwards
-    #     history    one by one                 fresh or historical           the rows of the last refresh
-    #     refresh    one by one                 fresh or historical           the rows of this epoch
-    #     exact      in lockstep                fresh                         the rows of this epoch
-    #     probe      history without a step,    both, one after the other     the rows of this epoch
-    #                then exact
-    #
-    # ``drop`` and a single chunk have no tables and no choice. A careful epoch is a refresh that also passes
-    # on gradients of the epoch before (``stale``). An exact epoch leaves its gradients at historical rows for
-    # a careful one that may follow, which costs a table, so it does so only where the guard watches or the
-    # user asks for it.
 
     def _trained(self, epoch: int, plan: EpochPlan) -> Jobs:
         """Run all chunks forward and backward, by the pass for this kind of epoch."""

@@ -131,9 +131,9 @@ def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
 #     row i of by_target     | own sources .... | halo sources .. |
 #                            pointer[i]       middle[i]      pointer[i + 1]
 #
-#     [1] fetch        own rows start to travel
+#     [1]              own rows start to travel
 #     [2] span="own"   out[i]  = sum over the first half      while they travel
-#     [3] borrow       the halo rows have arrived, and are borrowed for the block
+#     [3]              the halo rows have arrived, and are borrowed for the block
 #     [4] span="halo"  out[i] += sum over the second half
 #
 # Backward is the mirror image: [4] sums the gradients at halo rows first, because they have to travel, and
@@ -141,8 +141,8 @@ def neighbor_extreme(whole: Tensor, edges: Structure, sign: int) -> Tensor:
 # places that change each epoch, so the sum reads them there through an index in place of [3], which would
 # copy them.
 #
-# A gradient of the edge weights needs the rows again in backward. Then the halo is waited for and kept, which
-# ``borrow`` would not allow.
+# A gradient of the edge weights needs the rows again in backward. Then the halo is copied and kept,
+# because borrowed rows are valid inside the block only.
 
 
 def _column(scale: Tensor, like: Tensor) -> Tensor:
