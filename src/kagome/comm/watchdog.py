@@ -30,7 +30,7 @@ ANSWERS_WITHIN = 5.0
 
 @dataclass(frozen=True)
 class _Doing:
-    """What this rank does now. It is replaced as a whole, so that the thread never reads a partial update."""
+    """This rank's present action. It is replaced as a whole, so the thread never reads a partial update."""
 
     number: int
     action: str

@@ -71,7 +71,7 @@ def check_kind(what: str, value: object, hint: Any, *, least: float | None = Non
 
 
 def oddity(value: object) -> str:
-    """What a value of the right kind should be, where no machine or file system holds it; else nothing."""
+    """Return what a value should be if no machine or file system can hold it; else an empty text."""
     if isinstance(value, (tuple, list)):
         return next(filter(None, map(oddity, value)), "")
     if isinstance(value, str):
@@ -132,7 +132,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def takes(hint: Any) -> str:
-    """What a field takes, in words."""
+    """Return in words what a field accepts."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return " or ".join(takes(kind) for kind in get_args(hint) if kind is not NoneType)

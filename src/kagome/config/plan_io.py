@@ -52,7 +52,7 @@ def load(file: str) -> dict[str, int | bool | str]:
 
 
 def _first(plans: Any) -> dict[str, Any] | None:
-    """The first plan's settings, if there are any."""
+    """Return the first plan's settings, or None."""
     found = plans.get("plans") if isinstance(plans, dict) else None
     first = found[0] if isinstance(found, list) and found else None
     settings = first.get("settings") if isinstance(first, dict) else None

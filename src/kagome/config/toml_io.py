@@ -37,7 +37,7 @@ def own_name(given: object) -> str:
 
 
 def to_toml(run: Run, own: Mapping[str, str] | None = None) -> str:
-    """The run as TOML text that :func:`from_toml` reads back.
+    """Return the run as TOML text, which :func:`from_toml` can read.
 
     Args:
         run: The settings.
@@ -133,7 +133,7 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
 
 
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
-    """The value as the field has it."""
+    """Return the value in the type of its field."""
     if not fits(value, hint):
         raise ConfigError(f"{name} to be {takes(hint)}", shown(value), where=where)
     if get_origin(hint) is tuple:

@@ -36,7 +36,6 @@ from kagome.halo.epoch_rows import CompressionCounts, CompressionState, EpochRow
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.halo.staleness import StaleRows
 
-
 # [Note: which way a request takes] The wrappers are chosen per request, not per run:
 #
 #     request                                     way

@@ -80,8 +80,8 @@ class Left:
 # the table are complete when it takes them. No message says so: the reverse order alone guarantees it, on
 # this rank and, for halo rows, on the ranks of the other parts.
 #
-# The gradients at ``0'`` and ``1'`` belong to rows of an earlier epoch, whose graph is gone. They are dropped,
-# and the factor of those that arrive in time makes up for them; or ``Left`` keeps them, and the next epoch
+# The gradients at ``0'`` and ``1'`` belong to rows of an earlier epoch, whose graph is gone. They are dropped
+# and the factor of those that arrive in time makes up for them, or ``Left`` keeps them, and the next epoch
 # adds them without a factor.
 
 

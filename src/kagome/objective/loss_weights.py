@@ -16,7 +16,6 @@ from kagome.errors import ConfigError, DataError
 from kagome.objective.loss_trials import copied
 from kagome.objective.objective import Objective, Target
 
-
 # [Note: mean over ranks] The loss is one mean over all training vertices, not a mean of the ranks' means:
 # parts have different numbers of them, and some have none.
 #

@@ -35,7 +35,7 @@ from kagome.user_frame import raised_at
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user gives a Trainer to learn with.
+    """The loss, metric, optimizer and scheduler that a user passes to a Trainer.
 
     Args:
         loss: A name, ``loss(out, y)``, or None for the one in the settings.
@@ -97,7 +97,7 @@ def named(train: Train, loss: object, metric: object) -> Train:
 
 @dataclass(frozen=True)
 class Aim:
-    """What a run learns, and how it is scored.
+    """The objective of a run, and the metric that scores it.
 
     Args:
         objective: The loss.

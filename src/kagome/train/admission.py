@@ -42,7 +42,7 @@ BEYOND = 1.5
 
 
 class RankAccount(NamedTuple):
-    """What one rank reports to the others: the size of its part, its place and the memory left there."""
+    """The report of one rank to the others: the size of its part, its place and the memory left there."""
 
     counts: PartSize
     place: str

@@ -235,7 +235,7 @@ def channels(x: Tensor) -> Tensor:
 
 
 def of_torch(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of :data:`DRAWS` draws by itself, and from torch's own generator."""
+    """Return whether a call of :data:`DRAWS` draws by itself, and from torch's own generator."""
     return not isinstance(func, FunctionType) and kwargs.get("generator") is None
 
 
