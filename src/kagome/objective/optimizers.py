@@ -97,7 +97,7 @@ def named(train: Train, loss: object, metric: object) -> Train:
 
 @dataclass(frozen=True)
 class Aim:
-    """The objective of a run, and the metric that scores it.
+    """What a run learns, and how it is scored.
 
     Args:
         objective: The loss.

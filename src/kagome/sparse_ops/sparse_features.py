@@ -148,7 +148,7 @@ def thin_of(
 
 
 def is_thin(rows: Tensor, edges: Structure | None = None) -> bool:
-    """Return whether a sparse product is faster than a dense one: see :func:`thin_of`."""
+    """Whether a sparse product is faster than a dense one: see :func:`thin_of`."""
     if rows.device.type != "cpu" or rows.dtype not in ops.LOOPED or rows.dim() != 2:
         return False
     numbers = (rows.size(0) if edges is None else edges.own) * rows.size(1)

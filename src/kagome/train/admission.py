@@ -81,7 +81,7 @@ class Admission:
             channel: All ranks.
 
         Returns:
-            Notes: how much the fullest rank will hold, and each place where ranks will need more than is
+            Notes on how much the fullest rank will hold, and on each place where ranks will need more than is
                 free.
 
         Raises:
