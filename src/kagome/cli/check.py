@@ -44,7 +44,7 @@ def checked(
         vertices: The number of vertices of the sample.
 
     Returns:
-        The result of the comparison, and messages about settings that were left out and the memory that a rank
+        The result of the comparison, and messages on settings that were left out and the memory that a rank
         would need.
 
     Raises:
