@@ -15,7 +15,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def _examples() -> dict[str, tuple[Path, int, str]]:
-    """Return every docstring with an example: its file, its first line and its text, by the name of its object.
+    """Return file, first line and text of every docstring with an example, by the name of its object.
 
     They are read from the source, as a wrapper around a function hides where it was written.
     """
