@@ -16,9 +16,9 @@ samples of a batch; ``planner`` tries them all in ``simulator``, and asks how ma
     exact                                              all chunks pass a piece of the layers before any
       0: 0.0 1.0 0.1 1.1 ...                           passes the next: every neighbour's row is fresh
 
-    fill-drain, 4 stages dealt to 2 ranks              all chunks pass a rank's first stage, then its next
-      0: stage 0: 0 1 2  stage 2: 0 1 2                one: it fills in the time of a stage of few layers;
-      1:    stage 1: 0 1 2  stage 3: 0 1 2             chunks beyond the ranks give messages time to travel
+    fill-drain, 4 stages on 2 ranks                    all chunks pass a rank's first stage, then its next
+      0: stage 0: 0 1 2  stage 2: 0 1 2                one: it fills in the time of a short stage; more
+      1:    stage 1: 0 1 2  stage 3: 0 1 2             chunks than ranks give messages time to travel
 
     samples      0    1    2    3    4    5    6    7        stage 0 in micro-batches of 2, stage 1 of 4:
     stage 0   [ 0F0    ][ 0F1    ][ 0F2    ][ 0F3    ]       a message has the smaller of both sizes, and
