@@ -91,7 +91,7 @@ def _copied(box: Any) -> Any:
 
 
 def _same(box: Any, before: Any) -> bool:
-    """Return whether a container holds the same objects. A comparison by value would become a traced call."""
+    """Whether a container holds the same objects; comparing proxies by value would be recorded as a call."""
     if len(box) != len(before):
         return False
     if isinstance(box, set):
