@@ -34,6 +34,7 @@ release = kagome.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "README"
 include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**", "benchmarks/*/*.md"]
+include_patterns += ["benchmarks/*/results/*/*.md"]  # the GPU's runs
 exclude_patterns = [".*", "build", "examples", "runs", "src", "tests", "**/runs"]
 html_theme = "furo"
 html_title = "Kagome"

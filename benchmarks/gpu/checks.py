@@ -214,7 +214,7 @@ def plain_losses(model: nn.Module, data: Data, epochs: int = 6, amp: bool = Fals
 def convolutions(visit: Visit) -> Iterator[Row]:
     """Every convolution of PyG on the GPU, one rank and two that are threads, against plain PyG on a CPU.
 
-    A case that fails is compared with plain PyG on the GPU too: some differ there from the CPU, or do not run.
+    A case that fails is compared with plain PyG on the GPU too: some differ there, or do not run.
     """
     todo = []
     for case in CASES:

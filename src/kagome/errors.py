@@ -21,6 +21,14 @@ class KagomeError(ValueError):
         got: What was there instead, with its number or name.
         where: Where it was found (rank, stage, chunk, layer, file), or ``""``.
         hint: One thing to try.
+
+    Example:
+        >>> import kagome
+        >>> try:
+        ...     kagome.Train(patience=0)
+        ... except kagome.KagomeError as error:
+        ...     print(error)
+        expected train.patience to be 1 or more; got 0.
     """
 
     told_by: int | None = None

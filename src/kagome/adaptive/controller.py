@@ -29,7 +29,7 @@ from kagome.config import Parallel
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """What is decided about one epoch.
+    """The decisions about one epoch.
 
     Args:
         kind: How rows of other chunks are read. A probe reads them exactly.

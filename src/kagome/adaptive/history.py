@@ -69,6 +69,23 @@ class HistoryProbe:
         )
 
 
+# [Note: states] The controller is a state machine. Its state is (careful?, exact epochs left, span); the
+# result of a probe or an epoch is the input:
+#
+#     state            input                            next state
+#     exact, n left    an exact epoch                   exact, n - 1 left; at 0 the next epoch is a probe
+#     free             cosine >= GOOD                   free, the span doubles, up to a period
+#     free             cosine < GOOD                    careful for the rest of the run, span 1
+#     careful          cosine >= GOOD                   careful, the span doubles, up to its largest
+#     careful          FAIR <= cosine < GOOD            careful, the span stays
+#     careful          cosine < FAIR                    exact, 2 left, then 4, 8, ... up to a period;
+#                                                       the largest span is half of this one
+#     any              the loss leaves its plateau      probe first, then as before
+#     any              the loss is on a plateau         exact, without a count (``plateau.held``)
+#
+# A run never leaves the careful state. The first epoch is exact, because the tables are empty.
+
+
 class HistoryController:
     """Decide for each epoch whether it uses history, refreshes it, runs exactly or is a probe.
 

@@ -14,7 +14,7 @@ level.
             what encodes or selects is probed before it is trusted: in the first epoch, and when tried again
             after the longest wait, twice, one level down is tried; after twice as many when that fails
 
-The error of a codec is drawn anew each epoch: a gradient that is off by half is noise, and right on the mean.
+The error of a codec is drawn anew each epoch: a gradient that is off by half is noise, but unbiased.
 The error of late rows lies along the last step: where the loss is steep, steps overshoot, and the loss stays
 where it is although each gradient points in a good direction. So late rows are also judged by how far off
 they are. One device that takes each step with the gradient of the step before loses as much

@@ -15,7 +15,7 @@ from typing import Final
 ROWS_GOOD: Final = 0.9
 """Cosine at which the next probe may come later."""
 ROWS_FAIR: Final = 0.5
-"""Cosine below which rows are exchanged more exactly; a gradient that is right on the mean may be noisy."""
+"""Cosine below which rows are exchanged more exactly; an unbiased gradient may be noisy."""
 CODED_FAIR: Final = 0.8
 """The same cosine where a codec is used.
 

@@ -197,6 +197,14 @@ def plan(
 
     Cost:
         A few seconds: steps of the model on a sample are timed on this machine.
+
+    Example:
+        >>> import kagome
+        >>> from torch_geometric.nn import GCN
+        >>> data = kagome.load("sbm:vertices=60,degree=4,features=6,classes=3,communities=3")
+        >>> plans = kagome.plan(GCN(6, 8, num_layers=2, out_channels=3), data, devices=2)
+        >>> "graph=2" in [plan.name for plan in plans.fitting]
+        True
     """
     refuse_no_module(model, "plan(model, ...)")
     check_kind("plan.devices", devices, int)

@@ -51,7 +51,7 @@ AT: Final[Mapping[str, Callable[[Any], SiteKey]]] = {
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What decides which rows a rank keeps, and in which order.
+    """The facts that decide which rows a rank keeps, and in which order.
 
     Args:
         stage: The rank's stage, among those that hold its part.

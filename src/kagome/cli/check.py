@@ -1,6 +1,6 @@
 """Check command: compares a split run with an unsplit one, for ``kagome check``.
 
-Where it sits: ``cli.main`` calls :func:`checked`; ``verify.check`` does the comparison.
+Where it sits: ``cli.app`` calls :func:`checked`; ``verify.check`` does the comparison.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def checked(
         vertices: The number of vertices of the sample.
 
     Returns:
-        The result of the comparison, and messages: which settings were left out, and the memory that a rank
+        The result of the comparison, and messages on settings that were left out and the memory that a rank
         would need.
 
     Raises:

@@ -144,7 +144,7 @@ class Channel(PeerGroup):
             backward: Whether the message belongs to the backward pass.
 
         Returns:
-            The message in progress. Keep it and wait for it: a message that is dropped earlier may never
+            The message in progress. Keep it and wait for it, because a message that was dropped may never
             arrive.
 
         Raises:

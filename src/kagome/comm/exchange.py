@@ -32,7 +32,7 @@ SegmentSizes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class SiteExchange:
-    """Which exchange of a model a request is, for wrappers that encode or delay rows.
+    """The identity of an exchange in a model, for wrappers that encode or delay rows.
 
     Args:
         site: Key of the site, the same in every forward pass.
@@ -173,7 +173,7 @@ class BytesWork(Protocol):
 
 
 class Exchange(Protocol):
-    """What exchanges rows between the ranks of a group: a channel, or a wrapper around one."""
+    """An object that exchanges rows between the ranks of a group: a channel, or a wrapper around one."""
 
     @property
     def rank(self) -> int:

@@ -30,7 +30,7 @@ ANSWERS_WITHIN = 5.0
 
 @dataclass(frozen=True)
 class _Doing:
-    """What this rank does now. It is replaced as a whole, so that the thread never reads a partial update."""
+    """The present action of this rank, replaced as a whole: the thread must not read a partial update."""
 
     number: int
     action: str

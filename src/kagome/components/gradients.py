@@ -80,6 +80,15 @@ def _suited(parameters: Sequence[nn.Parameter]) -> int:
     return max(BUCKET_BYTES, sum(p.nbytes for p in parameters) // MOST_BUCKETS)
 
 
+# [Note: message of a bucket] The gradients of a bucket are summed in one message with a few numbers in front:
+#
+#     [ 1 or 0 for each parameter ][ notes, in one bucket only ][ gradient of p0 ][ gradient of p1 ] ...
+#
+# The 1 says that this rank has a gradient, so the sum says how many ranks have one. A parameter without any
+# keeps None, as on one rank: with zeros in its place Adam's moments and weight decay would move it. The notes
+# (the loss, requests to stop) travel along because a message of their own would cost another latency.
+
+
 class Gradients:
     """Sum parameters' gradients over the ranks: the same bits on all of them, whatever the buckets.
 

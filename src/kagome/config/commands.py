@@ -1,6 +1,6 @@
 """Commands: the flags of each command, as dataclasses.
 
-Where it sits: ``cli.main`` parses them; what they do is there.
+Where it sits: ``cli.app`` parses them and runs the commands.
 """
 
 from __future__ import annotations
@@ -15,47 +15,51 @@ from kagome.config.fields import check_kinds
 from kagome.errors import ConfigError
 
 MOST = {"devices": 65_536, "vertices": 10**13, "edges": 10**15, "features": 10**7, "classes": 10**6}
-"""The most that ``kagome plan`` takes of each: its sample has all features and classes."""
+"""Largest values that ``kagome plan`` accepts: its sample has all features and classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand(config.Run):
-    """Train a model on a graph, over as many ranks as are given.
+    """Train a model on a graph, on one rank or several.
 
-    A TOML file with the same sections may stand first: ``kagome train RUN.toml --train.epochs 50``.
+    A TOML file with the same sections may come first: ``kagome train RUN.toml --train.epochs 50``.
     """
 
     nproc: int | None = None
-    """Local ranks to start; by default the product of the mesh. Under torchrun or srun, theirs are used."""
+    """Number of local ranks to start; by default the product of the mesh. Under torchrun or srun, the
+    ranks that they started are used."""
     out: str | None = None
     """Folder for the run's files; by default a new one under runs/."""
     overwrite: bool = False
-    """Remove a run that is in that folder already."""
+    """Remove a run that is already in that folder."""
     resume: str | None = None
-    """Folder of a run to go on with, on any number of ranks; its settings are the defaults. Where it has no
+    """Folder of a run to continue, on any number of ranks; its settings are the defaults. If it has no
     checkpoint yet, a new run begins in it."""
     max_restarts: int = 0
-    """How often local ranks are started again after one has died, from the last whole checkpoint."""
+    """Number of times that local ranks are started again after one of them died, from the last complete
+    checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictCommand(config.Run):
-    """Score a graph with the weights of a run; the graph need have no labels.
+    """Score a graph with the weights of a run; labels are not needed.
 
-    The settings of the run are the defaults; flags win.
+    The settings of the run are the defaults; flags override them.
     """
 
     checkpoint: Annotated[str, tyro.conf.arg(metavar="RUN")]
-    """Folder of a run (its best epoch counts), one of its checkpoints, or a .safetensors file of weights."""
+    """Folder of a run (its best epoch is used), one of its checkpoints, or a .safetensors file of
+    weights."""
     out: Annotated[str, tyro.conf.arg(metavar="FILE")]
-    """Where scores go, a row a vertex in the original order: FILE.npz (as ``scores``) or FILE.npy."""
+    """File for the scores, one row for each vertex in the original order: FILE.npz (as ``scores``) or
+    FILE.npy."""
     nproc: int | None = None
     """Local ranks to start; by default the product of the mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCommand:
-    """Compare split with whole on a sample of the graph: all outputs and gradients.
+    """Compare all outputs and gradients of a split model and a whole one, on a sample of the graph.
 
     The exit code is 1 if they differ.
     """
@@ -75,13 +79,14 @@ class CheckCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionCommand:
-    """Cut a graph and save the parts: then ``kagome train --data.partition DIR`` loads one part a rank."""
+    """Cut a graph and save its parts, for ``kagome train --data.partition DIR``."""
 
     data: config.Data = field(default_factory=config.Data)
     parts: int = 2
-    """How many."""
+    """Number of parts."""
     partitioner: config.Partitioner = "auto"
-    """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
+    """Method that assigns vertices to parts. ``auto`` uses METIS if it fits into memory, otherwise
+    streaming."""
     seed: int = 0
     """The partitioner's seed."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")]
@@ -94,35 +99,36 @@ class PartitionCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Predict what each cut would cost on some devices, and say which is best and why.
+    """Predict what each cut would cost on given devices, and explain which is best.
 
-    The graph is loaded and cut; with --vertices and --edges it need not be there.
+    The graph is loaded and cut, unless --vertices and --edges state its size.
     """
 
     data: config.Data = field(default_factory=config.Data)
     model: config.Model = field(default_factory=config.Model)
     train: config.Train = field(default_factory=config.Train)
     devices: int = 2
-    """Local ranks to plan for, where no cluster is named."""
+    """Number of local ranks to plan for, if no cluster is named."""
     cluster: str | None = None
     """A cluster's TOML file, or one of h100x8, h100x64, a5000x16."""
     allow: tuple[config.Allowed, ...] = ()
-    """What may be taken: another model (``decoupled``), rows of an earlier epoch in other chunks
-    (``history``) or of other parts (``stale``), one bit a number of those (``onebit``)."""
+    """Inexact methods that plans may use: another model (``decoupled``), rows of an earlier epoch in
+    other chunks (``history``) or in other parts (``stale``), one bit for each number of those
+    (``onebit``)."""
     vertices: int | None = None
-    """Vertices of a graph that is not there."""
+    """Number of vertices, to plan for a graph that is not on this machine."""
     edges: int | None = None
-    """Its edges, each way counted."""
+    """Number of its edges; an edge in both directions counts twice."""
     features: int = 128
-    """Its features a vertex."""
+    """Number of its features for each vertex."""
     classes: int = 16
-    """Its classes."""
+    """Number of its classes."""
     reuse: bool = True
-    """Take what was measured on this machine within a day."""
+    """Reuse measurements made on this machine within a day."""
     page: str = "runs/plan.html"
-    """The page that shows the plans, and an epoch of the best; empty for none."""
+    """File for the page that shows the plans and one epoch of the best; empty writes none."""
     json: bool = False
-    """Print plans as JSON, and write no page."""
+    """Print the plans as JSON, and do not write a page."""
 
     def __post_init__(self) -> None:
         check_kinds("plan", self)
@@ -143,7 +149,7 @@ class ReportCommand:
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Say what this machine offers, and whether ranks can talk to each other here."""
+    """Report what this machine offers, and whether ranks can communicate on it."""
 
 
 COMMANDS = {

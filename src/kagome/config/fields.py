@@ -1,6 +1,6 @@
-"""Kinds: whether a setting's value is of the kind that its annotation says, and how that is said.
+"""Fields: check that the value of a setting has the type of its annotation, and name the type in words.
 
-Where it sits: ``settings`` asks when settings are made, ``toml_io`` when they are read from a file.
+Where it sits: ``settings`` calls it when settings are made, ``toml_io`` when they are read from a file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kagome.errors import ConfigError, shortened
 
 LARGEST: Final = 2**63 - 1
 LARGEST_FLOAT: Final = 3.4028234663852886e38
-"""Of 32 bits: weights, rates and losses are such."""
+"""The largest float of 32 bits, the type of weights, rates and losses."""
 LONGEST_NAME: Final = 255
-"""Bytes of a file's name."""
+"""Largest number of bytes in a file name."""
 WORDS: Final = {
     str: "a text",
     int: "a whole number",
@@ -31,15 +31,15 @@ WORDS: Final = {
 
 @cache
 def hints_of(settings: Hashable) -> dict[str, Any]:
-    """The annotation of each field of a dataclass."""
+    """Return the annotation of each field of a dataclass."""
     return get_type_hints(settings)
 
 
 def check_kinds(section: str, settings: Any) -> None:
-    """Refuse values that are not of their fields' kinds.
+    """Refuse values whose type differs from the annotation of their field.
 
     Raises:
-        ConfigError: Naming the first.
+        ConfigError: Naming the first of them.
     """
     hints = hints_of(settings.__class__)
     for field in dataclasses.fields(settings):
@@ -51,16 +51,16 @@ def check_kinds(section: str, settings: Any) -> None:
 
 
 def check_kind(what: str, value: object, hint: Any, *, least: float | None = None) -> None:
-    """Refuse an argument that is not of its kind.
+    """Refuse an argument whose type differs from its annotation.
 
     Args:
-        what: Its name.
-        value: What was given.
+        what: The argument's name.
+        value: Its value.
         hint: Its annotation.
-        least: The least that a number may be.
+        least: The lower bound of a number.
 
     Raises:
-        ConfigError: If it is not, or no machine holds it, or it is less.
+        ConfigError: If the type differs, the number does not fit 64 bits, or it is below ``least``.
     """
     odd = "" if fits(value, hint) else takes(hint)
     odd = odd or oddity(value)
@@ -71,7 +71,7 @@ def check_kind(what: str, value: object, hint: Any, *, least: float | None = Non
 
 
 def oddity(value: object) -> str:
-    """What a value of the right kind should be, where no machine or file system holds it; else nothing."""
+    """Return what a value should be if no machine or file system can hold it; else an empty text."""
     if isinstance(value, (tuple, list)):
         return next(filter(None, map(oddity, value)), "")
     if isinstance(value, str):
@@ -92,14 +92,14 @@ def _too_long(text: str) -> bool:
 
 
 def path_of(text: str | Path, what: str) -> Path:
-    """A path that somebody gave, if any file system can hold it.
+    """Return a user's path, if a file system can hold it.
 
     Args:
         text: The path.
-        what: Where it was given: ``--cluster``, ``out``.
+        what: The name of the setting or flag: ``--cluster``, ``out``.
 
     Raises:
-        ConfigError: If it is none, or none can.
+        ConfigError: If it is not a path, or no file system can hold it.
     """
     if not isinstance(text, (str, Path)):
         raise ConfigError(f"{what} to be a text or a path", shown(text))
@@ -109,7 +109,7 @@ def path_of(text: str | Path, what: str) -> Path:
 
 
 def shown(value: object, most: int = 200) -> str:
-    """A value for an error, whatever it is."""
+    """Return the text of any value for an error message."""
     try:
         return shortened(repr(value), most)
     except (ValueError, RecursionError):
@@ -117,7 +117,7 @@ def shown(value: object, most: int = 200) -> str:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether a value is of a kind; a whole number serves where any number does."""
+    """Return whether a value has the annotated type; whole numbers count as floats."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(fits(value, kind) for kind in get_args(hint))
@@ -132,7 +132,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def takes(hint: Any) -> str:
-    """What a field takes, in words."""
+    """Return in words what a field accepts."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return " or ".join(takes(kind) for kind in get_args(hint) if kind is not NoneType)

@@ -1,4 +1,4 @@
-"""Named: a module that a user has named, from the current folder or installed.
+"""Named module: imports a module that a user has named, from the current folder or an installed package.
 
 Where it sits: data sets and models of the form ``python:package.module:function`` are looked up by it.
 Nothing of the current folder is imported unless a user names it: a ``numba.py`` that is there never runs.
@@ -15,15 +15,15 @@ from types import ModuleType
 
 
 def named_module(name: str) -> ModuleType:
-    """A module by its name: of the current folder, where that has it, else of Python's path.
+    """Return a module by its name, from the current folder if it has one, else from Python's path.
 
-    What a module of the current folder imports may lie there too; it is looked for there last.
+    Imports inside a module of the current folder find other modules there too, after those of Python's path.
 
     Args:
-        name: Such as ``package.module``.
+        name: The module's name, such as ``package.module``.
 
     Raises:
-        Exception: What importing it raised.
+        Exception: The error that the import raised.
     """
     here, top = os.getcwd(), name.partition(".")[0]
     if here not in sys.path:
@@ -41,6 +41,6 @@ def named_module(name: str) -> ModuleType:
 
 
 def leave_current_folder() -> None:
-    """Take the current folder from the head of Python's path, where ``python -m`` has put it."""
+    """Move the current folder, which ``python -m`` has put first, to the end of Python's path."""
     if sys.path and sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path:
         sys.path.append(sys.path.pop(0))

@@ -1,4 +1,4 @@
-"""Planfile: the settings of the first plan in a file that ``kagome plan --json`` wrote, or a user edited.
+"""Plan file: the settings of the first plan in a file that ``kagome plan --json`` wrote.
 
 Where it sits: ``config.Parallel`` asks for it.
 """
@@ -20,7 +20,7 @@ KINDS: Mapping[str, type] = {
 
 
 def load(file: str) -> dict[str, int | bool | str]:
-    """The first plan's settings.
+    """Return the settings of the first plan in a file.
 
     Raises:
         ConfigError: If there is no such file, or it holds no plan.
@@ -52,7 +52,7 @@ def load(file: str) -> dict[str, int | bool | str]:
 
 
 def _first(plans: Any) -> dict[str, Any] | None:
-    """The first plan's settings, if there are any."""
+    """Return the first plan's settings, or None."""
     found = plans.get("plans") if isinstance(plans, dict) else None
     first = found[0] if isinstance(found, list) and found else None
     settings = first.get("settings") if isinstance(first, dict) else None

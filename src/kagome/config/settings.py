@@ -1,6 +1,6 @@
 """Run = Data + Model + Parallel + Train + Report: the one source of command line flags, TOML and docs.
 
-Where it sits: frozen dataclasses without torch; ``cli.main`` turns them into flags, ``train`` reads them.
+Where it sits: frozen dataclasses without torch; ``cli.app`` turns them into flags, ``train`` reads them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ Metric = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What to train on."""
+    """The graph to train on: its name, its files, and what is done to it when it is loaded.
+
+    Example:
+        >>> from kagome.config import Data
+        >>> Data(name="Cora", root="/data", undirected=True).name
+        'Cora'
+    """
 
     name: str = "digits"
     """Data set: ``digits``, ``sbm:vertices=...``, ``Cora``, ``pyg:Class[:name]``, ``ogb:NAME``, ``npz:FILE``,
@@ -49,7 +55,7 @@ class Data:
     root: str = "data"
     """Folder with the data set's raw files; processed files are written beside them."""
     partition: str | None = None
-    """Folder of a saved partition (``kagome partition``): each rank loads its own part only."""
+    """Folder of a saved partition (``kagome partition``); each rank loads its own part only."""
     undirected: bool = False
     """Add the reverse of every edge."""
     self_loops: bool = False
@@ -57,7 +63,8 @@ class Data:
     project: int | None = None
     """Project the features to this many columns, once, by a seeded random matrix."""
     split: int = 0
-    """Which of several given splits to use; without any masks, the seed of the 60/20/20 split made."""
+    """The number of the split to use if the data set has several; if it has no masks, the seed of the
+    60/20/20 split that is made."""
 
     def __post_init__(self) -> None:
         check_kinds("data", self)
@@ -80,9 +87,10 @@ class Model:
     heads: int = 8
     """Attention heads, for the models that have them."""
     fast: bool = True
-    """Reduce messages by kernels, without a tensor of a row an edge; off, all runs as PyG runs it."""
+    """Reduce messages with kernels, without a tensor of one row for each edge. False runs every layer as
+    PyG runs it."""
     recompute: bool = False
-    """Keep the inputs of each layer only, and compute the rest again in backward; nothing is sent again."""
+    """Keep only the inputs of each layer and compute the rest again in backward. No exchange is repeated."""
 
     def __post_init__(self) -> None:
         check_kinds("model", self)
@@ -90,86 +98,101 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How to split. Every field has the value that changes nothing as its default."""
+    """How training is split over ranks. The defaults cut the graph into one part for each rank, exactly.
+
+    Example:
+        >>> import kagome
+        >>> cut = kagome.Parallel(pipe=2).fit(world_size=6)  # what the open settings become on 6 ranks
+        >>> cut.graph, cut.pipe, cut.chunks
+        (3, 2, 8)
+    """
 
     graph: int | None = None
-    """Parts the graph is cut into; by default as many as there are ranks for each stage."""
+    """Number of parts that the graph is cut into; by default, as many as there are ranks for each stage."""
     pipe: int = 1
-    """Ranks that the model's layers are cut over: its stages."""
+    """Number of ranks that share the model's layers, each with one stage of them."""
     stages_per_rank: int = 1
-    """Stages of each of them, dealt round: with several, few chunks fill a pipeline, and more is sent."""
+    """Stages of each such rank, assigned in rotation. With several, a few chunks fill the pipeline, but
+    more values are sent."""
     tensor: int = 1
-    """Slices that the features are cut into: layers whose columns do not meet sum over the whole graph, each
-    rank some columns; other layers read a halo."""
+    """Number of slices that the features are cut into. Layers that treat each column separately sum over
+    the whole graph, each rank some of the columns; other layers read a halo."""
     decouple: bool = False
-    """Train another model: all the layers' maps first, then all their hops, so that depth sends nothing more
-    (NeutronTP). For GCN, SAGE, GAT, GCN-II and R-GCN layers."""
+    """Train a different model: first the maps of all layers, then all hops, so that traffic does not grow
+    with depth (NeutronTP). For GCN, SAGE, GAT, GCN-II and R-GCN layers."""
     memory_gib: float | None = None
-    """Bound of the working memory, in GiB, of a sum over feature slices: the graph passes in chunks, and rows
-    of the next one travel meanwhile."""
+    """Limit, in GiB, of the working memory of a sum over feature slices. The graph is processed in
+    chunks, and the rows of the next chunk are sent meanwhile."""
     activations: Activations = "auto"
-    """Where what backward needs of a forward waits for it: on the ``device``, in ``host`` memory, or on
-    ``disk`` (in TMPDIR); ``auto`` takes host memory on a GPU where ``memory_gib`` is set."""
+    """Place where activations saved for backward are kept: on the ``device``, in ``host`` memory, or on
+    ``disk`` (in TMPDIR). ``auto`` uses host memory on a GPU if ``memory_gib`` is set."""
     chunks: int | None = None
-    """Chunks of each part that pass the stages one after the other; by default 4 a stage, else 1."""
+    """Number of chunks of each part, which pass the stages one after another; by default 4 for each
+    stage, or 1 without stages."""
     cross_chunk: CrossChunk = "history"
-    """Neighbours in other chunks: their last known rows, nothing (``drop``), or ``exact`` rows, layer by
-    layer."""
+    """Rows of neighbours in other chunks: their last known rows (``history``), none (``drop``), or exact
+    rows, with all chunks run layer by layer (``exact``)."""
     history_epochs: int = 20
-    """Epochs for which historical rows are kept before they are taken anew."""
+    """Number of epochs for which historical rows are kept before they are refreshed."""
     cross_chunk_scale: float = 2.0
-    """Factor of gradients that pass from one chunk to an earlier one: half of them are lost."""
+    """Scale of gradients sent from a later chunk to an earlier one. The default compensates for the half
+    that arrives too late to be used."""
     shuffle_chunks: bool = True
-    """Take the chunks in another order each epoch."""
+    """Process the chunks in a different order in each epoch."""
     stale_gradients: bool = False
-    """Let historical rows pass on the gradients of the epoch before (an ablation; without the factor)."""
+    """Pass gradients through historical rows to the next epoch, instead of scaling those that arrive in
+    time (an ablation)."""
     guard: bool = True
-    """Watch what history costs: before accuracy is lost take rows anew in each epoch, with gradients of the
-    epoch before, or run exact epochs."""
+    """Measure how far history changes the gradient. Before accuracy is lost, refresh the rows in every
+    epoch and pass on the gradients of the epoch before, or run exact epochs."""
     schedule: Schedule = "auto"
-    """In which order chunks pass: ``auto`` takes fill-drain, and 1F1B where chunks are independent."""
+    """Order in which the chunks pass the stages. ``auto`` uses fill-drain, or 1F1B if chunks are
+    independent."""
     layers: tuple[str, ...] = ()
-    """Names of modules that follow each other, for a model whose forward cannot be traced."""
+    """Names of modules that run one after another, for a model whose forward cannot be traced."""
     codec: CodecName = "none"
-    """What rows of other parts look like on the wire: ``none`` is the tensor's own type; ``onebit`` to
-    ``int8`` round at random, right on the mean."""
+    """Encoding of the rows of other parts when they are sent. ``none`` keeps the tensor's own type;
+    ``int8`` to ``onebit`` round at random, so that the mean is unbiased."""
     codec_backward: CodecName | None = None
-    """The same for gradients; by default as ``codec``."""
+    """Codec of their gradients; by default the same as ``codec``."""
     codec_stage: CodecName | None = None
-    """The same for what goes from stage to stage; by default as it is."""
+    """Codec of the values sent between stages; by default they are sent unchanged."""
     codec_weights: SumCodec = "none"
-    """The same for gradients of weights while parts sum them: ``bf16`` has the range of float32."""
+    """Codec of weight gradients while they are summed over parts; ``bf16`` has the range of float32."""
     error_feedback: bool = False
-    """Add what a codec lost of a row to the row that is sent next."""
+    """Add the error of the codec on a row to the row that is sent next."""
     max_age: int = 0
-    """Epochs that rows of other parts, and their gradients, may be old: from 1 on they travel while the next
-    epoch computes."""
+    """Age, in epochs, that rows of other parts and their gradients may have. With 1 or more, they are
+    sent while the next epoch computes."""
     sync_every: int | Literal["auto"] | None = None
-    """Wait for this epoch's rows in every so many epochs; ``auto``: when rows have moved far."""
+    """Number of epochs after which an epoch waits for its own rows; ``auto``: an epoch waits after rows
+    have moved far."""
     smoothing: float = 0.0
-    """Share of earlier epochs in late rows: a moving average."""
+    """Weight of earlier epochs in late rows, as a moving average."""
     halo_sample: float = 1.0
-    """Share of other parts' rows that is read in an epoch, other ones each time, made larger so that sums are
-    right on the mean. For layers that sum or average rows times weights (GCN, SAGE, GIN): one whose
-    message is another function of a row (EdgeConv, CG, ResGated) is refused."""
+    """Share of other parts' rows that an epoch reads. A different share is drawn each time and scaled up,
+    so that sums are unbiased. For layers that sum or average rows times weights (GCN, SAGE, GIN); a layer
+    whose message is another function of a row (EdgeConv, CG, ResGated) is refused."""
     skip_drift: float = 0.0
-    """Do not send rows again that moved by less than this share of their length, until they are ``max_age``
-    epochs old, which is 2 at least."""
+    """Do not send a row again if it moved by less than this share of its length, until it is ``max_age``
+    epochs old; ``max_age`` must be at least 2."""
     adaptive_bits: bool = False
-    """Share out the codec's bits: more for rows that lose much and are read often."""
+    """Distribute the codec's bits: more for rows that lose much and are read often."""
     partitioner: Partitioner = "auto"
-    """How vertices are given to parts; ``auto`` takes METIS where it fits into memory, else streaming."""
+    """Method that assigns vertices to parts. ``auto`` uses METIS if it fits into memory, otherwise
+    streaming."""
     reuse: bool = True
-    """Keep partitions in the user's cache, and use them again while data, partitioner, seed and parts are the
-    same."""
+    """Keep partitions in the user's cache, and use them again while data, partitioner, seed and number of
+    parts are the same."""
     shared_memory: bool = True
-    """Ranks of one host hand each other large messages in memory that both see, not through a socket."""
+    """Pass large messages between ranks of one host through memory that both map, instead of a socket."""
     plan: str = "manual"
-    """``auto`` predicts all cuts for --nproc ranks and takes the best; a file that ``kagome plan --json``
-    wrote gives its first plan; ``manual`` is what the settings here say."""
+    """``manual`` uses the settings given here. ``auto`` predicts the cost of all cuts for --nproc ranks
+    and takes the best. The name of a file that ``kagome plan --json`` wrote takes its first plan."""
     allow: tuple[Allowed, ...] = ()
-    """What ``auto`` may take: another model (``decoupled``), rows of an earlier epoch in other chunks
-    (``history``) or of other parts (``stale``), one bit a number of those (``onebit``)."""
+    """Inexact methods that ``auto`` may use: another model (``decoupled``), rows of an earlier epoch in
+    other chunks (``history``) or in other parts (``stale``), one bit for each number of those
+    (``onebit``)."""
 
     def __post_init__(self) -> None:
         if self.plan not in ("manual", "auto"):
@@ -190,10 +213,10 @@ class Parallel:
         validation.check(self)
 
     def _take(self, settings: Mapping[str, Any]) -> None:
-        """Settings of a plan in place of defaults: from here on the mesh is as if it had been written out.
+        """Take the settings of a plan in place of defaults, as if they had been written out here.
 
         Raises:
-            ConfigError: If one of them was set here to another value.
+            ConfigError: If one of them was set to another value.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, value in settings.items():
@@ -207,10 +230,10 @@ class Parallel:
         object.__setattr__(self, "plan", "manual")
 
     def fit(self, world_size: int) -> Parallel:
-        """The same cut for a given number of ranks, with nothing left open.
+        """Return the same cut for a given number of ranks, with every default resolved.
 
         Raises:
-            ConfigError: If the cut needs another number of ranks, or settings clash on it.
+            ConfigError: If the cut needs another number of ranks, or settings conflict.
         """
         if self.plan == "auto":
             raise ConfigError(
@@ -231,9 +254,9 @@ class Parallel:
         return ("1f1b" if alone else "fill-drain") if self.schedule == "auto" else self.schedule
 
     def cutter(self, ranks: int) -> str:
-        """The partitioner of the vertices of so many ranks, those of one stage.
+        """Return the partitioner for this many ranks, those of one stage.
 
-        Ranks that slice the features of one part want equal shares of it, however they are cut.
+        Ranks that slice the features of one part need equal shares of it, whichever method cuts the parts.
         """
         if self.tensor == 1:
             return self.partitioner
@@ -243,19 +266,25 @@ class Parallel:
 
 
 def default_chunks(pipe: int, tensor: int) -> int:
-    """Chunks of a part where nothing is said: plans leave them out where they are these.
+    """Return the default number of chunks of a part. Plans do not list the chunks if they have this number.
 
-    Feature slices are of the whole graph: it passes the stages as one chunk.
+    Feature slices cover the whole graph, which passes the stages as one chunk.
     """
     return 4 * pipe if pipe > 1 and tensor == 1 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How the model is trained: epochs, learning rate, loss, metric, seed, checks and checkpoints."""
+    """How the model is trained: epochs, learning rate, loss, metric, seed, checks and checkpoints.
+
+    Example:
+        >>> import kagome
+        >>> kagome.Train(epochs=50, lr=0.005).weight_decay
+        0.0005
+    """
 
     epochs: int = 200
-    """Weight updates; one epoch is one update over the whole graph."""
+    """Number of weight updates. One epoch is one update over the whole graph."""
     seed: int = 0
     """Seed of weights, dropout and partition."""
     lr: float = 0.01
@@ -263,38 +292,41 @@ class Train:
     weight_decay: float = 5e-4
     """Adam's weight decay."""
     patience: int | None = None
-    """Stop when the validation metric has not become better for so many epochs."""
+    """Stop if the validation metric has not improved for this many epochs."""
     eval_every: int = 1
-    """Evaluate each so many epochs."""
+    """Number of epochs from one evaluation to the next."""
     clip: float | None = None
-    """Largest norm of the whole gradient."""
+    """Largest allowed norm of the whole gradient; a longer gradient is scaled down."""
     amp: Literal["none", "bf16"] = "none"
     """Mixed precision: run the forward pass in bf16 autocast."""
     loss: Loss = "auto"
-    """What is learned; ``auto`` takes cross entropy of class ids, and binary cross entropy of several labels
-    of 0 and 1. Numbers want ``mse``, ``mae`` or ``huber``. A label that is NaN is none, entry by entry."""
+    """The loss. ``auto`` uses cross entropy for class ids, and binary cross entropy for several labels of
+    0 and 1. Numbers need ``mse``, ``mae`` or ``huber``. A label that is NaN counts as missing, entry by
+    entry."""
     ignore_index: int | None = None
-    """The label that stands for none; where nothing is said -1 with ``cross_entropy`` and ``bce``, and none
-    with other losses and with your own."""
+    """The label that means a missing label; by default -1 with ``cross_entropy`` and ``bce``. Other
+    losses, and a loss of your own, have no such label by default."""
     class_weight: tuple[float, ...] = ()
-    """A weight a class for ``cross_entropy``; the mean divides by the sum of weights, as PyTorch's."""
+    """One weight for each class in ``cross_entropy``. The mean divides by the sum of the weights, as in
+    PyTorch."""
     sample_weight: str | None = None
-    """The attribute of the data with a weight a vertex, for a built-in loss: a weighted mean."""
+    """Name of the attribute with one weight for each vertex, for the weighted mean of a built-in loss."""
     metric: Metric = "auto"
-    """What is reported, and chooses the best epoch; ``auto`` takes accuracy, F1 (micro) for several labels a
-    vertex, RMSE or MAE for numbers, and the loss where a loss of your own meets labels that are no
-    classes, or an output with other columns than the labels ask for."""
+    """The metric that is reported and that chooses the best epoch. ``auto`` uses accuracy for classes, F1
+    (micro) for several labels per vertex, and RMSE or MAE for numbers. It uses the loss if you pass a
+    loss of your own and the labels are not classes, or the output has other columns than the labels need."""
     metric_columns: tuple[int, ...] = ()
-    """Columns of the model's output that the metric scores; by default all, one a class or label."""
+    """Columns of the model's output that the metric scores; by default all, one for each class or label."""
     check: bool = True
-    """Before training, compare split with whole on a small sample of the graph, and refuse a run that is
-    foretold to want far more memory than is left."""
+    """Before training, compare split and whole on a small sample of the graph, and refuse a run that is
+    predicted to need far more memory than is free."""
     save_every: int | None = None
-    """Write a checkpoint each so many epochs (always one at the end and at SIGTERM)."""
+    """Number of epochs from one checkpoint to the next. The end of the run and SIGTERM always write one."""
     save_rows: bool = True
-    """Checkpoints hold what history and late rows have of the last epoch: the same ranks go on to the bit."""
+    """Store historical and late rows of the last epoch in checkpoints, so that the same number of ranks
+    continues bit for bit."""
     timeout: float = 300.0
-    """Seconds that a rank waits for another before it gives up and says for whom."""
+    """Seconds that a rank waits for another before it stops and names the late rank."""
 
     def __post_init__(self) -> None:
         check_kinds("train", self)
@@ -311,7 +343,14 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What to say about the run."""
+    """What a run reports besides its summary: page, timeline, progress line, TensorBoard events.
+
+    Example:
+        >>> import kagome
+        >>> quiet = kagome.Report(page=False, trace=False, progress=False)
+        >>> quiet.tensorboard
+        False
+    """
 
     page: bool = True
     """Write the report page."""
@@ -328,7 +367,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run, whole."""
+    """All settings of one training run, in five sections.
+
+    Example:
+        >>> from kagome.config import Model, Run, Train
+        >>> run = Run(model=Model(name="gat", layers=3), train=Train(epochs=20))
+        >>> run.data.name, run.model.name, run.train.epochs
+        ('digits', 'gat', 20)
+    """
 
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
@@ -337,15 +383,15 @@ class Run:
     report: Report = field(default_factory=Report)
 
     def cut(self, ranks: int) -> tuple[str, int, bool]:
-        """How the vertices of so many ranks are cut: partitioner, seed, and whether a kept cut will do."""
+        """Return how vertices are cut for this many ranks: partitioner, seed, and whether to reuse a cut."""
         return self.parallel.cutter(ranks), self.train.seed, self.parallel.reuse
 
 
 def at_least(section: str, settings: object, **lows: float) -> None:
-    """Refuse numbers below their least.
+    """Refuse numbers below their lower bounds.
 
     Raises:
-        ConfigError: Naming the first.
+        ConfigError: Naming the first of them.
     """
     for name, low in lows.items():
         value = getattr(settings, name)

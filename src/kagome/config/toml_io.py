@@ -1,6 +1,6 @@
-"""Written: a run's settings as plain values and as TOML, there and back.
+"""TOML: write a run's settings as plain values and as TOML, and read them back.
 
-Where it sits: ``cli.main`` reads settings files with it, ``run_dir.run_dir`` writes a run's own.
+Where it sits: ``cli.app`` reads settings files with it, ``run_dir.run_dir`` writes a run's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kagome.storage import text_files
 
 
 def as_dict(run: Run) -> dict[str, dict[str, Any]]:
-    """The run as nested plain values; fields that are None are left out, as TOML knows no null."""
+    """Return the run as nested plain values. Fields that are None are left out: TOML has no null."""
     return {
         section: {key: value for key, value in values.items() if value is not None}
         for section, values in dataclasses.asdict(run).items()
@@ -26,18 +26,18 @@ def as_dict(run: Run) -> dict[str, dict[str, Any]]:
 
 
 OWN: Final = "python:"
-"""Begins the name of a loss or metric that was given as a function, in a run's settings."""
+"""Prefix that marks a loss or metric in a run's settings as a function of the user's."""
 
 
 def own_name(given: object) -> str:
-    """What settings say of a function of the user's: where it is defined."""
+    """Return how settings name a function of the user's: by its module and its name."""
     code = getattr(given, "func", given)  # what a partial calls
     code = code if hasattr(code, "__qualname__") else type(code)
     return f"{OWN}{getattr(code, '__module__', None) or 'builtins'}:{code.__qualname__}"
 
 
 def to_toml(run: Run, own: Mapping[str, str] | None = None) -> str:
-    """The run as TOML text that :func:`from_toml` reads back.
+    """Return the run as TOML text, which :func:`from_toml` can read.
 
     Args:
         run: The settings.
@@ -98,7 +98,20 @@ def _is_own(value: object) -> bool:
 
 
 def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None) -> Run:
-    """Build a run from nested plain values; what is left out is as in another run, or by default."""
+    """Build a run from nested plain values; what is left out is as in another run, or by default.
+
+    Args:
+        table: The settings of each section, by section and name.
+        where: The file that they come from, for errors.
+        over: The run that has what the table leaves out.
+
+    Raises:
+        ConfigError: If a section or a setting is unknown, or a value has the wrong type.
+
+    Example:
+        >>> from_dict({"train": {"epochs": 20}, "parallel": {"pipe": 2}}).parallel.pipe
+        2
+    """
     over = over or Run()
     sections = {f.name: f.default_factory for f in dataclasses.fields(Run)}
     parts: dict[str, Any] = {}
@@ -120,7 +133,7 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
 
 
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
-    """The value as the field has it."""
+    """Return the value in the type of its field."""
     if not fits(value, hint):
         raise ConfigError(f"{name} to be {takes(hint)}", shown(value), where=where)
     if get_origin(hint) is tuple:

@@ -1,4 +1,4 @@
-"""Clashes: settings of a cut that cannot work together, each refused with the nearest that works.
+"""Validation: refuse settings of a cut that conflict, each with the nearest settings that work.
 
 Where it sits: ``config.Parallel`` asks here when it is made, and again once the number of ranks is known.
 """
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from kagome.config import Parallel
 
 WHOLE_PARTS = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
-"""What rows of parts that are one chunk may have, and without it."""
+"""Settings that need parts of one chunk, each with the value that switches it off."""
 SHARED_OUT = frozenset(("int2", "int4"))
-"""Codecs whose bits a row may have fewer of, and more: not the fewest, not the most."""
+"""Codecs whose bits ``adaptive_bits`` can distribute: a row may get more bits than these, or fewer."""
 
 
 def check(cut: Parallel) -> None:
-    """Refuse what cannot work on any ranks.
+    """Refuse settings that conflict on any number of ranks.
 
     Raises:
-        ConfigError: Naming what clashes.
+        ConfigError: Naming the settings that conflict.
     """
     if cut.graph is not None and cut.graph < 1:
         raise ConfigError("parallel.graph to be 1 or more", f"{cut.graph}")

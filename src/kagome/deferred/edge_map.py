@@ -50,7 +50,7 @@ class EdgeMap(Versioned):
     inner: tuple[int, ...]
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return all three tensors."""
+        """Return the three tensors whose versions are noted."""
         return self.parts
 
     @property
@@ -122,7 +122,7 @@ class EdgeTerm(Versioned):
     weight: Tensor | None = None
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return target and weight."""
+        """Return the rows of the target and the weight."""
         return (self.target, self.weight)
 
     def check(self) -> None:

@@ -32,7 +32,7 @@ def changed_in_place() -> EscapeError:
 
 
 class Expression(Protocol):
-    """What a :class:`LazyTensor` stands for."""
+    """The expression that a :class:`LazyTensor` stands for."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -141,7 +141,7 @@ def refuse_in_function(args: tuple[Any, ...]) -> None:
 
 
 class _Seer(Protocol):
-    """What :func:`refuse_transform` asks of the running interceptor."""
+    """The interface of the running interceptor that :func:`refuse_transform` uses."""
 
     forward: RunningForward
     parted: bool

@@ -119,7 +119,7 @@ class Linear(Versioned):
         return (self.x, self.weight)
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return rows and weight."""
+        """Return the source's rows and the weight."""
         return self.parts
 
     def compute(self) -> Tensor:

@@ -194,6 +194,20 @@ def _pointwise(
     return defer(each(m, lambda rows: func(rows, *args[1:], **kwargs)))
 
 
+# [Note: why a linear map computes the sum] A GCN layer is written as ``lin(sum over neighbours of x_j)`` or
+# as ``sum over neighbours of lin(x_j)``. Both orders give the same result, because both maps are linear, but
+# they differ in what is multiplied, kept and sent. The sum is deferred, so the linear map is the first call
+# that needs its values, and it can choose the order:
+#
+#     constant x    A x once for all epochs, then (A x) W^T in each epoch        no exchange
+#     W narrows     x W^T on own rows first, then the sum of narrower rows       a narrower halo
+#     W widens      the sum first, then the product, which torch computes        the narrow rows
+#
+# The same choice is made for ``sum(lin(x_j))`` in ``deferred.reduce._linear_sum``. The order must be the same
+# on all ranks, because it decides what is exchanged: it depends on shapes and on constants, never on the
+# number of a rank's edges.
+
+
 def _linear(
     placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

@@ -441,7 +441,7 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 class Layer(Protocol):
-    """What :func:`scaled` asks of the running interceptor."""
+    """The interface of the running interceptor that :func:`scaled` uses."""
 
     sliced: SlicedReads
     forward: RunningForward

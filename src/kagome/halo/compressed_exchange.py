@@ -36,6 +36,24 @@ from kagome.halo.epoch_rows import CompressionCounts, CompressionState, EpochRow
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.halo.staleness import StaleRows
 
+# [Note: which way a request takes] The wrappers are chosen per request, not per run:
+#
+#     request                                     way
+#     not a site's (statistics, cached, check)    channel               exact and at once
+#     evaluation, or one rank, or whole numbers   channel               exact and at once
+#     blocks of features                          BlockExchange         encoded, never late
+#     rows of a site, in training                 StaleExchange         late if the mode of the epoch is
+#         and then                                EncodedExchange       encoded, or a selection of rows
+#
+# A synchronous epoch sends the same messages as a late one, and differs only in which rows it reads:
+#
+#     epoch          1            2            3            4 (synchronous)
+#     sends          r1           r2           r3           r4
+#     reads          r1           r1           r2           r4       r3 is received and dropped
+#
+# The dropped rows must still be received, because a message that is not received blocks those sent long after
+# it. ``_settle`` does this, also for a site that the model has stopped to read.
+
 
 class StaleExchange:
     """An exchange whose rows are those of the last epoch, while this epoch's are in transit.

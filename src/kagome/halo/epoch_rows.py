@@ -209,7 +209,7 @@ class CompressionCounts:
 
 @dataclass
 class CompressionState:
-    """What the wrappers of one rank's exchange share.
+    """The state that the wrappers of one rank's exchange share.
 
     Args:
         settings: Settings of codecs, selections, maximum age and smoothing.

@@ -171,6 +171,20 @@ class HaloExchange:
         return own.index_add_(0, self.send, received)
 
 
+# [Note: transpose pair] Let P be the 0-1 matrix that copies own rows of all ranks into the places of own and
+# halo rows. A read of neighbours multiplies by P. Sums that are returned to their owners are a product with
+# its transpose:
+#
+#     P      [ 1 . . ]  own 0            P^T    [ 1 . . | 1 ]   own 0 gets its own value, and
+#            [ . 1 . ]  own 1                   [ . 1 . | . ]   that of every halo copy of it
+#            [ . . 1 ]  own 2                   [ . . 1 | . ]
+#            [ 1 . . ]  halo copy of row 0
+#
+# Backward of a product with P is a product with P^T, and backward of that is P again. So two functions are
+# enough for forward, backward and the backward of backward. ``direction`` keeps their messages apart: 0 and 1
+# are P in forward and in backward, 2 and 3 are P^T.
+
+
 @dataclass(frozen=True, slots=True)
 class HaloWork:
     """The exchange of one site and its transpose, each with separate start and end to overlap computation.

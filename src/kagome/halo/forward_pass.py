@@ -39,6 +39,24 @@ class Backward(Protocol):
         """Return a sum over this rank's rows, as this rank's share of the global sum."""
 
 
+# [Note: the way of the token] See [Note: token] in ``halo.exchange`` for what the token is. In one pass of
+# two layers it goes this way:
+#
+#     forward     token [1] ──> site 1 ──> [2] ──> site 2 ──> [3] ──> loss + token [4]
+#                                 │                  │
+#                               rows               rows
+#     backward    site 1 <──────────────── site 2 <────────────────── loss
+#
+#     [1] a zero that requires grad, made when the pass begins
+#     [2] the autograd function of the exchange returns it as a second result, so it depends on site 1
+#     [3] site 2 takes the token of [2], not of [1]: so sites form a chain, which backward goes in reverse
+#     [4] the engine adds it to the loss, also on a rank whose loss is 0 because it has no training vertex
+#
+# The numbers of the sites in the pass (``collectives``) are the same on all ranks for the same reason that
+# the forward is: each rank runs the same model. Ranks compare them in the first epoch, and error messages
+# name them.
+
+
 class ForwardPass:
     """One forward pass of the whole model, with the backward pass that belongs to it.
 

@@ -68,6 +68,23 @@ class Left:
         ops.add_rows(self.tables.due(table), place, away, ids, away.new_ones(ids.numel()))
 
 
+# [Note: what a chunk reads and gives] Three chunks in the order 2 0 1; ``1'`` are the last known rows of
+# chunk 1:
+#
+#     forward     chunk 2              chunk 0              chunk 1
+#                 reads 0' 1'          reads 2  1'          reads 2  0
+#     backward    chunk 2              chunk 0              chunk 1        from right to left
+#                 has all by now       adds to 2            adds to 2, 0
+#
+# A chunk runs backward after every chunk that has read its fresh rows, so the gradients that they added to
+# the table are complete when it takes them. No message says so: the reverse order alone guarantees it, on
+# this rank and, for halo rows, on the ranks of the other parts.
+#
+# The gradients at ``0'`` and ``1'`` belong to rows of an earlier epoch, whose graph is gone. They are dropped
+# and the factor of those that arrive in time makes up for them, or ``Left`` keeps them, and the next epoch
+# adds them without a factor.
+
+
 class HistoricalRows:
     """Chunks run one after the other; rows and gradients of later chunks are the last known ones, if any.
 

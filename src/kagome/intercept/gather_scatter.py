@@ -46,7 +46,7 @@ from kagome.user_frame import by_kagome, from_library
 
 
 class Reader(PositionScope, Protocol):
-    """What a handler asks of the running interceptor."""
+    """The interface of the running interceptor that handlers use."""
 
     size: int
     views: list[EdgeView]

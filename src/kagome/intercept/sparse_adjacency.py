@@ -63,7 +63,7 @@ class Matrix:
 
 
 class MatrixScope(Protocol):
-    """What these handlers ask of the running interceptor."""
+    """The interface of the running interceptor that these handlers use."""
 
     placements: Placements
     views: list[EdgeView]

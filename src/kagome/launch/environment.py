@@ -23,7 +23,7 @@ PORTS = 65_535
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which rank this process is, and where the ranks meet.
+    """The rank of this process, and the address at which the ranks meet.
 
     Args:
         rank: This process among all processes.

@@ -1,6 +1,6 @@
 """Launcher: starts local ranks as processes of torch's elastic launcher, and ends them if one fails.
 
-Where it sits: ``cli.main`` starts local ranks here; ``environment`` tells each process which rank it is.
+Where it sits: ``cli.app`` starts local ranks here; ``environment`` tells each process which rank it is.
 Ranks meet through a file in a folder that only this user can open. No port is opened for that, so no other
 user can take part.
 """

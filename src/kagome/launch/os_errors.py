@@ -1,6 +1,6 @@
 """Operating system errors: refusals of the system in plain words, and processes that end with their parent.
 
-Where it sits: ``cli.main``, ``launcher`` and the process that partitions a graph ask it about unexpected
+Where it sits: ``cli.app``, ``launcher`` and the process that partitions a graph ask it about unexpected
 errors.
 """
 

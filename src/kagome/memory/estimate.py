@@ -68,6 +68,22 @@ NOTES: Final = 3
 """Further numbers that ranks sum along with gradients."""
 
 
+# [Note: the linear model] Each tensor that a forward keeps has one row per vertex, halo row or edge, or a
+# fixed size. So the bytes of a kind are linear in the counts of the part:
+#
+#     bytes(kind)  =  a + b * rows + c * halo rows + d * edges + ...        a, b, c, d are whole numbers
+#
+#                  counts of the part            measured bytes
+#     part 1       1   n1   H1   E1   ..   a     bytes 1
+#     part 2       1   n2   H2   E2   .. x b  =  bytes 2        solved for a, b, c, d by least squares
+#     part 3       1   n3   H3   E3   ..   c     bytes 3
+#     ...                                  d     ...
+#
+# The coefficients do not depend on the part, so the model runs on a few small parts and ``at`` multiplies by
+# the counts of the real one. With feature slices this fails: a rank then holds some columns of all rows of
+# its group, so the counts of the group become units as well (``SLICE_UNITS``).
+
+
 @dataclass(frozen=True)
 class MemoryRates:
     """The bytes of what every rank holds alike, and the bytes by kind for each row, halo row and edge.

@@ -44,7 +44,7 @@ class Buffers:
         return {name: getattr(*places[0]) for name, places in self._places.items()}
 
     def of_library(self, name: str) -> bool:
-        """Whether a buffer belongs to one of torch's or PyG's own modules."""
+        """Return whether a buffer belongs to one of torch's or PyG's own modules."""
         return any(type(module).__module__.startswith(LIBRARIES) for module, _ in self._places[name])
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:

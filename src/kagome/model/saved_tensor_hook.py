@@ -54,7 +54,7 @@ class SavedTensors:
 
 
 class _Saved:
-    """What autograd holds in place of a tensor that it saves."""
+    """The object that autograd holds in place of a tensor that it saves."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 

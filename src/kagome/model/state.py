@@ -15,7 +15,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """A model's state dict; where layers leave a parameter or lasting buffer out of it, those by name."""
+    """Return a model's state dict, with all parameters and persistent buffers that layers leave out of it."""
     state: dict[str, Tensor] = dict(model.state_dict())
     held = dict(_persistent(model))
     if held.keys() <= state.keys():

@@ -16,6 +16,15 @@ from kagome.errors import ConfigError, DataError
 from kagome.objective.loss_trials import copied
 from kagome.objective.objective import Objective, Target
 
+# [Note: mean over ranks] The loss is one mean over all training vertices, not a mean of the ranks' means:
+# parts have different numbers of them, and some have none.
+#
+#     rank 0    lost = 6.0, 4 vertices      6.0 / 6 = 1.0 ┐
+#     rank 1    lost = 3.0, 2 vertices      3.0 / 6 = 0.5 ┼── sum 1.5 = 9.0 / 6
+#     rank 2    lost = 0.0, 0 vertices      0.0 / 6 = 0.0 ┘
+#
+# Each rank divides by the total of all ranks, so gradients are summed over ranks and not averaged.
+
 
 class LossWeights:
     """The number that a rank divides its sum of losses by, so that the sum over ranks is the mean over all.

@@ -58,7 +58,7 @@ LIMIT: Final = 10_000
 
 @dataclass(frozen=True)
 class Target:
-    """What the output of some rows is compared with in a loss.
+    """The labels and weights that a loss compares the output of some rows with.
 
     Args:
         y: Labels.
@@ -93,7 +93,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run learns: a loss, and how labels and weights enter it.
+    """The objective of a run: a loss, and how labels and weights enter it.
 
     Args:
         name: The name of a built-in loss; empty for a user's own.

@@ -35,7 +35,7 @@ from kagome.user_frame import raised_at
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user gives a Trainer to learn with.
+    """The loss, metric, optimizer and scheduler that a user passes to a Trainer.
 
     Args:
         loss: A name, ``loss(out, y)``, or None for the one in the settings.

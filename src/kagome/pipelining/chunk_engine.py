@@ -282,6 +282,21 @@ class ChunkEngine:
         ledger = ledger_of_chunks(self.chunks, self.model, copies)
         return account(ledger, self.model, optimizer, self.activations.bytes)
 
+    # [Note: kinds of epoch] An epoch of chunks runs in one of three ways, and the history controller decides
+    # which:
+    #
+    #     kind       passes                     neighbours in other chunks    tables keep afterwards
+    #     history    one by one                 fresh or historical           the rows of the last refresh
+    #     refresh    one by one                 fresh or historical           the rows of this epoch
+    #     exact      in lockstep                fresh                         the rows of this epoch
+    #     probe      history without a step,    both, one after the other     the rows of this epoch
+    #                then exact
+    #
+    # ``drop`` and a single chunk have no tables and no choice. A careful epoch is a refresh that also passes
+    # on gradients of the epoch before (``stale``). An exact epoch leaves its gradients at historical rows for
+    # a careful one that may follow, which costs a table, so it does so only where the guard watches or the
+    # user asks for it.
+
     # Epochs --------------------------------------------------------------------------------------
 
     @while_attached

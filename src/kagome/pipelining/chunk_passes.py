@@ -41,6 +41,18 @@ StageRuns = dict[tuple[int, int], StageRun]
 """The stage runs of a pass, by stage and chunk."""
 
 
+# [Note: lockstep] A program of ``one_by_one`` is known before the pass starts. Here it is not: how many
+# pieces a stage has shows only when a chunk's forward returns. So the program is a generator that is
+# asked for the next action after the last one was performed:
+#
+#     chunk 0   F0.0 ┐         ┌ F0.1 ┐         ┌ F0.2 ends
+#     chunk 1   F1.0 ┤ read 1  ┤ F1.1 ┤ read 2  ┤ F1.2 ends     the stage has three pieces
+#     chunk 2   F2.0 ┘         └ F2.1 ┘         └ F2.2 ends
+#
+# At each read the part's halo is exchanged once for all chunks. Every rank of the graph group therefore
+# makes the same exchanges in the same order, although their chunks differ in size.
+
+
 @dataclass(frozen=True)
 class ChunkPasses:
     """The passes of one rank over its chunks.

@@ -29,7 +29,7 @@ from kagome.user_frame import from_library, user_line
 
 
 class PlacementKind(enum.Enum):
-    """What a tensor's entries, or the rows along its axis, stand for."""
+    """The meaning of a tensor's entries, or of the rows along its axis."""
 
     EDGES = "edges"
     """Pairs of local vertex ids, 2 x E."""
@@ -55,7 +55,7 @@ class PlacementKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one tensor stands for.
+    """The placement of one tensor: which rows it has, and along which axis.
 
     Args:
         kind: See :class:`PlacementKind`.

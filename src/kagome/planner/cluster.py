@@ -44,6 +44,11 @@ class Cluster:
         latency: Seconds of a message of any size; a rank sends its messages one after another.
         crowded: The speed of a device while the others compute too, relative to its speed alone.
         cores: The number of cores that the devices share, if they are ranks of one machine.
+
+    Example:
+        >>> two = Cluster("two hosts", hosts=2, devices=4, memory=16e9, speed=1, inside=1e10, between=1e9)
+        >>> two.size, two.bandwidth(4) == two.inside, two.bandwidth(8) == two.between
+        (8, True, True)
     """
 
     name: str

@@ -32,7 +32,7 @@ _ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
 
 
 class AlignedEdges(Edges, Protocol):
-    """What alignment asks of the running interceptor."""
+    """The interface of the running interceptor that alignment uses."""
 
     forward: RunningForward
     constants: Constants

@@ -39,7 +39,7 @@ FULL: Final = slice(None)
 
 
 class Edges(Cutter, Protocol):
-    """What these handlers ask of the running interceptor."""
+    """The interface of the running interceptor that these handlers use."""
 
     parted: bool
     device: torch.device

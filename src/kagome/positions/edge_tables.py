@@ -80,7 +80,7 @@ _ATTRIBUTES: Final = frozenset(["shape", "T", "mT", "data"])
 
 
 class Cutter(Protocol):
-    """What edge tables ask of the running interceptor."""
+    """The interface of the running interceptor that edge tables use."""
 
     placements: Placements
     views: list[EdgeView]

@@ -30,7 +30,7 @@ from kagome.user_frame import from_library
 
 
 class EndpointValues(PositionScope, Protocol):
-    """What this module asks of the running interceptor."""
+    """The interface of the running interceptor that this module uses."""
 
     views: list[EdgeView]
 

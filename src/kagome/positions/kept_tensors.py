@@ -39,7 +39,7 @@ WAY_OUT: Final = (
 
 
 class Keeper(Protocol):
-    """What is asked of the running interceptor."""
+    """The interface of the running interceptor that this module uses."""
 
     placements: Placements
     parted: bool
@@ -49,7 +49,7 @@ class Keeper(Protocol):
 
 
 class Ending(Keeper, Protocol):
-    """What is asked of an interceptor when a forward has ended."""
+    """The interface of an interceptor whose forward pass has ended."""
 
     edge_tables: EdgeTables | None
     constants: Constants

@@ -30,7 +30,7 @@ FULL = slice(None)
 
 
 class PositionScope(LocatedScope, Protocol):
-    """What these handlers ask of the running interceptor."""
+    """The interface of the running interceptor that these handlers use."""
 
     placements: Placements
     axes: Axes

@@ -170,7 +170,7 @@ def take(scope: PositionScope, base: Tensor, placement: Placement, item: Any) ->
         item: A position, a slice, or a list of positions among all rows of the axis.
 
     Returns:
-        For one position or a list: those rows, on every rank. For a slice: own rows among it.
+        Those rows on every rank, for one position or a list. Own rows among them, for a slice.
     """
     scope.numbered, base = True, now(base)
     if isinstance(item, int):

@@ -1,4 +1,4 @@
-"""Actions: the steps of one pipeline stage, with a text form; a program is a tuple of actions per rank.
+"""Actions: what a stage does with a chunk, with a text form; a program is a tuple of actions for each rank.
 
 Where it sits: ``schedules`` generates programs, ``simulator`` runs them on imaginary devices, ``pipelining``
 on real ones. The text is what users read and what golden files hold.
@@ -67,7 +67,7 @@ ANSWERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of one stage.
+    """One action of one stage: a forward, a backward, a send or a receive of one chunk.
 
     Args:
         stage: The stage that performs it.
@@ -123,6 +123,11 @@ def parse(text: str) -> Action:
 
     Raises:
         ScheduleError: If the text does not name an action.
+
+    Example:
+        >>> action = parse("1SEND_F0")
+        >>> action.stage, action.chunk, str(action.answer)  # the receive at the other end
+        (1, 0, '2RECV_F0')
     """
     found = _TEXT.fullmatch(text)
     if found is None:

@@ -16,9 +16,9 @@ samples of a batch; ``planner`` tries them all in ``simulator``, and asks how ma
     exact                                              all chunks pass a piece of the layers before any
       0: 0.0 1.0 0.1 1.1 ...                           passes the next: every neighbour's row is fresh
 
-    fill-drain, 4 stages dealt to 2 ranks              all chunks pass a rank's first stage, then its next
-      0: stage 0: 0 1 2  stage 2: 0 1 2                one: it fills in the time of a stage of few layers;
-      1:    stage 1: 0 1 2  stage 3: 0 1 2             chunks beyond the ranks give messages time to travel
+    fill-drain, 4 stages on 2 ranks                    all chunks pass a rank's first stage, then its next
+      0: stage 0: 0 1 2  stage 2: 0 1 2                one: it fills in the time of a short stage; more
+      1:    stage 1: 0 1 2  stage 3: 0 1 2             chunks than ranks give messages time to travel
 
     samples      0    1    2    3    4    5    6    7        stage 0 in micro-batches of 2, stage 1 of 4:
     stage 0   [ 0F0    ][ 0F1    ][ 0F2    ][ 0F3    ]       a message has the smaller of both sizes, and
@@ -163,6 +163,12 @@ def fill_drain(shape: Shape) -> Programs:
     """Generate programs with all chunks forward, then all backward in exactly the reverse order.
 
     Source: GNNPipe, where rows of chunks processed before are fresh and the others historical.
+
+    Example:
+        >>> from kagome.schedule.actions import to_text
+        >>> print(to_text(fill_drain(Shape(stages=2, order=(0, 1)))), end="")
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0
+        1RECV_F0 1F0 1RECV_F1 1F1 1B1 1SEND_B1 1B0 1SEND_B0
     """
 
     def program(rank: int) -> Iterator[Action]:
@@ -215,6 +221,18 @@ def k_forward_k_backward(shape: Shape, k: int | Sequence[int] = 1) -> Programs:
                 yield from _step(shape, stage, chunk, forward=True)
 
     return _programs(shape, program)
+
+
+# [Note: windows] A stage may not wait for its reader, so it goes ahead by as many chunks as the reader has to
+# hold, and one turn of its own. Three stages with k = 1:
+#
+#     stage 0    F0 F1 F2       B0 F3 B1 F4       3 chunks are held: it waits only until B0 returns
+#     stage 1       F0 F1    B0 F2 B1 F3          2
+#     stage 2          F0 B0 F1 B1 F2             1: backward follows at once
+#
+# With fewer chunks ahead stage 2 would stand still after B0. With more nothing becomes faster, and
+# activations of more chunks are kept. If micro-batches differ in size, all of this is counted in samples, and
+# rounded up to whole micro-batches of the stage that waits.
 
 
 def windows(shape: Shape, k: int | Sequence[int] = 1) -> list[int]:

@@ -89,6 +89,12 @@ def simulate(
             waiting rank's program with an arrow at the action that waits.
 
     Cost: one step an action.
+
+    Example:
+        >>> from kagome.schedule.schedules import Shape, fill_drain
+        >>> run = simulate(fill_drain(Shape(stages=2, order=range(4))), lambda action: 1.0)
+        >>> run.seconds, f"{run.bubble:.0%}"
+        (10.0, '20%')
     """
     if not paired:
         pairs(programs)

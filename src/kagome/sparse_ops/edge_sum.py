@@ -124,6 +124,27 @@ def neighbor_extreme(with_halo: Tensor, edges: Structure, sign: int) -> Tensor:
     return out
 
 
+# [Note: two spans] The edges of each row are sorted so that those from own sources come first. ``span="own"``
+# and ``span="halo"`` are the two halves of every row, so that one layout serves both sums and ``into`` adds
+# the second to the first:
+#
+#     row i of by_target     | own sources .... | halo sources .. |
+#                            pointer[i]       middle[i]      pointer[i + 1]
+#
+#     [1]              own rows start to travel
+#     [2] span="own"   out[i]  = sum over the first half      while they travel
+#     [3]              the halo rows have arrived, and are borrowed for the block
+#     [4] span="halo"  out[i] += sum over the second half
+#
+# Backward is the mirror image: [4] sums the gradients at halo rows first, because they have to travel, and
+# [2] follows while they do. Under history the halo is a ``TableView``. Its rows lie in the site's table at
+# places that change each epoch, so the sum reads them there through an index in place of [3], which would
+# copy them.
+#
+# A gradient of the edge weights needs the rows again in backward. Then the halo is copied and kept,
+# because borrowed rows are valid inside the block only.
+
+
 def _column(scale: Tensor, like: Tensor) -> Tensor:
     scale = scale if scale.dtype == like.dtype else scale.to(like.dtype)
     return scale.unsqueeze(-1) if like.dim() == 2 else scale.view(-1, *[1] * (like.dim() - 1))

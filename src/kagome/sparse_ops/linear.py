@@ -37,7 +37,7 @@ def linear(x: Tensor | SparseFeatures, weight: Tensor, bias: Tensor | None = Non
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN can compute this product."""
+    """Return whether oneDNN can compute this product."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
     if x.dim() != 2 or weight.dim() != 2 or x.size(0) < LEAST or 0 in (*x.shape, *weight.shape):

@@ -42,7 +42,7 @@ BEYOND = 1.5
 
 
 class RankAccount(NamedTuple):
-    """What one rank reports to the others: the size of its part, its place and the memory left there."""
+    """The report of one rank to the others: the size of its part, its place and the memory left there."""
 
     counts: PartSize
     place: str
@@ -81,7 +81,7 @@ class Admission:
             channel: All ranks.
 
         Returns:
-            Notes: how much the fullest rank will hold, and each place where ranks will need more than is
+            Notes on how much the fullest rank will hold, and on each place where ranks will need more than is
                 free.
 
         Raises:

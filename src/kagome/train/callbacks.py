@@ -57,7 +57,7 @@ class Callbacks:
             argument: The argument that the method is called with.
 
         Returns:
-            Whether one of them changed the model: its weights, or numbers that its modules keep.
+            Whether one of them changed the model, either its weights or numbers that its modules keep.
 
         Raises:
             Exception: What a callback raised, on its own rank.

@@ -28,6 +28,12 @@ def load(name: str = "digits", **settings: Any) -> Data:
     Raises:
         ConfigError: If there is no such setting, or its value has the wrong type.
         DataError: If the data set is unknown, cannot be obtained, or has a fault.
+
+    Example:
+        >>> import kagome
+        >>> data = kagome.load("sbm:vertices=60,degree=4,features=6,classes=3,communities=3")
+        >>> data.x.shape
+        torch.Size([60, 6])
     """
     known = [field.name for field in fields(config.Data) if field.name != "name"]
     if other := [key for key in settings if key not in known]:

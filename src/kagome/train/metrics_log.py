@@ -23,7 +23,7 @@ from kagome.records.epoch import EpochRecord
 
 @dataclass(frozen=True)
 class EpochLoop:
-    """What stays the same over the epochs of one call of :meth:`Trainer.fit`.
+    """The settings that stay the same over the epochs of one call of :meth:`Trainer.fit`.
 
     Args:
         epochs: Epochs in all.

@@ -95,15 +95,21 @@ class Trainer:
         recompute: Whether each layer keeps its inputs only, and runs again in backward, to save memory.
         out: Folder for the run's files; None writes none.
         overwrite: Whether a run that is already in the folder may be removed.
-        callbacks: Objects with some of ``on_fit_start(trainer)``, ``on_epoch_end(record)``,
-            ``on_checkpoint(path)`` and ``on_fit_end(summary)``. They run on rank 0 alone, unless they set
-            ``all_ranks = True``.
+        callbacks: Objects with ``on_fit_start(trainer)``, ``on_epoch_end(record)``, ``on_checkpoint(path)``
+            or ``on_fit_end(summary)``. They run on rank 0 alone, unless they set ``all_ranks = True``.
 
-    A Trainer holds connections, memory and files until :meth:`close`, the end of its ``with`` block, or until
-    nothing refers to it.
+    A Trainer holds connections, memory and files until :meth:`close`, or the end of its ``with`` block.
 
     Raises:
         KagomeError: A subclass for each kind of fault in the data, the model, the settings or the ranks.
+
+    Example:
+        >>> import kagome
+        >>> from torch_geometric.nn import GCN
+        >>> with kagome.Trainer(GCN(64, 16, num_layers=2, out_channels=10), kagome.load("digits")) as trainer:
+        ...     summary = trainer.fit(epochs=1)
+        ...     trainer.predict().shape
+        torch.Size([1797, 10])
     """
 
     def __init__(
@@ -311,8 +317,7 @@ class Trainer:
     def last_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights after the last epoch, as a state dict. All ranks call it.
 
-        Cost:
-            A copy of the weights; in a pipeline, also sending each stage's weights to the other stages.
+        Cost: a copy of the weights; in a pipeline, also sending each stage's weights to the other stages.
         """
         self._together("last_weights")
         if self._last is not None:
@@ -321,12 +326,10 @@ class Trainer:
         return copied(state_of(self.model))
 
     def best_weights(self) -> dict[str, Tensor]:
-        """Return a copy of the weights of the best epoch so far, as a state dict. All ranks call it.
+        """Return a copy of the best epoch's weights, as a state dict. All ranks call it.
 
         Without an evaluation on validation vertices, the last epoch is the best.
-
-        Cost:
-            A copy of the weights; in a pipeline, also sending each stage's weights to the other stages.
+        Cost: a copy of the weights; in a pipeline, also sending each stage's weights to the other stages.
         """
         self._together("best_weights")
         if self._best.weights is None:
@@ -359,11 +362,9 @@ class Trainer:
         Raises:
             CheckError: If the split and the whole model differ (``train.check``).
 
-        Shapes:
-            ``[N, C]`` on rank 0, ``[n, C]`` elsewhere; for a model with several output tensors, each of them.
+        Shapes: ``[N, C]`` on rank 0, ``[n, C]`` elsewhere; of a model with several outputs, each of them.
 
-        Cost:
-            N rows to rank 0.
+        Cost: N rows to rank 0.
         """
         self._together("predict")
         self._check()

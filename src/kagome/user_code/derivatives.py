@@ -31,7 +31,7 @@ _SIGNATURE = signature(torch.autograd.grad)
 
 
 class DerivativeScope(Protocol):
-    """What derivatives need of the running interceptor."""
+    """The interface of the running interceptor that derivatives use."""
 
     forward: RunningForward
     axes: Axes

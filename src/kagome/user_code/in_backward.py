@@ -114,7 +114,7 @@ _HINT: Final = (
 
 
 class BackwardScope(Protocol):
-    """What these checks need of the running interceptor."""
+    """The interface of the running interceptor that these checks use."""
 
     placements: Placements
     parted: bool

@@ -148,6 +148,14 @@ def check(
         DataError: If the graph has a fault.
         ConfigError: If a number has the wrong type or is too small, or ``parts`` is not a multiple of
             ``tensor``.
+
+    Example:
+        >>> import kagome
+        >>> from torch_geometric.nn import GAT
+        >>> data = kagome.load("sbm:vertices=60,degree=4,features=6,classes=3,communities=3")
+        >>> result = kagome.check(GAT(6, 8, num_layers=2, out_channels=3), data, parts=2)
+        >>> result.first is None  # no tensor differs
+        True
     """
     begun = time.perf_counter()
     refuse_no_module(model, "check(model, ...)")

@@ -4,7 +4,7 @@ Where it sits: ``check`` asks it before a run with ``halo_sample`` trains.
 
 With a share p, a row is read as ``x / p`` if it is drawn, else as 0. A message m of the row is right on the
 mean if ``p m(x / p) + (1 - p) m(0) = m(x)``, that is, if it is a multiple of the row plus a term that does
-not depend on the row. Of such messages, only sums and averages are right on the mean, too. Gathers that a
+not depend on the row. Of such messages, only sums and averages are unbiased, too. Gathers that a
 model makes itself, without PyG's message passing, are not checked.
 """
 

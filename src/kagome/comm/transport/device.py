@@ -26,7 +26,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks of a process group have agreed on.
+    """The devices and settings that all ranks of a process group have agreed on.
 
     Args:
         backend: Name of torch's backend for their tensors.
@@ -41,7 +41,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What one rank tells the others about its device.
+    """The facts that one rank tells the others about its device.
 
     Args:
         host: Name of its host.

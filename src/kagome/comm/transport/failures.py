@@ -44,7 +44,7 @@ def disagreements(
 
 
 def disagree(rank: int, action: str, texts: Sequence[str]) -> CommError:
-    """The error of a rank whose header differs from those of its peers."""
+    """Return the error of a rank whose header differs from those of its peers."""
     return CommError(
         f"rank {rank} and its peers to agree before '{action}'",
         f"differences {', and '.join(texts)}",
@@ -54,7 +54,7 @@ def disagree(rank: int, action: str, texts: Sequence[str]) -> CommError:
 
 
 def broken_wait(rank: int, action: str, peers: Sequence[str], *, late: float | None) -> CommError:
-    """The error of a rank whose wait failed.
+    """Return the error of a rank whose wait failed.
 
     Args:
         rank: The rank that waited.

@@ -142,6 +142,25 @@ class Mailbox:
             if not tokens:
                 del self._put_off[at]
 
+    # [Note: memory order] Writer and reader are processes, so no lock of Python's orders their accesses. The
+    # order of the writes is the whole protocol:
+    #
+    #     writer                              reader
+    #     size, fields      plain writes      number == count?      polls
+    #     ---- fence ----                     ---- fence ----
+    #     number = count    one 8-byte write  size, fields          are complete now
+    #                                         read = count          the slot is free again
+    #
+    # The number is written last and in one piece, so a reader that sees it sees the fields too. The fence
+    # keeps a processor with weak ordering (ARM) from moving a write across it. It takes a lock twice in a
+    # row. A write may move into the block that holds a lock, but not out of it, so with one block an earlier
+    # and a later write could meet inside and change places. Of two blocks the first holds back the earlier
+    # writes, the second the later ones.
+    #
+    # A slot is used again after SLOTS messages. The writer may overwrite a token only if the reader has
+    # marked it as read (number == read); otherwise the token waits in ``_put_off``, and the sender does not
+    # block.
+
     def _write(self, at: int, count: int, size: int, fields: Sequence[int]) -> bool:
         """Write a token into its slot, if the token before it has been read."""
         if self._own[at] != self._own[at + 1]:

@@ -264,6 +264,14 @@ def partition(data: Data, *, parts: int, method: str = "metis", seed: int = 0) -
 
     Raises:
         PartitionError: If there is no such partitioner, or the number of parts is below one.
+
+    Example:
+        >>> import torch
+        >>> from torch_geometric.data import Data
+        >>> ring = Data(x=torch.eye(6), edge_index=torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]]))
+        >>> first, second = partition(ring, parts=2, method="contiguous")
+        >>> first.own.tolist(), first.halo.tolist()
+        ([0, 1, 2], [5])
     """
     owner = assign(method, data.edge_index, int(data.num_nodes), parts, seed)
     return split_all(data, owner, parts, fingerprint=fingerprint(data, method, seed, parts))

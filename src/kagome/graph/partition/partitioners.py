@@ -241,6 +241,12 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
 
     Shapes:
         edge_index ``[2, E]``, int64; owner ``[N]``, int64, from 0 to parts - 1.
+
+    Example:
+        >>> import torch
+        >>> ring = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+        >>> assign("contiguous", ring, num_nodes=6, parts=2).tolist()
+        [0, 0, 0, 1, 1, 1]
     """
     name, _, each = name.partition("/")
     if name not in PARTITIONERS:

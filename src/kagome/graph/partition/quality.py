@@ -118,6 +118,13 @@ def quality(edge_index: Tensor, owner: Tensor, parts: int) -> Quality:
         edge_index ``[2, E]``; owner ``[N]``.
 
     Cost: two passes over the edges.
+
+    Example:
+        >>> import torch
+        >>> ring = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 0]])
+        >>> found = quality(ring, torch.tensor([0, 0, 0, 1, 1, 1]), parts=2)
+        >>> found.cut_edges, found.halo
+        (2, (1, 1))
     """
     return measured(edge_index, owner, parts)[0]
 

@@ -100,7 +100,7 @@ class CsrLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four tensors, of what kernels keep, and of the ``own`` and ``halo`` layouts built so far."""
+        """Bytes of the four tensors, of what kernels keep, and of ``own`` and ``halo`` if they were built."""
         parts = (self.pointer, self.middle, self.column, self.edge, *_tensors(list(self.prepared.values())))
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
         spans = {id(part): part for name in ("own", "halo") if (part := self.__dict__.get(name)) is not None}

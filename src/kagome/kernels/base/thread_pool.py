@@ -144,7 +144,7 @@ def cuts_of(begin: Any, end: Any, width: int) -> Any:
         width: Numbers read per entry.
 
     Returns:
-        The bounds of the ranges: one row number more than there are ranges.
+        The bounds of the ranges, one row number more than there are ranges.
     """
     edges = int(end[-1] - begin[0]) if begin.size else 0
     return _cuts(begin, edges, min(max((edges + begin.size) * width // PIECE, 1), FIXED))

@@ -121,6 +121,16 @@ def _mixed(h: Tensor) -> Tensor:
     return h ^ h >> 16
 
 
+# [Note: unbiased codes] A number x between two codes becomes the upper one with a probability equal to its
+# distance from the lower one. ``floor(s + u)`` does this for u uniform in [0, 1):
+#
+#     s = (x - low) * levels / span           2.3   ──>   2 with probability 0.7, 3 with probability 0.3
+#
+# The mean of the restored number is x only if s is never clipped and sender and receiver use the same span.
+# So the sender divides by the span as it is sent, in 16 bits, and rounds it up: with a span rounded down, the
+# largest number of a row would lie above the last code.
+
+
 class ReferenceCodec:
     """The reference codec in plain PyTorch."""
 

@@ -1,6 +1,6 @@
 """Triton kernels of sums: of rows over each row's entries, and of a hub's segments.
 
-Where it sits: ``ops`` launches them. A program has a segment (``segments.py``) and a block of heads and
+Where it sits: ``ops`` launches them. A program has a segment (see ``segments``) and a block of heads and
 columns. It adds up a tile of entries, heads and columns, whose loads do not wait for each other, and adds up
 the tile's entries at the end. No atomics are used, so results are the same on every run.
 """

@@ -57,6 +57,17 @@ def mix(z: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
+# [Note: counters in place of a generator] torch's generator is a sequence: a number depends on how many were
+# drawn before it. On a part others were drawn before, since a part has other rows, so no two numbers of parts
+# and whole would be equal. Here a number is a hash of what it is for:
+#
+#     (seed, epoch, module path, call) ──> key of the call ─┐
+#     id of the vertex, or ids of the edge's ends ──────────┼──> hash ──> the number
+#     column ───────────────────────────────────────────────┘
+#
+# Any rank can compute it for any row, in any order, and again in backward without having kept the mask.
+
+
 def call_key(seed: int, epoch: int, path: str, index: int) -> int:
     """Return one word for a call, from the seed, the epoch, the module's path and the call's index."""
     z = 0
@@ -224,7 +235,7 @@ def channels(x: Tensor) -> Tensor:
 
 
 def of_torch(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of :data:`DRAWS` draws by itself, and from torch's own generator."""
+    """Return whether a call of :data:`DRAWS` draws by itself, and from torch's own generator."""
     return not isinstance(func, FunctionType) and kwargs.get("generator") is None
 
 

@@ -127,7 +127,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
 
 def _reversible(module: Any, scope: LayerScope) -> Settings:
-    """A reversible block keeps its activations: recomputation in backward would repeat its exchanges."""
+    """Let a reversible block keep its activations: recomputation would repeat its exchanges in backward."""
     if not scope.runs_once:
         return []
 

@@ -141,7 +141,7 @@ class Branches:
     # Assignment of steps to operators -------------------------------------------------------------
 
     def _free(self, step: Step) -> bool:
-        """Whether a step is computed wherever its value is read."""
+        """Return whether a step is computed wherever its value is read."""
         return step.name not in self.owner
 
     def _assign(self) -> None:

@@ -197,7 +197,7 @@ def _called(step: Step) -> str:
 
 
 def _of_shapes(step: Step, known: Collection[str], survey: Survey) -> bool:
-    """Whether a step returns a size or the like, or computes one from others."""
+    """Return whether a step returns a size or the like, or computes one from others."""
     if survey.values[step.name].kind != "none" or step.layer or step.parameters:
         return False
     if step.kind == "method" and step.target in _SHAPES:

@@ -258,7 +258,7 @@ def both_modes(
 
 
 def same(one: LayerGraph, other: LayerGraph) -> bool:
-    """Whether two traces of one mode consist of the same calls."""
+    """Return whether two traces of one mode consist of the same calls."""
     try:
         steps, blamed = both_modes(one, other)
     except ModelError:

@@ -174,7 +174,7 @@ class _Gap:
 
 
 def _unlike(whole: Heard, steps: Heard, epsilon: float) -> bool:
-    """Whether two runs differ by more than rounding, in the output or in a call that both make."""
+    """Return whether two runs differ by more than rounding, in the output or in a call that both make."""
     shared = whole.calls.keys() & steps.calls.keys()
     pairs = [(whole.calls[call], steps.calls[call]) for call in shared]
     return any(_gap(one, other, epsilon) for one, other in [(whole.out, steps.out), *pairs])

@@ -244,7 +244,7 @@ class _Versions:
                     self._places.setdefault(name, set()).add(place)
 
     def learns(self, name: str) -> bool:
-        """Whether a value requires a gradient by now."""
+        """Return whether a value requires a gradient by now."""
         held = (one for place in self._places.get(name, ()) for one in self._found[place])
         return any(tensor.requires_grad for other, tensor, _ in held if other == name)
 

@@ -86,7 +86,7 @@ class FaultError(Exception):
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Whether a module is one step, whose inside is not traced."""
+    """Return whether a module is one step, whose inside is not traced."""
     home = type(module).__module__
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
@@ -207,7 +207,7 @@ class Tracer(fx.Tracer):
         return root, []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is recorded as one step."""
+        """Return whether a module is recorded as one step."""
         return is_whole(m) or module_qualified_name in self._whole
 
     def call_module(

@@ -107,6 +107,16 @@ def pipeline(
     Cost:
         A few forwards and backwards of 4 samples, with ``auto`` of up to 64, and a broadcast of all weights
         from rank 0.
+
+    Example:
+        >>> import kagome
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        >>> x = torch.randn(16, 3)
+        >>> with kagome.pipeline(model, x, loss=torch.nn.MSELoss(reduction="none")) as pipe:
+        ...     losses = [pipe.step(x, x.sum(1, keepdim=True)) for _ in range(5)]
+        >>> losses[-1] < losses[0]
+        True
     """
     check_kind("channel", channel, Channel | None)
     wishes = PipelineOptions(

@@ -21,7 +21,7 @@ MOST_RANKS = 64
 
 
 class Box(NamedTuple):
-    """What a rank did from one time to another."""
+    """One action of a rank, from one time to another."""
 
     css: str
     """The colour class."""
