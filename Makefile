@@ -13,6 +13,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEFINED := pyproject.toml constraints.txt
 
+# Many processes import the source: each would compile all of it anew where this is set.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help train test test-all coverage lint table docs gpu gpu-wheels clean
 .DEFAULT_GOAL := help
 

@@ -9,7 +9,7 @@ import ast
 import io
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from imports import FILES, MODULES, SOURCE, imports_of
@@ -143,10 +143,9 @@ MEASURES = (
 )
 
 
-def _nodes() -> Iterator[tuple[Path, ast.AST]]:
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            yield path, node
+@cache
+def _nodes() -> list[tuple[Path, ast.AST]]:
+    return [(path, node) for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def _name(function: ast.expr) -> str:

@@ -16,16 +16,27 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-PRELOADED = ["kagome.train.trainer", "kagome.model.zoo", "torch_geometric.nn"]
+PRELOADED = ["kagome.train.trainer", "kagome.model.zoo", "torch_geometric.nn", "preloaded"]
 
 
 def context() -> ForkServerContext:
     """The way to start processes of which the imports are done."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
+    before = os.environ.get("PYTHONPATH")
+    # The server does not take over sys.path, and says nothing of a module that it does not find.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [before])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
     return found
 
 

@@ -71,6 +71,7 @@ def test_codecs_bytes_errors_and_probes(ranks):
         assert f"lowest cosine {probes['lowest_cosine']:.2f} in epoch {probes['lowest_epoch']}" in said
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("more", [{}, {"codec": "onebit"}, {"pipe": 2, "graph": 2, "chunks": 1}])
 def test_sums_of_gradients_cross_in_fewer_bytes(ranks, more):
     """float32 gradients as bf16: counts, losses and notes stay, weights are the same on all ranks."""

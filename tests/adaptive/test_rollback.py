@@ -116,7 +116,7 @@ def climbs(
         )
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["gcnii", "normed"])
 @pytest.mark.parametrize(
     "parallel", [{"chunks": 3}, {"pipe": 2, "chunks": 3}, {"pipe": 2, "graph": 2, "chunks": 2}]

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_run_that_was_not_stopped(ranks, tmp_path, name):
     kind, parallel = CASES[name]

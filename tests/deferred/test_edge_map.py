@@ -173,7 +173,7 @@ class ChangesLater(MessagePassing):
 
 @pytest.mark.parametrize("what", ["weight", "features", "weight of a map", "rows before a map"])
 def test_what_a_message_reads_may_not_be_changed_before_its_sum(what: str) -> None:
-    data, model = sample_graph(seed=1), ChangesLater(what)
+    data, model = sample_graph(seed=1), ChangesLater(what).double()
     part = extract(data, torch.zeros(data.num_nodes, dtype=torch.long), 0, 1)
     with torch.no_grad(), parallelize(model, part, alone(), PartOptions()) as net:
         found = net.forward(1, training=False, checked=True)

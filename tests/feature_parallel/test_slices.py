@@ -56,7 +56,7 @@ def trained(
     return ranks(size, run, name, cut, out, resume)[0]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["gcn", "gat"])
 def test_a_curve_does_not_know_how_many_slices(ranks: Callable[..., list], name: str, size: int) -> None:
@@ -86,7 +86,7 @@ def test_the_check_splits_features_too(ranks: Callable[..., list]) -> None:
     assert any("split over 3 (features over 3) and whole equal" in note for note in notes)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("cut", [{}, {"tensor": 2}, {"tensor": 3, "memory_gib": 4e-5}, {"graph": 2}])
 def test_a_decoupled_curve_is_its_own_on_one_rank(ranks: Callable[..., list], cut: dict[str, Any]) -> None:
     size = cut.get("tensor", cut.get("graph", 1))
@@ -128,7 +128,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("place", range(len(MESHES)))
 def test_checkpoints_move_between_slices_parts_and_one_rank(
     ranks: Callable[..., list], tmp_path: Path, place: int
@@ -251,7 +251,7 @@ def test_equal_parts_are_taken_where_no_cut_is_asked_for() -> None:
     assert Parallel(tensor=2, partitioner="random").cutter(6) == "random/2"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("bound", [{}, {"memory_gib": 4e-5}])
 @pytest.mark.parametrize("decouple", [False, True])
 def test_few_bits_between_slices(ranks: Callable[..., list], decouple: bool, bound: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ def test_few_bits_between_slices(ranks: Callable[..., list], decouple: bool, bou
     assert uncoded == exact["summary"]["bytes_per_epoch"]["transpose"]
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gcn", "gat", "plain"])
 @pytest.mark.parametrize("bound", [{}, {"memory_gib": 4e-5}])
 def test_stages_of_slices(ranks: Callable[..., list], name: str, bound: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ def test_stages_of_slices(ranks: Callable[..., list], name: str, bound: dict[str
         assert 0 < many["summary"]["working_memory_bytes"] <= bound["memory_gib"] * 2**30
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", ["gcn", "gat", "plain"])
 @pytest.mark.parametrize("more", [{}, {"decouple": True}])
 def test_parts_whose_features_are_sliced(ranks: Callable[..., list], name: str, more: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def all_turned(size: int, rows: Tensor, codec: CodecName, epoch: int = 1) -> lis
     return ThreadGroup(size).run(lambda channel: turned(channel, rows, codec, epoch))
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("size", COUNTS)
 @pytest.mark.parametrize("codec", ["onebit", "int4", "int8"])
 def test_what_comes_is_right_on_the_mean(size: int, codec: CodecName) -> None:

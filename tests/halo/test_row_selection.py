@@ -210,10 +210,14 @@ def test_rows_that_move_are_sent_and_old_ones_are_near(ranks: Ranks) -> None:
 def test_a_row_that_is_too_old_is_never_read() -> None:
     skip, n = Skip(0.5, 2, Codec("none")), 6
     rows = torch.ones(n, 3)
+
+    def request(epoch: int) -> ExchangeRequest:
+        return ExchangeRequest([0, n], [0, n], "rows", site=site_exchange(epoch, torch.arange(n)))
+
     for epoch in (1, 2):
-        skip.plan(site_exchange(epoch, torch.arange(n)), rows, [0, n], [0, n])
+        skip.plan(request(epoch), rows)
         skip.arrived(rows, [torch.zeros(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)], epoch)
-    skip.plan(site_exchange(3, torch.arange(n)), rows, [0, n], [0, n])
+    skip.plan(request(3), rows)
     with pytest.raises(CommError, match="at most 2 epochs old"):
         skip.arrived(rows, [torch.zeros(0, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)], 3)
 

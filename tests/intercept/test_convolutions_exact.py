@@ -32,7 +32,7 @@ def expected(case: ConvCase, data: Data, epochs: int) -> Result:
     return run(case_build(case), data, epochs=epochs)
 
 
-@pytest.mark.some(120)
+@pytest.mark.some(70)
 @pytest.mark.parametrize(
     ("case", "world", "epochs"),
     [pytest.param(case, *world, id=f"{world[0]}-ranks-{label(case)}") for case, world in splits()],

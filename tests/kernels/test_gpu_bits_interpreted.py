@@ -66,8 +66,8 @@ for name in ("encode_kernel", "decode_kernel"):
 
 def in_process(program: str, **more: str) -> list[str]:
     pytest.importorskip("triton", reason="Triton is not installed; torch's CUDA builds bring it")
-    place = str(Path(__file__).parent)
-    path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
+    places = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    path = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": path, **more},

@@ -51,8 +51,8 @@ print("dropout")
 @pytest.mark.parametrize("split", [3, 1024])
 def test_the_triton_kernels_give_what_autograd_gives(split):
     pytest.importorskip("triton", reason="Triton is not installed; torch's CUDA builds bring it")
-    place = str(Path(__file__).parent)
-    path = os.pathsep.join([place, *filter(None, [os.environ.get("PYTHONPATH")])])
+    places = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    path = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(split)],
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},

@@ -109,7 +109,7 @@ def test_local_ranks_return_rank_0_s_result_and_share_the_cores(monkeypatch):
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(LaunchError, match="to be 1 or more; got 0"):
+    with pytest.raises(LaunchError, match="to be a number from 1 up; got 0"):
         start_local(0, threads_and_sum, 1)
 
 

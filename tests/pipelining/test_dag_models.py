@@ -17,6 +17,7 @@ from unseen import LOSS, MODELS, piped, plain
 EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_plain_trainings(ranks, world):
     found = ranks(world, piped, list(MODELS))

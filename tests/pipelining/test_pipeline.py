@@ -34,13 +34,13 @@ def test_one_chunk_through_stages(ranks, one_rank, name, pipe):
     same(found, one_rank(name))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "pipe", "chunks"), rotated(MODELS, [(1, 4), (2, 2), (3, 4), (2, 4)]))
 def test_exact_chunks_through_stages(ranks, one_rank, name, pipe, chunks):
     same(ranks(pipe, trained, name, {"pipe": pipe, "chunks": chunks, **EXACT}), one_rank(name))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("name", "pipe", "chunks"), rotated(MODELS, [(2, 3), (1, 3), (2, 1), (2, 3)]))
 def test_parts_and_exact_chunks(ranks, one_rank, name, pipe, chunks):
     found = ranks(2 * pipe, trained, name, {"pipe": pipe, "graph": 2, "chunks": chunks, **EXACT})
@@ -48,7 +48,7 @@ def test_parts_and_exact_chunks(ranks, one_rank, name, pipe, chunks):
     same(found, one_rank(name))
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     rotated(

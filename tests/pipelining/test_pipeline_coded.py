@@ -229,7 +229,7 @@ def test_without_history_the_precision_controller_probes_with_the_exact_gradient
 # Late rows -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("guard", "every"), [(True, None), (False, None), (False, "auto"), (False, 3)])
 def test_late_rows_through_stages_are_late_rows(ranks, guard, every):
     """A stage's sites are as late as they are in a model that is whole."""

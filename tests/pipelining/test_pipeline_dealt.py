@@ -30,7 +30,7 @@ def dealt(graph: int = 1, chunks: int = 1, pipe: int = 2, **rest: Any) -> dict[s
     return {"pipe": pipe, "stages_per_rank": 2, "graph": graph, "chunks": chunks, **rest}
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "parallel"),
     rotated(
@@ -55,6 +55,7 @@ def test_history_reads_what_plain_pyg_would_read(ranks, name, graph, stale):
         torch.testing.assert_close(rank["weights"], dict(plain.state_dict()), rtol=0, atol=1e-9)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("pipe", "chunks"), [(2, 5), (3, 4)])
 def test_the_program_is_the_schedule_s(ranks, pipe, chunks):
     """GCNII has eight steps that can be stages of their own, and gives its first rows to all of them."""

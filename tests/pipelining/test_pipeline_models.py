@@ -248,6 +248,7 @@ def ran(channel: Channel, name: str, parallel: dict[str, Any], check: bool) -> A
     return found if isinstance(found, str) else found["losses"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "name",
     [

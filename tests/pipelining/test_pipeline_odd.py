@@ -145,7 +145,7 @@ def small(channel: Channel, vertices: int, parallel: dict[str, Any], trains: int
     return told(model("gcnii", 0.2), given, 4, parallel)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("vertices", [3, 7])
 @pytest.mark.parametrize(
     "mesh",
@@ -162,7 +162,7 @@ def test_empty_chunks_and_chunks_without_a_training_vertex_are_exact(ranks, mesh
     same(ranks(world, small, vertices, {**mesh, **EXACT}), ranks(1, small, vertices, {})[0])
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "mesh",
     [{"pipe": 1, "chunks": 6}, {"pipe": 3, "chunks": 2}, {"pipe": 2, "graph": 2, "chunks": 5}],
@@ -296,7 +296,7 @@ def idle(channel: Channel, chunk: int, parallel: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("kind", "pipe", "chunk"), [("exact", 1, 0), ("exact", 2, 2), ("history", 2, 0), ("history", 2, 1)]
 )

@@ -96,6 +96,7 @@ def without_edges(channel: Channel, name: str, chunks: list[torch.Tensor]) -> An
     return told(model(name, 0.4), given, 4, {})
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "pipe", "graph"), rotated(["gat", "gcnii"], [(2, 1), (2, 2), (1, 1)]))
 def test_dropping_is_training_without_the_edges_between_chunks(ranks, name, pipe, graph):
     """Draws too: they go by vertices and edges, whatever chunk they are in."""
@@ -131,6 +132,7 @@ def counted(channel: Channel, name: str, parallel: dict[str, Any]) -> Any:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("mesh", "name", "shared"),
     rotated(

@@ -67,7 +67,7 @@ def runs(ranks, kind, tmp_path_factory) -> Any:
     return get
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("kind", "wrote", "reads"),
     rotated(

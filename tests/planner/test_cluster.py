@@ -73,6 +73,7 @@ def test_without_its_programs_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         emulated.Cluster(2, 100).__enter__()
 
 
+@pytest.mark.slow
 def test_links_and_shares_are_as_asked_and_nothing_is_left() -> None:
     need_cluster()
     before = outside()

@@ -626,6 +626,7 @@ def test_how_a_model_is_run_counts(tmp_path: Path) -> None:
     assert not any("pipe" in name for name in names[1])
 
 
+@pytest.mark.slow
 def test_attributes_of_edges_come_along() -> None:
     """A layer that asks for them is measured with them."""
     data = kagome.load(SBM)
@@ -638,6 +639,7 @@ def test_attributes_of_edges_come_along() -> None:
     assert {"one rank", "graph=2", "tensor=2"} <= {one.name for one in found.fitting}
 
 
+@pytest.mark.slow
 def test_a_layer_that_chunks_cannot_serve_leaves_pipelines_of_one_chunk() -> None:
     data = kagome.load(SBM)
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)

@@ -30,6 +30,7 @@ def test_three_planners_are_compared(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "operators_uno.json").read_text())
 
 
+@pytest.mark.slow
 def test_curves_over_devices_are_drawn(tmp_path: Path) -> None:
     counts = ("--vertices", 1000, "--edges", 5000, "--features", 8, "--classes", 4, "--hidden", 8)
     words = (*counts, "--clusters", "a5000x16", "--sizes", 2, 8, "--out", tmp_path)

@@ -102,7 +102,7 @@ def test_a_partition_of_another_number_of_parts_is_refused_with_both_numbers(ran
     assert sorted(chain.from_iterable(own for (own,) in ranks(2, in_folder, str(folder)))) == list(range(60))
     leaf, expected, got, _, hint = ranks(3, in_folder, str(folder))[2]
     assert leaf == "PartitionError"
-    assert ("3 ranks" in expected, "2 parts in" in got, "--parts 3" in hint) == (True, True, True)
+    assert ("ranks, 3" in expected, "2 parts in" in got, "--parts 3" in hint) == (True, True, True)
 
 
 def test_no_such_partition(tmp_path):

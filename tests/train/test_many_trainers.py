@@ -18,6 +18,7 @@ from training import QUIET, Gcn, graph, settings
 SCRIPT = Path(__file__).parents[1] / "support" / "many.py"
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("trainers", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_trainers_leave_no_file_and_no_thread(tmp_path, trainers, ranks):

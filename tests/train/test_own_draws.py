@@ -64,6 +64,7 @@ def alone(ranks):
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "mesh",
     [

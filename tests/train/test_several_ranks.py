@@ -110,6 +110,7 @@ def used_between(channel: Channel, parallel: dict[str, Any], uses: bool) -> Any:
         return losses(trainer)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "parallel",
     [{"graph": 2}, {"pipe": 2, "chunks": 1}, {"pipe": 2, "chunks": 3, "cross_chunk": "exact"}],

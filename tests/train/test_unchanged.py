@@ -10,6 +10,7 @@ import golden_runs
 from golden_runs import DAG, EPOCHS, RUNS, curve, dag_curve, machine, read
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", [*RUNS, DAG])
 def test_losses_are_those_that_are_written_down(ranks: Callable[..., list], name: str) -> None:
     """Every digit on the kind of machine that wrote them; elsewhere sums of floats are rounded otherwise."""

@@ -12,7 +12,6 @@ rows a message has, ``encoded_message`` writes and reads its bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -100,7 +99,7 @@ class EncodedExchange:
             rows = self._with_residual(rows, site)
         plan = SelectionPlan(plain(codec, request.send_counts), plain(codec, request.recv_counts))
         if selection is not None:
-            plan = selection.plan(site, rows, request.send_counts, request.recv_counts)
+            plan = selection.plan(request, rows)
         return self._sent(way, plan, rows, index, request, selection)
 
     def _with_residual(self, rows: Tensor, site: SiteExchange) -> Tensor:
@@ -110,7 +109,7 @@ class EncodedExchange:
 
     def _selection(self, site: SiteExchange, codec: Codec, request: ExchangeRequest) -> Selection | None:
         """Return the selection among a site's rows; None if all rows are sent alike."""
-        settings, send_counts, recv_counts = self.state.settings, request.send_counts, request.recv_counts
+        settings = self.state.settings
 
         def make() -> Selection | None:
             if settings.halo_sample < 1:
@@ -118,21 +117,22 @@ class EncodedExchange:
             if settings.skip_drift > 0 and not site.backward:
                 return Skip(settings.skip_drift, settings.max_age, codec)
             if settings.adaptive_bits and codec.bits is not None:
-                return Fit(codec, self._reads(site, send_counts, recv_counts))
+                return Fit(codec, self._reads(site, request))
             return None
 
-        return self.state.rows.selection(site.key, site.epoch, make, (sum(send_counts), sum(recv_counts)))
+        counts = sum(request.send_counts), sum(request.recv_counts)
+        return self.state.rows.selection(site.key, site.epoch, make, counts)
 
-    def _reads(self, site: SiteExchange, send_counts: Sequence[int], recv_counts: Sequence[int]) -> Tensor:
+    def _reads(self, site: SiteExchange, request: ExchangeRequest) -> Tensor:
         """Return how many edges read each row that is sent; the ranks that read it report that.
 
         A gradient's row counts 1.
         """
         if site.direction > 1:
-            return torch.ones(sum(send_counts))
+            return torch.ones(sum(request.send_counts))
         assert site.reads is not None
-        request = ExchangeRequest(recv_counts, send_counts, "readers of rows", "other")
-        return self.channel.start(site.reads.unsqueeze(1), request).wait().squeeze(1).cpu()
+        back = ExchangeRequest(request.recv_counts, request.send_counts, "readers of rows", "other")
+        return self.channel.start(site.reads.unsqueeze(1), back).wait().squeeze(1).cpu()
 
     def _sent(
         self,

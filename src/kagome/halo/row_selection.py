@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.codec import BITS, Codec
-from kagome.comm.exchange import SiteExchange
+from kagome.comm.exchange import ExchangeRequest, SiteExchange
 from kagome.config import CodecName
 from kagome.errors import CommError
 from kagome.halo.encoded_message import MessageLayout, Piece, plain
@@ -56,13 +56,8 @@ class SelectionPlan:
 class Selection(Protocol):
     """The choice of rows of one site in one direction."""
 
-    def plan(
-        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> SelectionPlan:
-        """Return the content of this epoch's exchange.
-
-        ``rows`` are in the order of sending.
-        """
+    def plan(self, request: ExchangeRequest, rows: Tensor) -> SelectionPlan:
+        """Return the content of this epoch's exchange; ``rows`` are in the order of sending."""
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Take the rows after an exchange, and the notes that came with it."""
@@ -72,6 +67,12 @@ class Selection(Protocol):
 
     def load_state_dict(self, state: State) -> None:
         """Continue from the saved state of another selection."""
+
+
+def _sides(request: ExchangeRequest) -> tuple[SiteExchange, Sequence[int], Sequence[int]]:
+    """Return the site of an exchange, and the numbers of rows to and from each rank."""
+    assert request.site is not None
+    return request.site, request.send_counts, request.recv_counts
 
 
 class SampledRows:
@@ -87,10 +88,9 @@ class SampledRows:
     def __init__(self, share: float, seed: int, rank: int, codec: Codec) -> None:
         self.share, self.seed, self.rank, self.codec = share, seed, rank, codec
 
-    def plan(
-        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> SelectionPlan:
+    def plan(self, request: ExchangeRequest, rows: Tensor) -> SelectionPlan:
         """Select the same rows in both directions and at all sites of an epoch."""
+        site, send_counts, recv_counts = _sides(request)
         if site.whole:
             return SelectionPlan(plain(self.codec, send_counts), plain(self.codec, recv_counts))
         to_readers = site.direction < 2
@@ -143,10 +143,9 @@ class Skip:
         self._counts: tuple[int, ...] = ()
         self._last = 0
 
-    def plan(
-        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> SelectionPlan:
+    def plan(self, request: ExchangeRequest, rows: Tensor) -> SelectionPlan:
         """Select the rows announced in the last epoch; all rows if none were announced."""
+        site, send_counts, recv_counts = _sides(request)
         sent = self._sent
         if site.whole or sent is None or sent.shape != rows.shape or site.epoch != self._last + 1:
             sent, self._send_next, self._recv_next, self._table = rows.clone(), None, None, None
@@ -223,10 +222,9 @@ class Fit:
         self._send_next: Tensor | None = None
         self._recv_next: Tensor | None = None
 
-    def plan(
-        self, site: SiteExchange, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> SelectionPlan:
+    def plan(self, request: ExchangeRequest, rows: Tensor) -> SelectionPlan:
         """Encode each row with its bits, and announce the bits of the coming epochs once in each period."""
+        site, send_counts, recv_counts = _sides(request)
         announces = site.epoch % FIT_EVERY == ANNOUNCED
         out = self._layout(self._send_next, send_counts, announces=announces)
         received = self._layout(self._recv_next, recv_counts, announces=announces)

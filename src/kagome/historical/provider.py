@@ -120,7 +120,7 @@ class HistoricalRows:
         tables.came(chunk, _place(site, label))
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
-        work = self._exchange(current, step.send, step.send_counts, step.recv_counts, site, label, 0)
+        work = self._exchange(current, step.send, step, site, label, 0)
 
         def settle() -> Tensor:
             if work is not None:
@@ -140,7 +140,7 @@ class HistoricalRows:
         if self.left is not None:
             self.left.add(table, chunk.number, away)
         recv = step.recv
-        work = self._exchange(gradients, recv, step.recv_counts, step.send_counts, site, label, 3)
+        work = self._exchange(gradients, recv, step, site, label, 3)
 
         def add() -> Tensor:
             if work is not None:
@@ -173,8 +173,7 @@ class HistoricalRows:
         self,
         rows: Tensor,
         index: Tensor,
-        send_counts: tuple[int, ...],
-        recv_counts: tuple[int, ...],
+        step: ChunkStep,
         site: Site,
         label: str,
         direction: int,
@@ -184,9 +183,10 @@ class HistoricalRows:
             return None
         index = index.to(tables.device)
         row_ids, width = tables.ids[index], rows.size(1)
-        request = site.request(
-            label, direction, send_counts, recv_counts, width=width, row_ids=row_ids, index=index
+        sides = (
+            (step.send_counts, step.recv_counts) if direction < 2 else (step.recv_counts, step.send_counts)
         )
+        request = site.request(label, direction, *sides, width=width, row_ids=row_ids, index=index)
         return tables.channel.start(rows, request)
 
     def _fresh(self, chunk: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

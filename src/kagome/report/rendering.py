@@ -22,17 +22,18 @@ def page(template: str, **values: Any) -> str:
         template: The file name of the page's template.
         values: What the template shows. Text is escaped, :class:`Markup` is not.
     """
-    return _environment().get_template(template).render(values)
+    return environment().get_template(template).render(values)
 
 
 def chart(macro: str, **values: Any) -> Markup:
     """Return a chart as HTML; ``macro`` is its name in ``charts.html``."""
-    html: Markup = getattr(_environment().get_template("charts.html").module, macro)(**values)
+    html: Markup = getattr(environment().get_template("charts.html").module, macro)(**values)
     return html
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return jinja2's environment with this package's templates, compiled at their first use."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     found = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -126,7 +126,7 @@ def parse(text: str) -> Action:
 
     Example:
         >>> action = parse("1SEND_F0")
-        >>> action.stage, action.chunk, str(action.answer)  # the receive at the other end
+        >>> action.stage, action.chunk, str(action.counterpart)  # the receive at the other end
         (1, 0, '2RECV_F0')
     """
     found = _TEXT.fullmatch(text)

@@ -151,7 +151,7 @@ def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
     if meta.num_parts != channel.size:
         raise PartitionError(
             f"as many parts as ranks, {channel.size}",
-            f"{meta.num_parts} in {folder}",
+            f"{meta.num_parts} parts in {folder}",
             hint=f"start {meta.num_parts} ranks, or kagome partition --parts {channel.size}",
         )
     found: Partition | KagomeError

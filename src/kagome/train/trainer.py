@@ -186,12 +186,12 @@ class Trainer:
             self.notes: list[str] = []
             with self.spans.phase("load"):
                 self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)
-            self._log_all((*self.mesh.notes, *self.meta.notes))
+            self._log(*self.mesh.notes, *self.meta.notes)
             torch.manual_seed(self.train.seed)
             given = unwrapped(build(self.part, self.meta, self.channel))
             with self.spans.phase("load"):
                 self.model, notes = set_up_model(given, self.part, self.mesh, settings.parallel)
-            self._log_all(notes)
+            self._log(*notes)
             self._learn(wishes)
             self._marks = ModelMarks(self.model, self.optimizer, self.scheduler)
             self._callbacks = Callbacks(callbacks, self.world, self._marks)
@@ -218,8 +218,8 @@ class Trainer:
         else:  # it is scored and never trained on: nothing reads these labels
             found = optimizers.no_criteria(), unlabelled(self.part)
         self.criteria, self.part = found
-        self._log_all(self.criteria.notes)
-        self._log_all(input_notes(self.model, self.part, self.criteria.objective.uses))
+        self._log(*self.criteria.notes)
+        self._log(*input_notes(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
         self.optimizer = optimizers.optimizer_of(self.model, settings, optimizer, self.mesh)
         self._default_optimizer = optimizer is None and scheduler is None
@@ -283,8 +283,8 @@ class Trainer:
         self._check()
         if self.part.nodes:
             with self.spans.phase("check"):
-                self._log_all(self.admission.predict(self.part, self.world))
-            self._log_all(self.engine.take_notes())
+                self._log(*self.admission.predict(self.part, self.world))
+            self._log(*self.engine.take_notes())
             self.part = replace(self.part, nodes={}, edges={})  # the engine holds its own inputs
         set_up = time.perf_counter() - self._begun
         if self.writer is not None:
@@ -425,7 +425,7 @@ class Trainer:
             return
         with self.spans.phase("check"):
             goes = self.engine.goes if isinstance(self.engine, GraphEngine) else None
-            self._log_all(before_first(self.model, self.part, self.world, self.settings, goes))
+            self._log(*before_first(self.model, self.part, self.world, self.settings, goes))
         self._was_checked = True
 
     def _go_on(self) -> None:
@@ -481,7 +481,7 @@ class Trainer:
             loss, stop = self.engine.train(self.epoch, self.optimizer, stop=bool(loop.asked))
             if self._evaluates(loop, stop):
                 self.engine.exchange.settle()  # waiting for late rows counts to this epoch
-        self._log_all(self.engine.take_notes())
+        self._log(*self.engine.take_notes())
         self.timer.end(self.epoch, loss, self.engine.take_uncoded())
         return loss, stop
 
@@ -560,7 +560,7 @@ class Trainer:
     def _finish(self, set_up: float) -> dict[str, Any]:
         with self.spans.phase("evaluate", self.epoch):
             found = self._scores()
-        self._log_all(self.engine.final_notes())
+        self._log(*self.engine.final_notes())
         facts: dict[str, Any] = {
             "test_metric": found["test"],
             "val_metric": found["val"],
@@ -587,12 +587,9 @@ class Trainer:
                 self.writer.finish(values, spans, scores, labels, target, self.model)
         return values
 
-    def _log_all(self, notes: tuple[str, ...]) -> None:
+    def _log(self, *notes: str) -> None:
         for note in notes:
-            self._log(note)
-
-    def _log(self, note: str) -> None:
-        _noted(self.notes, self.mesh.rank == 0 and self.settings.report.progress, note)
+            _noted(self.notes, self.mesh.rank == 0 and self.settings.report.progress, note)
 
 
 def _noted(notes: list[str], shown: bool, note: str) -> None:
