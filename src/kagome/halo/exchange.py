@@ -231,10 +231,8 @@ class _Collective(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, token: Tensor, forward_pass: ForwardPass, there: Way, back: Way
     ) -> tuple[Tensor, Tensor]:
-        ctx.forward_pass, ctx.ways = (
-            ref(forward_pass),
-            (there, back),
-        )  # a weak reference: the forward pass holds this node
+        # A weak reference, because the forward pass holds this node.
+        ctx.forward_pass, ctx.ways = ref(forward_pass), (there, back)
         return there(rows), torch.zeros_like(token)
 
     @staticmethod
