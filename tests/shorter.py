@@ -10,8 +10,9 @@ Where it sits: a plugin of ``conftest``. Two marks choose::
 Of a test on ranks (one with the fixture ``ranks`` or ``pool``) without a mark, one variant of each test runs.
 
 With ``--until TIME`` (seconds since 1970) tests run in the order of their costs (``golden/costs.json``),
-those marked ``every`` first. One that would begin later is skipped, with that reason. ``.ci/run`` sets it,
-because its time is limited and machines differ by a factor of two. ``make test`` by itself has no such limit.
+those marked ``every`` first. One that would begin later is skipped, with that reason. A run that skips
+more than a tenth of its tests fails. ``.ci/run`` sets it, because its time is limited and machines differ
+by a factor of two. ``make test`` by itself has no such limit.
 
 A test that is named on the command line (``file.py::test``) runs whatever its mark.
 """
@@ -25,6 +26,10 @@ import zlib
 import pytest
 
 import costs
+
+LATE = "the time for tests is over (--until)"
+MOST = 0.1
+"""Share of the tests that may be left out for want of time; a run that leaves out more fails."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,7 +46,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     until = item.config.getoption("--until")
     if until is not None and time.time() > until:
-        pytest.skip("the time for tests is over (--until): `make test` runs it")
+        pytest.skip(f"{LATE}: `make test` runs it")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run that left out more than a tenth of its tests for want of time."""
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    stats = {} if terminal is None else terminal.stats
+    late = sum(LATE in str(report.longrepr) for report in stats.get("skipped", []))
+    done = sum(len(stats.get(outcome, [])) for outcome in ("passed", "failed", "skipped"))
+    if late > MOST * done:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(trylast=True)
