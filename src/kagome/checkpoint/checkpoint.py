@@ -342,20 +342,7 @@ def load(
     """
     folder = Path(folder)
     place, files = _verified(folder, channel)
-    if seed not in (None, place.seed):
-        raise CheckpointError(
-            f"a checkpoint with seed {seed}, for this run to go on",
-            f"seed {place.seed}",
-            where=str(folder),
-            hint=f"--train.seed {place.seed}",
-        )
-    if graph not in (None, place.graph):
-        raise CheckpointError(
-            f"a checkpoint of the graph {graph}, for this run to go on",
-            f"one of the graph {place.graph}, with other edges, features, labels or masks",
-            where=str(folder),
-            hint="the data that the run had; other data needs a new run, which may begin with its weights",
-        )
+    _refuse_other_run(folder, place, seed, graph)
     try:
         rest, sections = _read(folder, files)
         state: dict[int, dict[str, Any]] = {index: dict(values) for index, values in rest["state"].items()}
@@ -382,6 +369,24 @@ def load(
     own = state_of(model)
     best = {name: value.to(own[name].device) for name, value in sections["best"].items()}
     return place, best or None, restored
+
+
+def _refuse_other_run(folder: Path, place: RunPosition, seed: int | None, graph: str | None) -> None:
+    """Refuse a checkpoint of another seed or another graph; None takes any."""
+    if seed not in (None, place.seed):
+        raise CheckpointError(
+            f"a checkpoint with seed {seed}, for this run to go on",
+            f"seed {place.seed}",
+            where=str(folder),
+            hint=f"--train.seed {place.seed}",
+        )
+    if graph not in (None, place.graph):
+        raise CheckpointError(
+            f"a checkpoint of the graph {graph}, for this run to go on",
+            f"one of the graph {place.graph}, with other edges, features, labels or masks",
+            where=str(folder),
+            hint="the data that the run had; other data needs a new run, which may begin with its weights",
+        )
 
 
 def best_weights(folder: str | Path) -> dict[str, Tensor]:

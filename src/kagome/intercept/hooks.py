@@ -6,6 +6,7 @@ Where it sits: ``components.parallelize`` installs them after the layer rules, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import update_wrapper
 from types import MethodType
 from typing import Any
@@ -39,50 +40,20 @@ def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
     """
     for each in scope.scopes:
         each.keeps(model)
-    several = len(set(scope.scopes)) > 1  # what a layer cached for one chunk is wrong for another
+    several = len(set(scope.scopes)) > 1
     removers: list[Callable[[], None]] = [once(), watch()]
     for path, module in model.named_modules():
-        name = path or type(module).__name__
-        caches = any(key.startswith("_cached_") for key in vars(module))
-
-        def enter(module: nn.Module, _args: Any, name: str = name, caches: bool = caches) -> None:
-            if caches and several:
-                forget(module)
-            if scope.forward.forward_pass.outside:
-                return  # the loss runs this module: leave it to torch
-            scope.forward.forward_pass.refuse_rerun(name)
-            scope.forward.path.append(name)
-            refuse_old_hooks(scope, module)
-            if isinstance(module, MessagePassing):
-                scope.forward.layers += 1
-
-        def leave(module: nn.Module, _args: Any, out: Any, name: str = name, caches: bool = caches) -> Any:
-            if scope.forward.forward_pass.outside:
-                return None
-            # Also called after an error, innermost first: the first module called is the one to name.
-            scope.forward.fault = (scope.forward.fault or name) if out is None else ""
-            if scope.forward.path:
-                scope.forward.path.pop()
-            if caches:
-                (forget if several else _settle)(module)
-            if module is model and out is not None:
-                refuse_some_rows(scope, out, "the model")
-            return scope.deferral.leave_layer(out) if isinstance(module, MessagePassing) else None
-
         if isinstance(module, torch.jit.ScriptModule):
             continue  # takes no hooks; what it does is named after the module that calls it
-        removers.append(module.register_forward_pre_hook(enter).remove)
-        removers.append(module.register_forward_hook(leave, always_call=True).remove)
+        caches = any(key.startswith("_cached_") for key in vars(module))
+        hooks = _ModuleHooks(path or type(module).__name__, scope, model, caches, several)
+        removers.append(module.register_forward_pre_hook(hooks.enter).remove)
+        removers.append(module.register_forward_hook(hooks.leave, always_call=True).remove)
         forget(module)
         if isinstance(module, MessagePassing) or next(module.children(), None) is None:
-            removers.append(replaced(module, "forward", _Watched(module, name, scope)))
+            removers.append(replaced(module, "forward", _Watched(module, hooks.name, scope)))
         if isinstance(module, MessagePassing):
-            removers.append(_wrap(module, "propagate", scope))
-            removers.append(_wrap(module, "edge_updater", scope))
-            if any(each.matrix is not None for each in scope.scopes):
-                removers.append(module.register_forward_pre_hook(_edges(scope), with_kwargs=True).remove)
-            if module.flow == "target_to_source":
-                removers.append(module.register_forward_pre_hook(_turn_round(scope), with_kwargs=True).remove)
+            removers += _install_edges(module, scope)
 
     def remove() -> None:
         for take_off in removers:
@@ -91,6 +62,67 @@ def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
             forget(module)
 
     return remove
+
+
+@dataclass(frozen=True)
+class _ModuleHooks:
+    """Forward hooks of one module: they follow the forward's path, and settle what a layer caches.
+
+    Args:
+        name: The module's path in the model.
+        scope: The interceptor, or the proxy of the running one.
+        model: The user's whole module.
+        caches: Whether the module has a cache of its own, as ``GCNConv(cached=True)`` has.
+        several: Whether several interceptors run the module: a cache of one chunk is wrong for another.
+    """
+
+    name: str
+    scope: Interceptor
+    model: nn.Module
+    caches: bool
+    several: bool
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _ModuleHooks:
+        """Return the same hooks, as a copy of a function is: a copied module copies no interceptor."""
+        return self
+
+    def enter(self, module: nn.Module, _args: Any) -> None:
+        """Note that the module runs, before its forward."""
+        if self.caches and self.several:
+            forget(module)
+        forward = self.scope.forward
+        if forward.forward_pass.outside:
+            return  # the loss runs this module: leave it to torch
+        forward.forward_pass.refuse_rerun(self.name)
+        forward.path.append(self.name)
+        refuse_old_hooks(self.scope, module)
+        if isinstance(module, MessagePassing):
+            forward.layers += 1
+
+    def leave(self, module: nn.Module, _args: Any, out: Any) -> Any:
+        """Note that the module has run, and return its rows as the layers after it take them."""
+        forward = self.scope.forward
+        if forward.forward_pass.outside:
+            return None
+        # Also called after an error, innermost first: the first module called is the one to name.
+        forward.fault = (forward.fault or self.name) if out is None else ""
+        if forward.path:
+            forward.path.pop()
+        if self.caches:
+            (forget if self.several else _settle)(module)
+        if module is self.model and out is not None:
+            refuse_some_rows(self.scope, out, "the model")
+        return self.scope.deferral.leave_layer(out) if isinstance(module, MessagePassing) else None
+
+
+def _install_edges(module: MessagePassing, scope: Interceptor) -> list[Callable[[], None]]:
+    """Wrap what a layer does with edges; return what removes it."""
+    removers = [_wrap(module, "propagate", scope), _wrap(module, "edge_updater", scope)]
+    if any(each.matrix is not None for each in scope.scopes):
+        removers.append(module.register_forward_pre_hook(_edges(scope), with_kwargs=True).remove)
+    if module.flow == "target_to_source":
+        removers.append(module.register_forward_pre_hook(_turn_round(scope), with_kwargs=True).remove)
+    return removers
 
 
 def forget(module: nn.Module) -> None:

@@ -127,7 +127,11 @@ def _builders(degree_histogram: Tensor | None) -> dict[str, _Builder]:
                 hint="degree_histogram=torch.bincount(torch.bincount(edge_index[1], minlength=num_nodes))",
             )
         return _PNA(
-            *(fan_in, m.hidden, m.layers, fan_out, m.dropout),
+            fan_in,
+            m.hidden,
+            m.layers,
+            fan_out,
+            m.dropout,
             aggregators=["mean", "min", "max", "std"],
             scalers=["identity", "amplification", "attenuation"],
             deg=degree_histogram,

@@ -112,16 +112,8 @@ class ChunkEngine:
         stages, changed = self.staging.stages, self.staging.survey.changed
         self.ownership = ParameterOwnership(model, stages, mesh.pipe, changed)
         self.foreign = self.ownership.foreign()
-        self.codes = {
-            stage.number: StageCode(
-                *(model, self.staging.graph, self.staging.survey, stage, self.current, self.net.cast),
-                *(self.activations.saving, self.foreign),
-            )
-            for stage in self.mine
-        }
-        kept = {name for name in part.nodes if name.endswith("_mask")} | criteria.objective.uses
-        self.inputs: dict[str, Any] = {k: v.to(device) for k, v in part.nodes.items() if k in kept}
-        self.inputs |= {k: v for k, v in part.shared.items() if k in kept}
+        self.codes = self._stage_codes()
+        self.inputs = self._loss_inputs(part)
         self.gradients = Gradients(
             self.ownership.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
@@ -136,21 +128,52 @@ class ChunkEngine:
         self.controller = EpochController(parallel, self.report, self._log, history=history)
         self._drifts: tuple[float, ...] = ()
         self.chunk_passes = ChunkPasses(
-            *(self.codes, mesh, self.chunks, stages, phases, self.ownership.isolation, self._lose),
-            codec,
+            codes=self.codes,
+            mesh=mesh,
+            chunks=self.chunks,
+            stages=stages,
+            phases=phases,
+            isolation=self.ownership.isolation,
+            lose=self._lose,
+            codec=codec,
         )
         self._checked = self._stepped = False
         self.forward_reuse = ForwardReuse(model)
-        ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
-        steps, where = [step.name for stage in self.mine for step in stage.steps], mesh.stage
-        self.layout = StateLayout.of(
-            parallel, part.fingerprint, ids, part=mesh.part, stage=where, steps=steps
-        )
+        self.layout = self._state_layout(part)
         self._notes = [self._describe()]
         if self.staging.escape:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
         with self.net:  # an unsupported model is refused now
             pass
+
+    def _stage_codes(self) -> dict[int, StageCode]:
+        """Return this rank's stages, ready to run, by number."""
+        return {
+            stage.number: StageCode(
+                model=self.model,
+                graph=self.staging.graph,
+                survey=self.staging.survey,
+                stage=stage,
+                current=self.current,
+                cast=self.net.cast,
+                save_activations=self.activations.saving,
+                foreign=self.foreign,
+            )
+            for stage in self.mine
+        }
+
+    def _loss_inputs(self, part: Partition) -> dict[str, Any]:
+        """Return what the loss and the metric read of the part, on the device."""
+        kept = {name for name in part.nodes if name.endswith("_mask")} | self.criteria.objective.uses
+        rows = {name: value.to(self.mesh.device) for name, value in part.nodes.items() if name in kept}
+        return {**rows, **{name: value for name, value in part.shared.items() if name in kept}}
+
+    def _state_layout(self, part: Partition) -> StateLayout:
+        """Return which vertices and steps this rank has, by which a checkpoint's rows are given back."""
+        ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
+        steps = [step.name for stage in self.mine for step in stage.steps]
+        where, stage = self.mesh.part, self.mesh.stage
+        return StateLayout.of(self.parallel, part.fingerprint, ids, part=where, stage=stage, steps=steps)
 
     def _settle(self) -> None:
         """Find the sum of the loss weights; a user's loss that returns weights is called with zero scores."""

@@ -198,7 +198,9 @@ def _compare(graph: LayerGraph, net: ParallelModel, *, named: bool) -> None:
 
     hint = "what forward does between layers goes into modules, named in their places in --parallel.layers"
     refuse_unlike(
-        *(model, graph, scope.inputs),
+        model,
+        graph,
+        scope.inputs,
         on=on,
         before=before,
         where=lambda: scope.forward.fault,

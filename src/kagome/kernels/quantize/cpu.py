@@ -50,6 +50,21 @@ def number_of(word: Any) -> Any:
     return np.int32(word).view(np.float32)
 
 
+@inlined
+def row_state(row_id: Any, keys: Any) -> Any:
+    """Return the state that a row's draws begin with: its id in 64 bits, hashed with the keys."""
+    word = np.uint32(mixed(np.uint32(row_id)) ^ keys[0])
+    word = np.uint32(word + np.uint32(row_id >> 32))
+    return mixed(np.uint32(mixed(word) ^ keys[1]))
+
+
+@inlined
+def width_of(raw: Any) -> Any:
+    """Return a row's span, rounded up to a bfloat16; 0 where all its values are equal."""
+    rounded = number_of((word_of(raw) + 0xFFFF) >> 16 << 16)
+    return max(rounded, LEAST) if raw > ZERO else ZERO
+
+
 @cache
 def _encode(bits: int, lanes: int) -> Callable[..., int]:
     share, levels = 8 // bits, np.float32(2**bits - 1)
@@ -82,16 +97,12 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
             for k in range(real):
                 least[k], most[k], peak[k] = extremes(lanes, x, place[k])
             for k in range(real):  # a separate loop, so that the compiler vectorizes it
-                row_id = row_ids[first + k]
-                word = np.uint32(mixed(np.uint32(row_id)) ^ keys[0])
-                word = np.uint32(word + np.uint32(row_id >> 32))
-                state[k] = mixed(np.uint32(mixed(word) ^ keys[1]))
+                state[k] = row_state(row_ids[first + k], keys)
             for k in range(real):
                 finite = peak[k] < np.inf
                 bottom = np.float32(least[k] + ZERO)
                 raw = np.float32(most[k] - bottom) if finite else ZERO
-                rounded = number_of((word_of(raw) + 0xFFFF) >> 16 << 16)
-                wide = max(rounded, LEAST) if raw > ZERO else ZERO
+                wide = width_of(raw)
                 bad += not finite or np.float32(bottom + wide) == np.inf
                 factor[k] = np.float32(levels / wide) if raw > ZERO else ZERO
                 least[k] = low[first + k] = bottom

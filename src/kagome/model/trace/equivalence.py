@@ -60,10 +60,7 @@ def refuse_unlike(
         Two forward passes of the sample in each mode.
     """
     form = calling or ForwardCall.of(model, inputs)
-    given = [value for value in inputs.values() if isinstance(value, Tensor)]
-    kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
-    kinds |= {torch.bfloat16} if halved else set()
-    epsilon = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+    epsilon = _epsilon(model, inputs, halved=halved)
 
     def whole(_training: bool) -> Any:
         try:
@@ -79,19 +76,7 @@ def refuse_unlike(
             ) from error
 
     def by_steps(training: bool) -> Any:
-        begun: list[Step] = []
-
-        def begin(step: Step) -> None:
-            begun[:] = [step]
-            before(step)
-
-        try:
-            found = graph.run(model, inputs, training=training, before=begin, keep=[graph.output])
-        except KagomeError:
-            raise
-        except Exception as error:
-            raise failed(begun[0], error) from error
-        return found[graph.output]
+        return _run_steps(model, graph, inputs, before, training=training)
 
     def ran(run: Callable[[bool], Any], training: bool) -> Heard:
         # Steps leave checkpointing out. Without gradients it has no effect in either run.
@@ -104,6 +89,38 @@ def refuse_unlike(
         # A forward that does not repeat itself (it draws numbers elsewhere) proves nothing about its steps.
         if _unlike(one, other, epsilon) and not _unlike(one, ran(whole, training), epsilon):
             raise _refusal(graph, one, other, epsilon, training=training, hint=hint)
+
+
+def _epsilon(model: nn.Module, inputs: Mapping[str, Any], *, halved: bool) -> float:
+    """Return the rounding unit of the least precise type that a model computes in."""
+    given = [value for value in inputs.values() if isinstance(value, Tensor)]
+    kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
+    kinds |= {torch.bfloat16} if halved else set()
+    return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+
+
+def _run_steps(
+    model: nn.Module,
+    graph: LayerGraph,
+    inputs: Mapping[str, Any],
+    before: Callable[[Step], None],
+    *,
+    training: bool,
+) -> Any:
+    """Return the output of a model's steps; an error names the step that failed."""
+    begun: list[Step] = []
+
+    def begin(step: Step) -> None:
+        begun[:] = [step]
+        before(step)
+
+    try:
+        found = graph.run(model, inputs, training=training, before=begin, keep=[graph.output])
+    except KagomeError:
+        raise
+    except Exception as error:
+        raise failed(begun[0], error) from error
+    return found[graph.output]
 
 
 @dataclass

@@ -173,9 +173,7 @@ def survey(
     Cost:
         Two forward passes; autograd records the first, but no gradient is computed.
     """
-    values: dict[str, Value] = {}
-    writes: dict[str, tuple[str, ...]] = {}
-    versions = _Versions()
+    record = _Record(look)
     training: dict[str, int] = {}
     evaluation: dict[str, int] = {}
     begun, counts, first = graph.steps[:1], training, 0
@@ -185,29 +183,13 @@ def survey(
         begun = (step,)
         counts[step.name] = draws() - first
 
-    def after(step: Step, value: Any) -> None:
-        found = versions.risen(step.reads)
-        if found:
-            writes[step.name] = found
-        for name in found:  # a tensor of zeros may require a gradient once it was written to
-            if name in values and versions.learns(name):
-                values[name] = replace(values[name], grad=True)
-        if step.kind != "attribute":  # weights and buffers are tracked elsewhere
-            versions.note(step.name, value)
-        kind = look(value) if isinstance(value, Tensor) else "none"
-        if kind in ("rows", "edges", "fixed"):
-            shape = tuple(value.shape) if kind == "fixed" else tuple(value.shape[1:])
-            values[step.name] = Value(kind, shape, value.dtype, value.requires_grad)  # type: ignore[arg-type]
-        else:
-            values[step.name] = Value("none")
-
     with torch._C.DisableTorchFunction():  # this is not the user's computation
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with _modes_kept(model), torch.enable_grad():
             for name in graph.inputs:
-                versions.note(name, inputs[name])
-            graph.run(model.train(), inputs, training=True, before=before, after=after)
+                record.versions.note(name, inputs[name])
+            graph.run(model.train(), inputs, training=True, before=before, after=record.after)
             counts, first = evaluation, draws()
             with torch.no_grad():
                 graph.run(model.eval(), inputs, training=False, before=before)
@@ -216,15 +198,52 @@ def survey(
     except Exception as error:
         raise failed(begun[0], error) from error
     finally:
-        changed = set()
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            for name, buffer in model.named_buffers():
-                old = buffers.get(name)
-                if old is None or old.shape != buffer.shape or not torch.equal(old, buffer):
-                    changed.add(name)
-                if old is not None and old.shape == buffer.shape:
-                    buffer.copy_(old)
-    return Survey(values, training, frozenset(changed), eval_draws=evaluation, writes=writes)
+        changed = _restored(model, buffers)
+    return Survey(record.values, training, changed, eval_draws=evaluation, writes=record.writes)
+
+
+def _restored(model: nn.Module, buffers: Mapping[str, Tensor]) -> frozenset[str]:
+    """Give a model's buffers their old values, and return the names of those that had changed."""
+    changed = set()
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        for name, buffer in model.named_buffers():
+            old = buffers.get(name)
+            if old is None or old.shape != buffer.shape or not torch.equal(old, buffer):
+                changed.add(name)
+            if old is not None and old.shape == buffer.shape:
+                buffer.copy_(old)
+    return frozenset(changed)
+
+
+class _Record:
+    """The values of a run in training mode, and which of them each step writes to.
+
+    Args:
+        look: Returns ``rows``, ``edges``, ``fixed`` or ``none`` for a step's value.
+    """
+
+    def __init__(self, look: Callable[[Any], str]) -> None:
+        self.look = look
+        self.values: dict[str, Value] = {}
+        self.writes: dict[str, tuple[str, ...]] = {}
+        self.versions = _Versions()
+
+    def after(self, step: Step, value: Any) -> None:
+        """Record the value of a step that has run."""
+        found = self.versions.risen(step.reads)
+        if found:
+            self.writes[step.name] = found
+        for name in found:  # a tensor of zeros may require a gradient once it was written to
+            if name in self.values and self.versions.learns(name):
+                self.values[name] = replace(self.values[name], grad=True)
+        if step.kind != "attribute":  # weights and buffers are tracked elsewhere
+            self.versions.note(step.name, value)
+        kind = self.look(value) if isinstance(value, Tensor) else "none"
+        if kind in ("rows", "edges", "fixed"):
+            shape = tuple(value.shape) if kind == "fixed" else tuple(value.shape[1:])
+            self.values[step.name] = Value(kind, shape, value.dtype, value.requires_grad)  # type: ignore[arg-type]
+        else:
+            self.values[step.name] = Value("none")
 
 
 class _Versions:
