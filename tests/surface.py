@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def names() -> dict[str, Any]:
             continue
         found[name] = _takes(value)
         if inspect.isclass(value):
-            for method, body in vars(value).items():
+            bases = [base for base in value.__mro__ if base.__module__.startswith("kagome")]
+            for method, body in chain.from_iterable(vars(base).items() for base in reversed(bases)):
                 if not method.startswith("_"):
                     found[f"{name}.{method}"] = _takes(body)
     leaves = (value for value in vars(errors).values() if inspect.isclass(value))

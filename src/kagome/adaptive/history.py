@@ -32,7 +32,7 @@ from typing import Any, Final, Literal
 
 from kagome.adaptive.plateau import ProgressMonitor, Verdict
 from kagome.adaptive.thresholds import HISTORY_FAIR, HISTORY_GOOD, OFTEN
-from kagome.config import Parallel
+from kagome.config import PipelineSettings
 
 Epoch = Literal["history", "refresh", "exact", "probe"]
 
@@ -252,8 +252,8 @@ class HistoryController:
         return self._span
 
 
-def history_controller(parallel: Parallel) -> HistoryController | None:
+def history_controller(settings: PipelineSettings) -> HistoryController | None:
     """Return the controller of history, where the settings let chunks read any."""
-    if parallel.cross_chunk != "history":
+    if settings.cross_chunk != "history":
         return None
-    return HistoryController(parallel.history_epochs, watch=parallel.guard)
+    return HistoryController(settings.history_epochs, watch=settings.guard)

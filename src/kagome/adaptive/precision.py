@@ -39,7 +39,7 @@ from typing import Any, Final, Literal
 
 from kagome.adaptive.thresholds import CLOSE, CODED_FAIR, LONGEST, RECENT, ROWS_FAIR, ROWS_GOOD
 from kagome.comm.codec import FINER, Codec
-from kagome.config import CodecName, Parallel
+from kagome.config import CodecName, ExchangeSettings, Parallel
 from kagome.halo.epoch_rows import ExchangeMode
 
 
@@ -120,14 +120,14 @@ class StalenessProbe:
         return f"{self.level.text()}: gradient {self.ratio:.2f} times as long, cosine {self.cosine:.2f}"
 
 
-def levels_of(parallel: Parallel) -> tuple[PrecisionLevel, ...]:
+def levels_of(settings: ExchangeSettings) -> tuple[PrecisionLevel, ...]:
     """Return the precision levels from what the settings say up to exact."""
-    forward, backward = parallel.codec, parallel.codec_backward or parallel.codec
-    chooses = parallel.halo_sample < 1 or parallel.skip_drift > 0 or parallel.adaptive_bits
-    levels = [PrecisionLevel(forward, backward, parallel.max_age == 0, chooses)]
+    forward, backward = settings.codec, settings.codec_backward or settings.codec
+    chooses = settings.halo_sample < 1 or settings.skip_drift > 0 or settings.adaptive_bits
+    levels = [PrecisionLevel(forward, backward, settings.max_age == 0, chooses)]
     if chooses:
-        levels.append(PrecisionLevel(forward, backward, parallel.max_age == 0))
-    if parallel.max_age:
+        levels.append(PrecisionLevel(forward, backward, settings.max_age == 0))
+    if settings.max_age:
         levels.append(PrecisionLevel(forward, backward, True))
     for step in range(1, len(FINER)):
         levels.append(PrecisionLevel(_finer(forward, step), _finer(backward, step), True))

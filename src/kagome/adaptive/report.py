@@ -16,7 +16,7 @@ from kagome.adaptive.precision import PrecisionController
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.comm.channel import Channel
 from kagome.components.gradients import Gradients
-from kagome.config import Parallel
+from kagome.config import ExchangeSettings
 from kagome.halo.compressed_exchange import CompressedExchange
 
 OTHERS: Final = (
@@ -49,6 +49,7 @@ class ExchangeReport:
         exchange: The exchange with the other parts, as the settings say.
         gradients: The gradients whose sums it reports on.
         stages: The codec between stages, as the settings say; None where there is one stage.
+        sliced: Whether features are cut into slices.
     """
 
     def __init__(
@@ -57,13 +58,15 @@ class ExchangeReport:
         exchange: CompressedExchange,
         gradients: Gradients,
         stages: StageCodec | None = None,
+        *,
+        sliced: bool = False,
     ) -> None:
         self.world, self.exchange, self.gradients, self.stages = world, exchange, gradients, stages
         self.codecs: dict[str, str] = {}
         """The codec by kind of traffic, also of what is sent unencoded."""
         if exchange.size > 1:
             # Feature slices read a halo where a layer's columns meet.
-            for kind in ("halo", "transpose") if exchange.state.settings.tensor > 1 else ("halo",):
+            for kind in ("halo", "transpose") if sliced else ("halo",):
                 self.codecs[kind] = exchange.mode.codec.name
                 self.codecs[f"{kind} backward"] = exchange.mode.codec_backward.name
         if stages is not None:
@@ -148,7 +151,7 @@ class ExchangeReport:
         if self.exact:
             return ()
         message = "crossing: " + ", ".join(f"{kind} {codec}" for kind, codec in self.codecs.items())
-        settings, plain = self.exchange.state.settings, Parallel()
+        settings, plain = self.exchange.state.settings, ExchangeSettings()
         others = [name for name in OTHERS if getattr(settings, name) != getattr(plain, name)]
         message += "".join(f", {name}={getattr(settings, name)}" for name in others)
         if found is None or not self._rows:

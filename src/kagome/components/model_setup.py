@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
-from kagome.config import Parallel
+from kagome.config import CutSettings
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure import splits
@@ -29,7 +29,7 @@ from kagome.model.sparse_buffers import laid_out
 
 
 def set_up_model(
-    model: nn.Module, part: Partition, mesh: Mesh, settings: Parallel
+    model: nn.Module, part: Partition, mesh: Mesh, settings: CutSettings
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model to train, on this rank's device with rank 0's weights, and notes on it.
 

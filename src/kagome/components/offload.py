@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kagome.comm.channel import Channel
-from kagome.config import Activations, Parallel
+from kagome.config import Activations, MemorySettings
 from kagome.errors import ConfigError
 
 LEAST: Final = 64 * 1024
@@ -76,16 +76,16 @@ class Offload:
     """The offload of one rank's saved activations.
 
     Args:
-        parallel: Where to move them; ``device`` moves nothing, and so does ``host`` where the device is the
+        memory: Where to move them; ``device`` moves nothing, and so does ``host`` where the device is the
             host.
         device: The device that runs the model.
         stays: Returns whether a tensor is held anyway.
     """
 
-    def __init__(self, parallel: Parallel, device: torch.device, stays: Callable[[Tensor], bool]) -> None:
-        where: Activations = parallel.activations
+    def __init__(self, memory: MemorySettings, device: torch.device, stays: Callable[[Tensor], bool]) -> None:
+        where: Activations = memory.activations
         if where == "auto":
-            where = "device" if parallel.memory_gib is None else "host"
+            where = "device" if memory.memory_gib is None else "host"
         self.where, self.stays = where, stays
         self.moves = where == "disk" or (where == "host" and device.type != "cpu")
         self.folder = tempfile.gettempdir()

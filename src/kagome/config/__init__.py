@@ -1,36 +1,38 @@
 """What a user may set: dataclasses that are flags, TOML and arguments at once."""
 
-from kagome.config.settings import (
+from kagome.config.fields import at_least
+from kagome.config.parallel import (
     Activations,
     Allowed,
     CodecName,
     CrossChunk,
-    Data,
-    Loss,
-    Metric,
-    Model,
+    CutSettings,
+    ExchangeSettings,
+    MemorySettings,
     Parallel,
     Partitioner,
-    Report,
-    Run,
+    PipelineSettings,
     Schedule,
     SumCodec,
-    Train,
-    at_least,
     default_chunks,
 )
+from kagome.config.settings import Data, Loss, Metric, Model, Report, Run, Train
 
 __all__ = [
     "Activations",
     "Allowed",
     "CodecName",
     "CrossChunk",
+    "CutSettings",
     "Data",
+    "ExchangeSettings",
     "Loss",
+    "MemorySettings",
     "Metric",
     "Model",
     "Parallel",
     "Partitioner",
+    "PipelineSettings",
     "Report",
     "Run",
     "Schedule",

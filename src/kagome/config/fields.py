@@ -143,3 +143,15 @@ def takes(hint: Any) -> str:
         kind = get_args(hint)[0]
         return f"a list of {'texts' if kind is str else takes(kind).removeprefix('one of ')}"
     return WORDS.get(hint) or f"a {hint.__name__}"
+
+
+def at_least(section: str, settings: object, **lows: float) -> None:
+    """Refuse numbers below their lower bounds.
+
+    Raises:
+        ConfigError: Naming the first of them.
+    """
+    for name, low in lows.items():
+        value = getattr(settings, name)
+        if value is not None and not value >= low:
+            raise ConfigError(f"{section}.{name} to be {low} or more", f"{value!r}")

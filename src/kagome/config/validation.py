@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kagome.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kagome.config import Parallel
+    from kagome.config import ExchangeSettings, Parallel
 
 WHOLE_PARTS = {"max_age": 0, "error_feedback": False, "halo_sample": 1.0, "adaptive_bits": False}
 """Settings that need parts of one chunk, each with the value that switches it off."""
@@ -80,7 +80,7 @@ def _planned(cut: Parallel) -> None:
             )
 
 
-def _lateness(cut: Parallel) -> None:
+def _lateness(cut: ExchangeSettings) -> None:
     every = cut.sync_every
     if isinstance(every, int) and every < 1:
         raise ConfigError("parallel.sync_every to be 1 epoch or more, or auto", f"{every!r}")
@@ -98,7 +98,7 @@ def _lateness(cut: Parallel) -> None:
         )
 
 
-def _choice_of_rows(cut: Parallel) -> None:
+def _choice_of_rows(cut: ExchangeSettings) -> None:
     if cut.skip_drift > 0 and cut.max_age < 2:
         raise ConfigError(
             "rows that may be old for skip_drift, which does not send all of them again",

@@ -29,7 +29,7 @@ from kagome.comm.exchange import (
     Work,
 )
 from kagome.comm.stats import Kind
-from kagome.config import Parallel
+from kagome.config import ExchangeSettings
 from kagome.halo.block_exchange import BlockExchange
 from kagome.halo.encoded_exchange import EncodedExchange, ErrorMeter
 from kagome.halo.epoch_rows import CompressionCounts, CompressionState, EpochRows, ExchangeMode
@@ -124,7 +124,12 @@ class CompressedExchange:
     """
 
     def __init__(
-        self, channel: BytesExchange, settings: Parallel, seed: int, *, late: BytesExchange | None = None
+        self,
+        channel: BytesExchange,
+        settings: ExchangeSettings,
+        seed: int,
+        *,
+        late: BytesExchange | None = None,
     ) -> None:
         self.channel = channel
         self.state = state = CompressionState(settings, seed, ExchangeMode.of(settings))

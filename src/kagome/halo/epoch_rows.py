@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kagome.comm.codec import Codec
 from kagome.comm.exchange import SiteExchange
-from kagome.config import Parallel
+from kagome.config import ExchangeSettings
 from kagome.errors import CheckpointError
 from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows, State
 from kagome.halo.row_selection import Selection, Skip
@@ -173,7 +173,7 @@ class ExchangeMode:
     probes: bool = False
 
     @classmethod
-    def of(cls, settings: Parallel) -> ExchangeMode:
+    def of(cls, settings: ExchangeSettings) -> ExchangeMode:
         """Return the mode that settings ask for."""
         return cls(
             Codec(settings.codec),
@@ -219,7 +219,7 @@ class CompressionState:
         counts: Counts since they were last taken.
     """
 
-    settings: Parallel
+    settings: ExchangeSettings
     seed: int
     mode: ExchangeMode
     rows: EpochRows = field(default_factory=EpochRows)

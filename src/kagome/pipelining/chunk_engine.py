@@ -123,7 +123,9 @@ class ChunkEngine:
         self.exchange = self.chunks.exchange
         codec = StageCodec(parallel.codec_stage, settings.seed, mesh.stage)
         between = codec if parallel.pipe > 1 else None
-        self.report = ExchangeReport(mesh.world, self.exchange, self.gradients, between)
+        self.report = ExchangeReport(
+            mesh.world, self.exchange, self.gradients, between, sliced=parallel.tensor > 1
+        )
         history = None if self.chunks.tables is None else history_controller(parallel)
         self.controller = EpochController(parallel, self.report, self._log, history=history)
         self._drifts: tuple[float, ...] = ()

@@ -102,7 +102,7 @@ class GraphEngine:
         self.layout = StateLayout.of(parallel, part.fingerprint, part.own, part=channel.rank)
         learning = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
-        self.report = ExchangeReport(channel, self.exchange, self.gradients)
+        self.report = ExchangeReport(channel, self.exchange, self.gradients, sliced=parallel.tensor > 1)
         self.controller = EpochController(parallel, self.report, self._log, alone=channel.size == 1)
         self.forward_reuse = ForwardReuse(model)
         if not self.exchange.exact:
