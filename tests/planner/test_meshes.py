@@ -208,7 +208,7 @@ def test_slices_of_parts_send_transposes_within_a_host_and_a_halo_between() -> N
 
 def test_rows_that_cross_take_time_beside_their_bytes() -> None:
     """Lists, buffers and tables of the halo: of the part that has most of all together."""
-    rates = replace(RATES, crossed=1e-5)
+    rates = replace(RATES, exchanged=1e-5)
     assert parts(2, LOADS, rates, ONE, 0.0).compute_seconds == pytest.approx(60e-5 + 500e-6 + 60e-5)
     both = slices(SLICED, LOADS, rates, replace(ONE, devices=4), 0.5, groups=2, decoupled=False)
     assert both.compute_seconds == pytest.approx(0.6 * (60e-5 + 500e-6) + 60e-5 / 2)
@@ -667,7 +667,7 @@ def test_the_page_draws_stages_over_time() -> None:
         0.0,
         row=1e-6,
         edge=1e-7,
-        crossed=0.0,
+        exchanged=0.0,
         meanwhile=0.0,
         uneven=1.0,
         meetings=0,

@@ -287,7 +287,7 @@ class Odd(Net):
 ALONE: dict[str, tuple[str, Callable[[nn.Module, Tensor, Tensor], Tensor]]] = {
     "as ever": ("fast", lambda m, x, e: m(x, e)),
     "order of rows": ("fast", lambda m, x, e: x.cumsum(0)),
-    "checkpoint": ("aside", lambda m, x, e: checkpoint(m, x, e, use_reentrant=False)),
+    "checkpoint": ("pyg", lambda m, x, e: checkpoint(m, x, e, use_reentrant=False)),
     "backward inside": ("fast", lambda m, x, e: x + torch.autograd.grad((x * m.lin_l.weight[0]).sum(), x)[0]),
     "all pairs": ("fast", lambda m, x, e: (x @ x.t()).softmax(-1) @ x),
     "knn": ("fast", lambda m, x, e: m(x, torch.stack([torch.cdist(x, x).argmin(1), torch.arange(len(x))]))),

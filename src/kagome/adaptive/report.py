@@ -80,7 +80,7 @@ class ExchangeReport:
         self._errors: dict[str, float] = {}
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Exclude from the report what a probe sends in a block: without codecs there would be no probe."""
         exchange, stages = self.exchange, self.stages
         kept, summed = exchange.take_counts(), self.gradients.take_uncoded()
@@ -95,15 +95,15 @@ class ExchangeReport:
 
     def take(self) -> dict[str, int]:
         """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
-        crossed = self.exchange.take_counts()
-        taken, summed = {"halo": crossed}, self.gradients.take_uncoded()
+        counts = self.exchange.take_counts()
+        taken, summed = {"halo": counts}, self.gradients.take_uncoded()
         if self.stages is not None:
             taken["stage"] = self.stages.take_counts()
         for each in taken.values():
             self._errors.update(each.errors)
         if self.exact:
             return {}
-        plain = {kind: each.plain for kind, each in taken.items()} | {"transpose": crossed.sliced}
+        plain = {kind: each.plain for kind, each in taken.items()} | {"transpose": counts.sliced}
         return plain | {"weights": summed} if "weights" in self.codecs else plain
 
     def facts(
@@ -121,7 +121,9 @@ class ExchangeReport:
         """
         if self.exact:
             return {"max_age": oldest, "crossing": None}
-        told: Any = self.world.gather_objects((self.exchange.known.oldest, self._errors), "what crossed")
+        told: Any = self.world.gather_objects(
+            (self.exchange.known.oldest, self._errors), "what was exchanged"
+        )
         ages, errors = zip(*told, strict=True)
         by_site: defaultdict[str, list[float]] = defaultdict(list)
         for of_rank in errors:

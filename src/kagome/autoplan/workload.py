@@ -36,7 +36,7 @@ from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, Timed
 from kagome.planner.pipe_candidates import PipeCut, pipes
 from kagome.profile.cache import MeasurementCache
-from kagome.profile.epoch_costs import alone, coded, coding, crossing, shares_of, timed, transposes
+from kagome.profile.epoch_costs import alone, coded, coding, halo_bytes, shares_of, timed, transposes
 from kagome.profile.part_size import GroupSize, PartSize
 from kagome.profile.synthetic_graphs import GraphSize, cuts_of, samples_of
 from kagome.records.memory import MemoryByKind
@@ -205,7 +205,7 @@ class Workload:
             if cut is None:
                 return []
             widths = None if cut.widths is None else [list(each) for each in cut.widths]
-            return [cut.crossing, cut.chunks, list(cut.shares), list(cut.reads), list(cut.kept), widths]
+            return [cut.stage_bytes, cut.chunks, list(cut.shares), list(cut.reads), list(cut.kept), widths]
 
         found = self.kept.value("cut", [self.facts[0], ranks, dealt, chunks], measure)
         if not found:
@@ -334,7 +334,7 @@ def _measured(
         raise PlanError("a model that runs on small graphs, to be measured", held.fault, hint="kagome check")
     samples = samples_of(graph, part, options.seed)
     weights = tuple(map(float, held.gradients))
-    forward, backward = crossing(model, part, options)
+    forward, backward = halo_bytes(model, part, options)
     took = asdict(timed(model, cuts_of(graph, part, options.seed), options))
     rates = CostRates(**took, forward=forward, backward=backward, weights=weights)
     times, apart = alone(model, samples[0], rates, options, most)

@@ -393,7 +393,7 @@ class ChunkEngine:
         with self.ownership.buffers.unmoved(), self.criteria.objective.tried():
             self._gradient(epoch, plan.guess, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
-        with self.report.aside():
+        with self.report.uncounted():
             lost = self._gradient(epoch, plan)
         agreed = agreement(*self.ownership.products(self.gradients.parameters, guess))
         drift = 0.0

@@ -201,7 +201,7 @@ def slices(
     sums = summed(size, rates.weights)
     # Rows exchanged between parts are sliced too.
     busy = tuple(
-        (sliced.computing(load) + rates.crossed * (load.sent + load.halo) / count) / pace for load in loads
+        (sliced.computing(load) + rates.exchanged * (load.sent + load.halo) / count) / pace for load in loads
     )
     waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)

@@ -42,7 +42,7 @@ class Timed:
         seconds: Seconds of an epoch without rows and edges.
         row: Seconds per row.
         edge: Seconds per edge.
-        crossed: Seconds per row that is sent to a peer or read from one.
+        exchanged: Seconds per row that is sent to a peer or read from one.
         meanwhile: The share of its seconds in which rows are in flight that the rank does not wait for yet.
         uneven: The sum over the intervals between exchanges of the slowest rank's seconds, relative to the
             seconds of the rank that is slowest overall.
@@ -53,7 +53,7 @@ class Timed:
     seconds: float
     row: float
     edge: float
-    crossed: float
+    exchanged: float
     meanwhile: float
     uneven: float
     meetings: int
@@ -137,6 +137,6 @@ def halos(rates: CostRates, loads: Sequence[Load], parts: int) -> tuple[float, f
     return most, sum(each) if len(each) == parts else each[0] * parts
 
 
-def computing(rates: CostRates, rows: float, edges: float, crossed: float = 0.0) -> float:
+def computing(rates: CostRates, rows: float, edges: float, exchanged: float = 0.0) -> float:
     """Return the seconds of an epoch on the measured machine for numbers of rows, edges, exchanged rows."""
-    return rates.seconds + rates.row * rows + rates.edge * edges + rates.crossed * crossed
+    return rates.seconds + rates.row * rows + rates.edge * edges + rates.exchanged * exchanged

@@ -27,7 +27,7 @@ class PipeCut:
 
     Args:
         shares: The share of the computing in each stage.
-        crossing: Bytes of all messages between stages in an epoch, for the whole graph.
+        stage_bytes: Bytes of all messages between stages in an epoch, for the whole graph.
         reads: The number of reads of neighbours in each stage.
         kept: For each rank, the share of the bytes that autograd saves in a forward; values sent between two
             ranks count on both.
@@ -38,7 +38,7 @@ class PipeCut:
     """
 
     shares: tuple[float, ...]
-    crossing: float
+    stage_bytes: float
     reads: tuple[int, ...]
     kept: tuple[float, ...]
     widths: tuple[tuple[float, float], ...] | None
@@ -103,7 +103,7 @@ def pipes(
     old = chunks > 1 and not exact
     pace = cluster.pace(size)
     most, halo = halos(replace(rates, backward=rates.backward * FRESH) if old else rates, loads, number)
-    sent = {"stage": round(cut.crossing), "halo": round(halo)}
+    sent = {"stage": round(cut.stage_bytes), "halo": round(halo)}
     sent |= {} if sliced is None else {"transpose": round(sliced.sent)}
     compute = max(
         sliced.computing(load)
@@ -114,7 +114,7 @@ def pipes(
     compute /= pace
     python = CHUNK / min(pace, 1.0)  # a GPU does not make it faster
     link = cluster.bandwidth(size)
-    message = cut.crossing / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
+    message = cut.stage_bytes / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
 
     def seconds(action: Action) -> float:
         pieces = cut.reads[action.stage] if exact else 1

@@ -131,7 +131,7 @@ def _epochs(
     return found
 
 
-def crossing(model: nn.Module, part: Partition, options: PartOptions) -> tuple[float, float]:
+def halo_bytes(model: nn.Module, part: Partition, options: PartOptions) -> tuple[float, float]:
     """Measure the halo bytes of an epoch: forward per row sent, and backward per row read.
 
     Args:
@@ -155,7 +155,7 @@ def _by_row(
 
 
 def coded(model: nn.Module, part: Partition, options: PartOptions) -> tuple[float, float]:
-    """Measure halo bytes as :func:`crossing` does, with rows encoded at one bit per number."""
+    """Measure halo bytes as :func:`halo_bytes` does, with rows encoded at one bit per number."""
     data = drawn(part, UNEVEN[-1], 4 * UNEVEN[-1], options.seed)
     owner = torch.bucketize(torch.arange(UNEVEN[-1]), torch.tensor(UNEVEN[:-1]), right=True)
     pieces = [extract(data, owner, rank, len(UNEVEN)) for rank in range(len(UNEVEN))]
@@ -248,9 +248,9 @@ def timed(
         else:
             units += [[1.0, one.rows, one.edges, one.sent + one.halo] for one in counts]
             seconds += whole
-    none, row, edge, crossed = _fitted(units, seconds)
+    none, row, edge, exchanged = _fitted(units, seconds)
     shares = min(1.0, float(np.median(free))), max(1.0, float(np.median(uneven)))
-    return Timed(none, row, edge, crossed, *shares, len(found[0][-1].spans) - 1, spread=max(spreads))
+    return Timed(none, row, edge, exchanged, *shares, len(found[0][-1].spans) - 1, spread=max(spreads))
 
 
 def shares_of(sample: Partition, count: int) -> list[Partition]:

@@ -156,10 +156,10 @@ class GraphEngine:
         self.exchange.forget(resumed_rows or NOTHING)
         return said_of(resumed_rows, late=self.exchange.late)
 
-    def goes(self, way: Literal["fast", "plain", "aside"]) -> None:
+    def goes(self, way: Literal["fast", "plain", "pyg"]) -> None:
         """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""
         self.scope.forward.fast = self.scope.forward.fast and way == "fast"
-        self.scope.plain = way == "aside"
+        self.scope.plain = way == "pyg"
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error to raise for one that the user's forward raised."""
@@ -245,7 +245,7 @@ class GraphEngine:
         with Buffers(self.model).unmoved(), self.objective.tried():
             self._gradient(epoch, plan.guess, stop, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
-        with self.report.aside():
+        with self.report.uncounted():
             found = self._gradient(epoch, plan, stop)
         squares = products(zip(self.gradients.parameters, guess, strict=True)).tolist()
         self.controller.probed(epoch, plan, agreement(*squares))

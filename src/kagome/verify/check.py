@@ -260,7 +260,7 @@ def _no_sample(failure: WholeFailedError, count: int) -> ModelError:
     )
 
 
-Way = Literal["fast", "plain", "aside"]
+Way = Literal["fast", "plain", "pyg"]
 """How one rank runs a model: with kernels, with messages edge by edge, or as plain PyG does."""
 
 
@@ -327,7 +327,7 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
     """Return how one rank with the whole graph runs a model: fast, if that gives what plain PyG gives.
 
     Returns:
-        ``fast``, ``plain`` (messages edge by edge) or ``aside`` (plain PyG, with nothing of Kagome in the
+        ``fast``, ``plain`` (messages edge by edge) or ``pyg`` (plain PyG, with nothing of Kagome in the
         forward pass), and a note.
     """
     ways: list[Literal["fast", "plain"]] = ["fast", "plain"] if settings.model.fast else ["plain"]
@@ -343,7 +343,7 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
         if found.first is None:
             return way, f"check: {found.text()}"
         why = f"the {found.first.kind} of {found.first.name} is another than plain PyG's"
-    return "aside", f"the model runs as plain PyG runs it, without Kagome's own way: {why}"
+    return "pyg", f"the model runs as plain PyG runs it, without Kagome's own way: {why}"
 
 
 def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:

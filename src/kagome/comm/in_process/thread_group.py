@@ -41,7 +41,7 @@ class ThreadGroup:
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size, timeout=timeout)
         self.arrived = threading.Condition()
-        self.letters: dict[tuple[int, int, bool, int], Tensor] = {}
+        self.messages: dict[tuple[int, int, bool, int], Tensor] = {}
         """Point-to-point messages, by sender, receiver, pass (backward or not) and number."""
 
     def run(self, work: Callable[[ThreadChannel], T]) -> list[T]:
@@ -156,8 +156,8 @@ class _Message(Work):
     def _taken(self) -> Tensor:
         group, (peer, rank, *_) = self.group, self.key
         with group.arrived:
-            group.arrived.wait_for(lambda: self.key in group.letters or group.barrier.broken, group.timeout)
-            found = group.letters.pop(self.key, None)
+            group.arrived.wait_for(lambda: self.key in group.messages or group.barrier.broken, group.timeout)
+            found = group.messages.pop(self.key, None)
         if found is None and group.barrier.broken:
             raise _EchoError(
                 f"rank {rank} to be answered in {self.action!r} by rank {peer}", "a stopped rank"
@@ -241,7 +241,7 @@ class ThreadChannel:
         key = self._next(self.rank, peer, backward)
         if rows.numel():
             with self.group.arrived:
-                self.group.letters[key] = rows.detach().clone()
+                self.group.messages[key] = rows.detach().clone()
                 self.group.arrived.notify_all()
         return _Gone()
 

@@ -32,7 +32,7 @@ class TorchWork(Protocol):
         """Return when the operation is done; raise RuntimeError if it was late or its peer is gone."""
 
 
-class Mark(NamedTuple):
+class MessageTag(NamedTuple):
     """The numbers that identify a message, the same for its sender and its receiver.
 
     Args:
@@ -104,12 +104,12 @@ class Transport:
         segments = range(len(sent[0]))
         token = 0 if self.shared_memory is None else self.shared_memory.mailbox.count(self.lane)
         self._count += 1
-        marks = [Mark(self.lane, self._count, token, segment) for segment in segments]
+        tags = [MessageTag(self.lane, self._count, token, segment) for segment in segments]
         # Receives first, so that arriving bytes have a buffer; each rank begins with another peer.
         for segment in segments:
             for peer in self._ring(-1):
                 if come[peer][segment].numel():
-                    yield peer, partial(self._receive, peer, come[peer][segment], marks[segment])
+                    yield peer, partial(self._receive, peer, come[peer][segment], tags[segment])
         near = [peer for peer in self._ring(1) if self.shares_memory_with(peer)]
         for peer in near:
             write(peer, 0)
@@ -119,7 +119,7 @@ class Transport:
                 if sent[peer][segment].numel():
                     if peer not in near:
                         write(peer, segment)  # while the segments before it are in transit
-                    yield peer, partial(self._send, peer, sent[peer][segment], marks[segment], laid.get(peer))
+                    yield peer, partial(self._send, peer, sent[peer][segment], tags[segment], laid.get(peer))
 
     def send(self, peer: int, message: Tensor, *, backward: bool) -> TorchWork | None:
         """Begin a message to one peer, in the order of the messages sent there in the same pass.
@@ -127,23 +127,23 @@ class Transport:
         Returns:
             The operation in progress; None if it has ended already.
         """
-        mark = self._mark(peer, backward, sent=True)
+        tag = self._tag(peer, backward, sent=True)
         if not message.numel():
             return None
         if not self.gloo:
             work: TorchWork = self._one_way(backward).send([message], peer, 0)
             return work
-        return self._send(peer, message, mark, self._laid({peer: message}).get(peer))
+        return self._send(peer, message, tag, self._laid({peer: message}).get(peer))
 
     def receive(self, peer: int, place: Tensor, *, backward: bool) -> TorchWork | None:
         """Begin to receive what the peer's :meth:`send` of the same pass and number sends."""
-        mark = self._mark(peer, backward, sent=False)
+        tag = self._tag(peer, backward, sent=False)
         if not place.numel():
             return None
         if not self.gloo:
             work: TorchWork = self._one_way(backward).recv([place], peer, 0)
             return work
-        return self._receive(peer, place, mark)
+        return self._receive(peer, place, tag)
 
     def shares_memory_with(self, peer: int) -> bool:
         """Return whether this rank and a peer read each other's shared memory."""
@@ -173,41 +173,41 @@ class Transport:
                     closed.append(peer)
         return closed
 
-    def by_gloo(self, peer: int, message: Tensor, mark: Mark, *, send: bool) -> TorchWork:
+    def by_gloo(self, peer: int, message: Tensor, tag: MessageTag, *, send: bool) -> TorchWork:
         """Begin to send or receive a message through a socket."""
         # Order (7 bits), lane (2), size and segment (22, hashed): messages that do not belong together never
         # match, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
-        size = (8 * message.numel() + mark.segment) * 2654435761 % 2**32
-        tag = (mark.message % 128) << 24 | mark.lane << 22 | size >> 10
+        size = (8 * message.numel() + tag.segment) * 2654435761 % 2**32
+        number = (tag.message % 128) << 24 | tag.lane << 22 | size >> 10
         begin = self.group.send if send else self.group.recv
-        work: TorchWork = begin([message], peer, tag)
+        work: TorchWork = begin([message], peer, number)
         return work
 
     def _one_way(self, backward: bool) -> dist.ProcessGroup:
         return self.back if backward and self.back is not None else self.group
 
-    def _mark(self, peer: int, backward: bool, *, sent: bool) -> Mark:
+    def _tag(self, peer: int, backward: bool, *, sent: bool) -> MessageTag:
         """Number a message between two ranks; empty messages are counted too."""
         key = (peer, BACKWARD if backward else FORWARD, sent)
         self._points[key] = self._points.get(key, 0) + 1
         token = 0
         if self.shared_memory is not None and self.shares_memory_with(peer):
             token = self.shared_memory.mailbox.count_point(*key[:2], sent=sent)
-        return Mark(key[1], self._points[key], token)
+        return MessageTag(key[1], self._points[key], token)
 
-    def _receive(self, peer: int, place: Tensor, mark: Mark) -> TorchWork:
+    def _receive(self, peer: int, place: Tensor, tag: MessageTag) -> TorchWork:
         if self.shares_memory_with(peer):
-            return IncomingMessage(self, peer, place, mark)
-        return self.by_gloo(peer, place, mark, send=False)
+            return IncomingMessage(self, peer, place, tag)
+        return self.by_gloo(peer, place, tag, send=False)
 
     def _send(
-        self, peer: int, message: Tensor, mark: Mark, token: tuple[int, ...] | None
+        self, peer: int, message: Tensor, tag: MessageTag, token: tuple[int, ...] | None
     ) -> TorchWork | None:
         if token is None or self.shared_memory is None:
-            return self.by_gloo(peer, message, mark, send=True)
-        sent = self.by_gloo(peer, message, mark, send=True) if token == NOWHERE else None
-        lies = self.shared_memory.mailbox.put(peer, mark.lane, mark.token, message.numel(), token)
-        return sent if lies else _Leaving(self.shared_memory.mailbox, peer, mark, sent)
+            return self.by_gloo(peer, message, tag, send=True)
+        sent = self.by_gloo(peer, message, tag, send=True) if token == NOWHERE else None
+        lies = self.shared_memory.mailbox.put(peer, tag.lane, tag.token, message.numel(), token)
+        return sent if lies else _Leaving(self.shared_memory.mailbox, peer, tag, sent)
 
     def _laid(self, sent: Mapping[int, Tensor]) -> dict[int, tuple[int, ...]]:
         """Put the messages of all near peers into shared memory, and return the token for each."""
@@ -233,11 +233,11 @@ class IncomingMessage:
         transport: The transport that receives it.
         peer: The sending rank of the group.
         place: Buffer for its bytes.
-        mark: The numbers that identify it.
+        tag: The numbers that identify it.
     """
 
-    def __init__(self, transport: Transport, peer: int, place: Tensor, mark: Mark) -> None:
-        self.transport, self.peer, self.place, self.mark = transport, peer, place, mark
+    def __init__(self, transport: Transport, peer: int, place: Tensor, tag: MessageTag) -> None:
+        self.transport, self.peer, self.place, self.tag = transport, peer, place, tag
         self.lends = False
         """Whether bytes in shared memory are left there to be read in place."""
         self.lying: Tensor | None = None
@@ -249,15 +249,15 @@ class IncomingMessage:
         shared_memory, peer, lane, number = (
             self.transport.shared_memory,
             self.peer,
-            self.mark.lane,
-            self.mark.token,
+            self.tag.lane,
+            self.tag.token,
         )
         assert shared_memory is not None
         self._token = shared_memory.mailbox.wait(peer, lane, number, self.place.numel(), timeout)
         self.lying = shared_memory.find(peer, self._token, self.place.numel())
         if self.lying is None:
             left = timeout - timedelta(seconds=time.monotonic() - begun)
-            work = self.transport.by_gloo(self.peer, self.place, self.mark, send=False)
+            work = self.transport.by_gloo(self.peer, self.place, self.tag, send=False)
             work.wait(max(left, timedelta(seconds=0.01)))
         elif not self.lends:
             self.place.copy_(self.lying)
@@ -275,13 +275,13 @@ class IncomingMessage:
 class _Leaving:
     """A message whose token is delayed because the peer has not read enough of the earlier ones."""
 
-    def __init__(self, mailbox: Mailbox, peer: int, mark: Mark, sent: TorchWork | None) -> None:
-        self.mailbox, self.peer, self.mark, self.sent = mailbox, peer, mark, sent
+    def __init__(self, mailbox: Mailbox, peer: int, tag: MessageTag, sent: TorchWork | None) -> None:
+        self.mailbox, self.peer, self.tag, self.sent = mailbox, peer, tag, sent
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> None:
         """Return when the token has been written and the bytes have been sent."""
         limit = time.monotonic() + timeout.total_seconds()
-        while not self.mailbox.lies(self.peer, self.mark.lane, self.mark.token):
+        while not self.mailbox.lies(self.peer, self.tag.lane, self.tag.token):
             if time.monotonic() > limit:
                 raise RuntimeError(f"timed out: rank {self.peer} of the group reads no token")
             if not self.mailbox.alive(self.peer):

@@ -54,7 +54,7 @@ class Segment:
         memory = mapped(descriptor, size)
         self.number, self.descriptor, self.size = number, descriptor, size
         self.taken = memoryview(memory)[: 8 * ranks].cast("q")
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=marks(ranks))
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8, offset=counter_bytes(ranks))
         self.turn = 0
         self.given: dict[int, int] = {}
         """The last turn that was announced to each reader."""
@@ -192,7 +192,7 @@ class SharedMemory:
 
         Sizes go in steps of an eighth, so that few are enough.
         """
-        whole = marks(self.mailbox.size) + max(count, 1)
+        whole = counter_bytes(self.mailbox.size) + max(count, 1)
         return _round_up(whole, max(_PAGE, 1 << (whole.bit_length() - 4)))
 
     def _new_segment(self, size: int) -> Segment | None:
@@ -213,7 +213,7 @@ class SharedMemory:
         return segment
 
 
-def marks(ranks: int) -> int:
+def counter_bytes(ranks: int) -> int:
     """Return the bytes of the counters of this many ranks, in whole pages."""
     return _round_up(8 * ranks, _PAGE)
 

@@ -66,7 +66,7 @@ class StageCost:
 
     def traffic(self, names: Sequence[str], devices: int, micro_batch: int) -> float:
         """Return the seconds for which a micro-batch occupies the busier link of a replica, in or out."""
-        taken, given = self.graph.crossing(names)
+        taken, given = self.graph.boundary_bytes(names)
         if not taken and not given:
             return 0.0
         # Values go one way and their gradients the other way, so each link carries both.

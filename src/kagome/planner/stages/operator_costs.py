@@ -107,7 +107,7 @@ class OperatorGraph:
                 found[name].append(operator.name)
         return {name: tuple(names) for name, names in found.items()}
 
-    def crossing(self, inside: Iterable[str]) -> tuple[int, int]:
+    def boundary_bytes(self, inside: Iterable[str]) -> tuple[int, int]:
         """Return the bytes per sample that a set of operators receives from others, and sends to others."""
         names = set(inside)
         taken = {read for name in names for read in self.by_name[name].reads if read not in names}
