@@ -18,6 +18,7 @@ _FACE = {
     "check": "kagome.verify.check",
     "load": "kagome.train.load",
     "plan": "kagome.autoplan.plan",
+    "shard": "kagome.sharding.shard",
     "pipeline": "kagome.pipelining.dag.pipeline",
     "KagomeError": "kagome.errors",
 }
@@ -33,6 +34,7 @@ __all__ = [
     "load",
     "pipeline",
     "plan",
+    "shard",
 ]
 
 

@@ -166,6 +166,11 @@ class Gradients:
                 hook.remove()
             self._own_hooks.put_back()
 
+    def sum_now(self, action: str) -> None:
+        """Sum the gradients that the parameters hold, after a backward that has ended. All ranks call it."""
+        self._begin((), action)
+        self.finish()
+
     def finish(self) -> list[float]:
         """Wait for the sums and store each parameter's summed gradient.
 

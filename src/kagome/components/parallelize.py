@@ -234,6 +234,7 @@ class ParallelModel:
         training: bool,
         checked: bool = False,
         explain: Callable[[Exception], Exception] | None = None,
+        call: Callable[[], Any] | None = None,
     ) -> Any:
         """Run the model on own rows, without fast paths if they cannot follow it.
 
@@ -244,12 +245,14 @@ class ParallelModel:
             training: Whether a backward follows.
             checked: Whether ranks compare headers at every collective.
             explain: Returns the error to raise in place of one that is not Kagome's.
+            call: Calls the model; by default with the part's inputs, by their names.
         """
+        call = call or self._call_by_name
         buffers = Buffers(self.model) if training and not self._trained and self.scope.forward.fast else None
         before = None if buffers is None else (buffers.now(), buffers.copies())
         try:
             with self.running(epoch, training=training, checked=checked):
-                out = self._call(explain)
+                out = self._call(call, explain)
         except EscapeError as error:
             # All ranks run the same code, so all of them get here at the same call.
             self.scope.forward.fast, self.escape = False, error.got
@@ -257,13 +260,16 @@ class ParallelModel:
                 buffers.restore(*before)  # the pass that was abandoned has changed some
             error.__traceback__ = None  # it would keep all tensors of that pass alive
             with self.running(epoch, training=training, checked=checked):
-                out = self._call(explain)
+                out = self._call(call, explain)
         self._trained = self._trained or training
         return out
 
-    def _call(self, explain: Callable[[Exception], Exception] | None) -> Any:
+    def _call_by_name(self) -> Any:
+        return self.calling.call(self.model, self.scope.inputs)
+
+    def _call(self, call: Callable[[], Any], explain: Callable[[Exception], Exception] | None) -> Any:
         try:
-            return self.calling.call(self.model, self.scope.inputs)
+            return call()
         except KagomeError:
             raise
         except Exception as error:

@@ -96,9 +96,7 @@ class ForwardCall:
     def call(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         """Call a model with its inputs, or with values that stand for them."""
         if self.by_data:
-            data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
-            data.__dict__["count"] = inputs.get("num_nodes")
-            return model(data)
+            return model(as_data(inputs))
         return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
 
 
@@ -136,6 +134,13 @@ def failed(error: Exception) -> ModelError:
         ": ".join(filter(None, (type(error).__name__, words[:300]))),
         where=raised_at(error),
     )
+
+
+def as_data(inputs: Mapping[str, Any]) -> Data:
+    """Return a ``Data`` object with these inputs, and with their number of vertices."""
+    data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
+    data.__dict__["count"] = inputs.get("num_nodes")
+    return data
 
 
 class _Inputs(Data):  # type: ignore[misc]

@@ -1,0 +1,160 @@
+"""Gradient synchronization: after each backward, parameters have the gradient of the loss of all ranks.
+
+Where it sits: :class:`kagome.sharding.module.ShardedModel` has one. The autograd functions of ``boundary``
+call it when a backward reaches them; no call of the user's is needed.
+
+::
+
+    loss.backward()      first node of the model's output  ──> started(): old .grad set aside
+                         ... layers, exchanges ...
+                         last node                         ──> _finish(): sum over ranks / ranks, + old .grad
+
+What the ranks minimize together is the *mean of their losses*, as with ``DistributedDataParallel``. A loss
+from :meth:`ShardedModel.mean` is the same number on all ranks, and so is their mean. A term of weights alone,
+such as a penalty, is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from kagome.comm.channel import Channel
+from kagome.components.gradients import GradientHooks, Gradients
+from kagome.errors import ModelError
+
+
+class GradientSync:
+    """The gradients of one model, averaged over ranks at the end of each backward pass.
+
+    A gradient that was there before is kept and added to, so several backward passes accumulate.
+
+    Args:
+        model: The user's module.
+        channel: The mesh's lane for weights.
+
+    Cost:
+        One sum of all gradients over the ranks for each backward pass that is synchronized.
+    """
+
+    def __init__(self, model: nn.Module, channel: Channel) -> None:
+        self._model, self._channel = model, channel
+        self._task = -1
+        self._trains = False
+        self._before: list[Tensor | None] | None = None
+        self._deferred: list[Tensor | None] = []
+        self._syncs = True
+        self._passes = 0
+        self._renew()
+
+    def _renew(self) -> None:
+        """Find the parameters that are trained now; a user may have frozen some since."""
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._gradients = Gradients(self._parameters, self._channel, pieces=True)
+        self._hooks = GradientHooks(self._parameters)
+        self._deferred = [None] * len(self._parameters)
+
+    def refresh(self) -> None:
+        """Prepare for a forward pass: finish what a failed backward left, and look which parameters train."""
+        self._restore()
+        learning = [p for p in self._model.parameters() if p.requires_grad]
+        if len(learning) != len(self._parameters) or any(
+            one is not other for one, other in zip(learning, self._parameters, strict=True)
+        ):
+            if any(each is not None for each in self._deferred):
+                raise ModelError(
+                    "the same trained parameters until the gradients of no_sync() are summed",
+                    f"{len(learning)} in place of {len(self._parameters)}",
+                    hint="freeze or unfreeze parameters after a backward outside no_sync()",
+                )
+            self._renew()
+
+    def started(self) -> bool:
+        """Note that a backward has reached the model; return whether it computes gradients of parameters.
+
+        ``torch.autograd.grad`` by an input does not: it is a derivative that the user asked for, as on one
+        rank.
+
+        Raises:
+            ModelError: For ``torch.autograd.grad`` by parameters, which would give one rank's share.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return self._trains
+        self._restore()
+        self._task, self._trains = task, self._reaches_parameters()
+        if self._trains:
+            self._before = [p.grad for p in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._hooks.take_off()
+            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        return self._trains
+
+    def _reaches_parameters(self) -> bool:
+        try:
+            return any(
+                torch._C._will_engine_execute_node(p.expand_as(p).grad_fn.next_functions[0][0])
+                for p in self._parameters
+            )
+        except RuntimeError as error:
+            if "autograd.grad()" not in str(error):
+                raise
+            raise ModelError(
+                "gradients of parameters by loss.backward(), which sums them over the ranks",
+                "torch.autograd.grad by parameters, which would give one rank's share",
+                hint="loss.backward(), then parameter.grad",
+            ) from None
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within a block, put off the sum over ranks: the first backward after it sums all."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def _finish(self) -> None:
+        """Sum the gradients of the backward that ends over the ranks, and add what was there before."""
+        self._task = -1
+        found = [p.grad for p in self._parameters]
+        self._deferred = [_added(one, other) for one, other in zip(self._deferred, found, strict=True)]
+        if not self._syncs:
+            self._restore()
+            return
+        for parameter, gradient in zip(self._parameters, self._deferred, strict=True):
+            parameter.grad = gradient
+        self._deferred = [None] * len(self._parameters)
+        self._passes += 1
+        self._gradients.sum_now(f"sum of gradients, backward {self._passes}")
+        for parameter in self._parameters:
+            if parameter.grad is not None and self._channel.size > 1:
+                parameter.grad.div_(self._channel.size)
+        self._hooks.put_back()
+        self._hooks.run()
+        summed = [p.grad for p in self._parameters]
+        self._restore()
+        for parameter, gradient in zip(self._parameters, summed, strict=True):
+            parameter.grad = _added(parameter.grad, gradient)
+
+    def _restore(self) -> None:
+        """Give parameters the gradients from before the backward that has ended or failed."""
+        if self._before is None:
+            return
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+        self._hooks.put_back()
+        self._before, self._task = None, -1
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients, in place of the first; None counts as zero."""
+    if one is None or other is None:
+        return other if one is None else one
+    with torch.no_grad():
+        return one.add_(other)

@@ -1,0 +1,349 @@
+"""Sharded model: a user's model on this rank's part of a graph, called from the user's own training loop.
+
+Where it sits: ``kagome.shard`` makes one. ``placing`` cuts the inputs, ``components.parallelize`` runs the
+model on the part, ``gradient_sync`` sums gradients, ``boundary`` is between them.
+
+::
+
+    out = net(x, edge_index)           own rows of x, own edges ──> model on the part ──> own rows
+    loss = net.mean(mse(out, y))       one number on all ranks
+    loss.backward()                    .grad is right on all ranks
+    optimizer.step()                   the same step on all ranks
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch_geometric.data import Data
+
+from kagome.comm.mesh import Mesh
+from kagome.components.parallelize import ParallelModel
+from kagome.components.task import draws_of
+from kagome.deferred.lazy_tensor import LazyTensor, now
+from kagome.errors import ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.launch.finalizer import Finalizer
+from kagome.model.copies import copied
+from kagome.sharding.boundary import Boundary
+from kagome.sharding.gradient_sync import GradientSync
+from kagome.sharding.placing import Placer, Rows
+
+_OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that are sharded now."""
+
+
+class ShardedModel(nn.Module):
+    """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
+
+    Its parameters, buffers and ``state_dict`` are the model's own objects, under the same names. All ranks
+    call it alike.
+
+    Args:
+        model: The user's module.
+        parallel: The model on this rank's part.
+        mesh: The ranks.
+        part: This rank's part.
+        given: The graph as the user gave it; None if it was read from files.
+        stack: What is closed at the end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parallel: ParallelModel,
+        mesh: Mesh,
+        part: Partition,
+        given: Data | None,
+        stack: ExitStack,
+    ) -> None:
+        super().__init__()
+        # The same dicts, so that parameters(), state_dict() and to() are the model's.
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = getattr(model, name)
+        self.training = model.training
+        channel = mesh.graph
+        sync = GradientSync(model, mesh.weights)
+        boundary = Boundary(sync, channel)
+        placer = Placer(parallel.scope, part, channel, boundary, given)
+        self.__dict__.update(
+            model=model,
+            _parallel=parallel,
+            _mesh=mesh,
+            _part=part,
+            _sync=sync,
+            _boundary=boundary,
+            _placer=placer,
+        )
+        self._known_modules = tuple(map(id, model.modules()))
+        self._checked: set[bool] = set()
+        self.step = 0
+        """The number of forward passes with gradient so far. Dropout draws other numbers in each; set it when
+        a run continues."""
+        _OPEN.add(model)
+        self._closing = weakref.finalize(self, Finalizer(stack.close))
+        stack.callback(_OPEN.discard, model)
+
+    # The model's own face -------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["model"], name)
+
+    def __repr__(self) -> str:
+        part = self._part
+        share = f"{part.own.numel():,} of {part.num_nodes:,} vertices, part {part.part} of {part.num_parts}"
+        return f"ShardedModel({share}): {self.model!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of the plain model, as an average of weights keeps."""
+        return copied(self.model)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode, as the model's own ``train`` does."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's own ``state_dict``: whole on every rank."""
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's own ``state_dict``; all ranks load the same."""
+        return self.model.load_state_dict(*args, **kwargs)
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on this rank's share of the arguments. All ranks call it.
+
+        Args:
+            args: What the model's ``forward`` takes. A tensor with a row for each vertex of the graph, or for
+                each of this rank's own, has rows; so has one with a row for each edge. Other tensors are the
+                same on all ranks.
+            kwargs: The same by name.
+
+        Returns:
+            What the model returns, with own rows.
+
+        Raises:
+            ModelError: If an argument cannot be placed, or the model cannot run on a part.
+
+        Shapes:
+            ``[n, ...]`` or ``[.., n, F]`` where the model returns ``[N, ...]`` or ``[.., N, F]``.
+        """
+        return self.run(self.model, *args, **kwargs)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of the model on this rank's share of the arguments, as ``net(...)`` runs ``forward``.
+
+        Args:
+            function: For example a method of the model: ``net.run(model.encode, x, edge_index)``.
+            args: Its arguments.
+            kwargs: Its arguments by name.
+        """
+        self._refuse_unusable()
+        training = torch.is_grad_enabled()
+        self._sync.refresh()
+        self.step += training
+        checked = training in self._checked
+        try:
+            args, kwargs = self._placer.arguments(args, kwargs)
+            with draws_of(self._parallel.options.seed, self.step):
+                out = self._parallel.forward(
+                    self.step,
+                    training=training,
+                    checked=not checked,
+                    explain=None if checked else self._explained,
+                    call=lambda: tree_map(_computed, function(*args, **kwargs), is_leaf=_is_lazy),
+                )
+        except Exception as error:
+            self._mesh.graph.report_error(error)
+            raise
+        self._checked.add(training)
+        token = self._parallel.scope.forward.forward_pass.token
+        return tree_map(lambda leaf: self._left(leaf, token), out)
+
+    def _left(self, leaf: Any, token: Tensor) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+            return leaf
+        return self._boundary.leave(leaf, token, rows=self._placer.is_rows(leaf))
+
+    def _refuse_unusable(self) -> None:
+        if not self._closing.alive:
+            raise ModelError(
+                "an open sharded model", "one that is closed", hint="kagome.shard(model, graph) again"
+            )
+        if tuple(map(id, self.model.modules())) != self._known_modules:
+            raise ModelError(
+                "the layers that the model had when it was sharded",
+                "others",
+                hint="close it, change the model, and shard it again",
+            )
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return the error for a first call that failed on a part."""
+        if self._mesh.graph.size == 1:
+            return error
+        words = (str(error).strip().splitlines() or [""])[0]
+        return ModelError(
+            "forward to run on a part of the graph as it does on the whole",
+            f"{type(error).__name__} on a part: {words[:300]}",
+            where=self._parallel.scope.forward.fault,
+            hint="net.place(tensor, rows, axis=...) for an argument whose rows its sizes do not say",
+        )
+
+    # Rows -----------------------------------------------------------------------------------------
+
+    def own(self, rows: Rows = "vertices") -> Tensor:
+        """Return the ids of this rank's own vertices, or the positions of its own edges, in the whole graph.
+
+        Shapes:
+            ``[n]`` or ``[e]``, int64, ascending.
+        """
+        return self._placer.own(rows)
+
+    def place(self, value: Tensor, rows: Rows = "vertices", *, axis: int = 0) -> Tensor:
+        """Return this rank's rows of a tensor, and record along which axis they lie.
+
+        Args:
+            value: All rows of the graph, or this rank's own.
+            rows: What they belong to.
+            axis: The axis of the rows.
+
+        Raises:
+            ModelError: If the axis has another number of rows.
+        """
+        return self._placer.place(value, rows, axis)
+
+    def gather(self, value: Tensor, rows: Rows = "vertices", *, axis: int = 0) -> Tensor | None:
+        """Return the rows of all ranks in the graph's own order on rank 0; None on the others.
+
+        All ranks call it. There is no gradient.
+
+        Args:
+            value: Own rows, such as the model's output.
+            rows: What they belong to.
+            axis: The axis of the rows.
+
+        Cost:
+            All rows and their ids are sent to rank 0.
+        """
+        channel, own = self._mesh.graph, self.own(rows)
+        axis = range(value.dim())[axis]
+        if value.size(axis) != own.numel():
+            raise ModelError(
+                f"{own.numel():,} own rows of {rows} along axis {axis}",
+                f"{value.size(axis):,} in shape {list(value.shape)}",
+                where=f"net.gather, rank {channel.rank}",
+            )
+        front = value.detach().movedim(axis, 0).contiguous()
+        found = channel.gather_rows(front, action=f"gather of {rows}", dst=0)
+        ids = channel.gather_rows(own, action=f"gather of {rows}: ids", dst=0)
+        if found is None or ids is None or channel.rank:
+            return None
+        joined = torch.cat(found)
+        out = torch.empty_like(joined)
+        out[torch.cat(ids)] = joined
+        return out.movedim(0, axis)
+
+    # Reductions over all ranks --------------------------------------------------------------------
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of all entries on all ranks, with gradient. All ranks call it.
+
+        Shapes:
+            Any, also of another number of entries on each rank -> ``[]``.
+        """
+        return self._boundary.total(values.sum(), "net.sum")
+
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the mean of all entries on all ranks, with gradient. All ranks call it.
+
+        Args:
+            values: A loss a row, for example; a rank may have none.
+            weight: The weight of each entry; the weighted mean divides by the sum of the weights.
+
+        Shapes:
+            Any -> ``[]``; weight broadcasts to ``values``.
+
+        Raises:
+            ModelError: If no rank has an entry.
+
+        Example:
+            >>> import torch, kagome
+            >>> from torch_geometric.nn import GCN
+            >>> data = kagome.load("digits")
+            >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=1), data) as net:
+            ...     out = net(data.x, data.edge_index)
+            ...     net.mean((out - 1) ** 2).shape
+            torch.Size([])
+        """
+        part = values if weight is None else values * weight
+        counts = torch.ones_like(values) if weight is None else weight.expand_as(values)
+        count = self._mesh.graph.all_reduce(counts.detach().double().sum(), action="net.mean: count")
+        if not count:
+            raise ModelError("a mean of one entry or more", "none on any rank", where="net.mean")
+        return self._boundary.total(part.sum(), "net.mean") / count.to(part.dtype)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the largest entry of all ranks, with gradient; equal ones share it. All ranks call it.
+
+        Shapes:
+            Any -> ``[]``.
+        """
+        least = float("-inf") if values.is_floating_point() else torch.iinfo(values.dtype).min
+        own = values.amax() if values.numel() else values.sum() + least
+        most = self._mesh.graph.all_reduce(own.detach(), "max", action="net.max")
+        ties = (values == most).to(values.dtype) if values.is_floating_point() else None
+        if ties is None:
+            return most
+        count = self._mesh.graph.all_reduce(ties.sum(), action="net.max: ties")
+        tied = torch.where(ties.bool(), values, torch.zeros_like(values)).sum()
+        return self._boundary.total(tied, "net.max") / count
+
+    # Training -------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Put off the sum of gradients over ranks within a block.
+
+        ``.grad`` stays as it is; the first backward after the block adds all of them.
+        """
+        return self._sync.deferred()
+
+    def close(self) -> None:
+        """Give the model back untouched, and end what the ranks share. All ranks call it."""
+        self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._closing.alive:
+            self._mesh.graph.report_error(error)
+        self.close()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether a model is on a part now."""
+    return model in _OPEN
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, LazyTensor)
+
+
+def _computed(value: Any) -> Any:
+    return now(value) if isinstance(value, LazyTensor) else value

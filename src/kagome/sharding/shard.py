@@ -1,0 +1,151 @@
+"""Shard: put a user's model on this rank's part of a graph, for a training loop of the user's own.
+
+Where it sits: the public function ``kagome.shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from torch import nn
+from torch_geometric.data import Data
+
+from kagome.comm.mesh import open_mesh
+from kagome.components.model_setup import broadcast_weights, materialise
+from kagome.components.parallelize import PartOptions, parallelize
+from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
+from kagome.config import Parallel, Train
+from kagome.config.fields import check_kind
+from kagome.errors import ConfigError, ModelError
+from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.report.progress import warn
+from kagome.sharding.module import ShardedModel, is_sharded
+from kagome.train import data as source
+
+SERVED: Final = frozenset(
+    [
+        "graph",
+        "tensor",
+        "partitioner",
+        "reuse",
+        "shared_memory",
+        "memory_gib",
+        "codec",
+        "codec_backward",
+    ]
+)
+"""The settings of ``Parallel`` that a loop of the user's own can have."""
+
+
+@as_written
+def shard(
+    model: nn.Module,
+    graph: Data | str | Path,
+    *,
+    parallel: Parallel | None = None,
+    seed: int = 0,
+    fast: bool = True,
+    recompute: bool = False,
+    timeout: float = 300.0,
+    log: Callable[[str], None] = warn,
+) -> ShardedModel:
+    """Put a model on this rank's part of a graph, as a module for your own training loop.
+
+    All ranks call it alike, under ``torchrun`` or Slurm; in one process it is the plain model on the whole
+    graph. After ``loss.backward()`` each parameter's ``.grad`` is the same on all ranks: the gradient of the
+    mean of the ranks' losses, so that a loss from ``net.mean(...)`` counts once.
+
+    Args:
+        model: A module; it stays your own object, with the same parameters. On several ranks all get rank
+            0's weights.
+        graph: A PyG ``Data`` with ``edge_index``, the same on all ranks, or the folder of a saved partition.
+        parallel: How to split: ``Parallel(graph=4)``; by default one part for each rank.
+        seed: The seed of dropout and of the partition.
+        fast: Whether kernels reduce messages; if off, all runs as PyG runs it.
+        recompute: Whether each layer keeps its inputs only, and runs again in backward.
+        timeout: Seconds that a rank waits for another.
+        log: Called with each note.
+
+    Returns:
+        A module that takes what the model takes, and gives this rank's rows.
+
+    Raises:
+        ConfigError: If the settings need what only :class:`kagome.Trainer` does.
+        DataError: If the graph is invalid.
+        ModelError: If the model is sharded already, or has a layer that no split supports.
+
+    Example:
+        >>> import torch, kagome
+        >>> from torch_geometric.nn import GCN
+        >>> data = kagome.load("digits")
+        >>> model = GCN(64, 16, num_layers=2, out_channels=10)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> with kagome.shard(model, data) as net:
+        ...     y = data.y[net.own()]
+        ...     for _ in range(2):
+        ...         out = net(data.x, data.edge_index)
+        ...         loss = net.mean(torch.nn.functional.cross_entropy(out, y, reduction="none"))
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...     out.shape
+        torch.Size([1797, 10])
+    """
+    refuse_no_module(model, "shard(model, ...)")
+    check_kind("parallel", parallel, Parallel | None)
+    check_kind("graph", graph, Data | str | Path)
+    parallel = parallel or Parallel()
+    _refuse_unserved(parallel)
+    model = unwrapped(model)
+    if is_sharded(model):
+        raise ModelError(
+            "a model that is not sharded",
+            "one that another kagome.shard still has",
+            hint="net.close(), or leave its `with` block, first",
+        )
+    train = Train(seed=seed, timeout=timeout)
+    with ExitStack() as stack:
+        mesh = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log))
+
+        def take(channel: Any) -> Any:
+            if isinstance(graph, str | Path):
+                return source.from_folder(graph, channel)
+            method = parallel.cutter(channel.size)
+            return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
+
+        part, meta = source.for_all_stages(take, mesh)
+        for note in (*mesh.notes, *meta.notes):
+            log(note)
+        model = model.to(mesh.device)
+        materialise(model, part, mesh.device)
+        broadcast_weights(model, mesh.world)
+        fitted = parallel.fit(mesh.size)
+        exchange = CompressedExchange(mesh.graph, fitted, seed)
+        options = PartOptions.of(train, mesh.device, fitted, fast=fast, recompute=recompute)
+        net = parallelize(model, part, exchange, options)
+        stack.enter_context(net)
+        return ShardedModel(
+            model, net, mesh, part, graph if isinstance(graph, Data) else None, stack.pop_all()
+        )
+
+
+def _refuse_unserved(parallel: Parallel) -> None:
+    """Refuse settings of pipelines, of late rows, and of what a Trainer decides from epoch to epoch.
+
+    Raises:
+        ConfigError: Naming the first of them.
+    """
+    plain = Parallel()
+    for field in fields(plain):
+        value = getattr(parallel, field.name)
+        if field.name not in SERVED and value != getattr(plain, field.name):
+            raise ConfigError(
+                "settings that a training loop of your own can have",
+                f"{field.name}={value!r}",
+                where="kagome.shard(parallel=...)",
+                hint="Parallel(graph=...) or Parallel(tensor=...); kagome.Trainer takes all settings",
+            )
