@@ -19,7 +19,12 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.halo.forward_pass import transformed
 from kagome.intercept import sparse_adjacency
 from kagome.intercept.interceptor import Interceptor
-from kagome.positions.vertex_tables import given_rows, refuse_some_rows, refuse_unknown_edges
+from kagome.positions.vertex_tables import (
+    given_rows,
+    refuse_other_rows,
+    refuse_some_rows,
+    refuse_unknown_edges,
+)
 from kagome.replay.layer_calls import States
 from kagome.user_code.autograd_functions import refuse_old_hooks, watch
 from kagome.user_code.torch_checkpoint import once
@@ -152,6 +157,7 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
         if found is not None:
             return found
         refuse_unknown_edges(scope, args[0] if args else kwargs.get("edge_index"))
+        refuse_other_rows(scope, module, kwargs)
         scope.forward.arguments.append(kwargs)
         noted = None if scope.recorder is None else scope.recorder.paused()
         try:

@@ -272,6 +272,40 @@ def refuse_unknown_edges(scope: PositionScope, edges: Any) -> None:
         )
 
 
+def refuse_other_rows(scope: PositionScope, layer: Any, given: Kwargs) -> None:
+    """Refuse tensors that a layer lifts to its edges, if they do not have a row for each vertex.
+
+    PyG's code reads them by the part's ids, which would take some row of theirs for another vertex's.
+
+    Args:
+        scope: The running interceptor.
+        layer: The message-passing layer.
+        given: What its ``propagate`` is given.
+
+    Raises:
+        ModelError: If one has another number of rows.
+    """
+    if not scope.parted:
+        return
+    lifted = {name[:-2] for name in layer._user_args if name[-2:] in ("_i", "_j")}
+    for name in lifted & given.keys():
+        value = given[name]
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if (
+                type(each) is not Tensor
+                or each.dim() < abs(layer.node_dim)
+                or scope.placements.get(each) is not None
+            ):
+                continue
+            if each.size(layer.node_dim) != scope.own:
+                raise refused(
+                    scope,
+                    f"{name} of shape {list(each.shape)} for a layer on a graph of {scope.vertices:,} vertices",
+                    expected="a row for each vertex in what a layer sends along edges",
+                    hint="rows that forward was given, or made from them",
+                )
+
+
 def refuse_lost_ids(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> None:
     """Refuse reads or writes by ids made from lost rows, such as the nearest vertices within a part.
 

@@ -16,8 +16,10 @@ such as a penalty, is counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +36,15 @@ class GradientSync:
     A gradient that was there before is kept and added to, so several backward passes accumulate.
 
     Args:
-        model: The user's module.
+        modules: The user's module, and those that run beside it.
         channel: The mesh's lane for weights.
 
     Cost:
         One sum of all gradients over the ranks for each backward pass that is synchronized.
     """
 
-    def __init__(self, model: nn.Module, channel: Channel) -> None:
-        self._model, self._channel = model, channel
+    def __init__(self, modules: Sequence[nn.Module], channel: Channel) -> None:
+        self._modules, self._channel = modules, channel
         self._task = -1
         self._trains = False
         self._before: list[Tensor | None] | None = None
@@ -53,15 +55,28 @@ class GradientSync:
 
     def _renew(self) -> None:
         """Find the parameters that are trained now; a user may have frozen some since."""
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
+        self._parameters = self._learning()
         self._gradients = Gradients(self._parameters, self._channel, pieces=True)
         self._hooks = GradientHooks(self._parameters)
         self._deferred = [None] * len(self._parameters)
 
+    def _learning(self) -> list[nn.Parameter]:
+        every = chain.from_iterable(module.parameters() for module in self._modules)
+        return list({id(p): p for p in every if p.requires_grad}.values())
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter whose gradient is summed."""
+        return any(tensor is parameter for parameter in self._parameters)
+
+    @property
+    def training_now(self) -> bool:
+        """Whether a backward runs that computes gradients of parameters."""
+        return self._trains and self._task == torch._C._current_graph_task_id() != -1
+
     def refresh(self) -> None:
         """Prepare for a forward pass: finish what a failed backward left, and look which parameters train."""
         self._restore()
-        learning = [p for p in self._model.parameters() if p.requires_grad]
+        learning = self._learning()
         if len(learning) != len(self._parameters) or any(
             one is not other for one, other in zip(learning, self._parameters, strict=True)
         ):
@@ -92,15 +107,12 @@ class GradientSync:
             for parameter in self._parameters:
                 parameter.grad = None
             self._hooks.take_off()
-            Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._finish)
         return self._trains
 
     def _reaches_parameters(self) -> bool:
         try:
-            return any(
-                torch._C._will_engine_execute_node(p.expand_as(p).grad_fn.next_functions[0][0])
-                for p in self._parameters
-            )
+            return any(torch._C._will_engine_execute_node(_accumulator(p)) for p in self._parameters)
         except RuntimeError as error:
             if "autograd.grad()" not in str(error):
                 raise
@@ -150,6 +162,14 @@ class GradientSync:
             parameter.grad = gradient
         self._hooks.put_back()
         self._before, self._task = None, -1
+
+
+def _accumulator(parameter: nn.Parameter) -> Any:
+    """Return the node of autograd that adds to a parameter's gradient."""
+    with torch.enable_grad():  # a backward without create_graph runs with gradients off
+        node = parameter.expand_as(parameter).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

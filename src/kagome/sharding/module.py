@@ -52,8 +52,12 @@ class ShardedModel(nn.Module):
         mesh: The ranks.
         part: This rank's part.
         given: The graph as the user gave it; None if it was read from files.
+        beside: Modules that run outside of the model.
         stack: What is closed at the end.
     """
+
+    model: nn.Module
+    _parallel: ParallelModel
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class ShardedModel(nn.Module):
         mesh: Mesh,
         part: Partition,
         given: Data | None,
+        beside: Sequence[nn.Module],
         stack: ExitStack,
     ) -> None:
         super().__init__()
@@ -69,27 +74,21 @@ class ShardedModel(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
-        channel = mesh.graph
-        sync = GradientSync(model, mesh.weights)
-        boundary = Boundary(sync, channel)
-        placer = Placer(parallel.scope, part, channel, boundary, given)
-        self.__dict__.update(
-            model=model,
-            _parallel=parallel,
-            _mesh=mesh,
-            _part=part,
-            _sync=sync,
-            _boundary=boundary,
-            _placer=placer,
-        )
+        self._mesh, self._part = mesh, part
+        self._sync = GradientSync((model, *beside), mesh.weights)
+        self._boundary = Boundary(self._sync, mesh.graph, part.own.numel())
+        self._placer = Placer(parallel.scope, part, mesh.graph, self._boundary, given)
+        # Not by assignment, which would register the model as a layer of its own.
+        self.__dict__["model"] = model
+        self.__dict__["_parallel"] = parallel
         self._known_modules = tuple(map(id, model.modules()))
         self._checked: set[bool] = set()
         self.step = 0
         """The number of forward passes with gradient so far. Dropout draws other numbers in each; set it when
         a run continues."""
         _OPEN.add(model)
-        self._closing = weakref.finalize(self, Finalizer(stack.close))
         stack.callback(_OPEN.discard, model)
+        self._closing = weakref.finalize(self, Finalizer(stack.close, _nothing))
 
     # The model's own face -------------------------------------------------------------------------
 
@@ -145,7 +144,7 @@ class ShardedModel(nn.Module):
         return self.run(self.model, *args, **kwargs)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the model on this rank's share of the arguments, as ``net(...)`` runs ``forward``.
+        """Run a function of the model as ``net(...)`` runs ``forward``. All ranks call it.
 
         Args:
             function: For example a method of the model: ``net.run(model.encode, x, edge_index)``.
@@ -339,6 +338,10 @@ class ShardedModel(nn.Module):
 def is_sharded(model: nn.Module) -> bool:
     """Return whether a model is on a part now."""
     return model in _OPEN
+
+
+def _nothing() -> None:
+    """Close nothing: no file is open."""
 
 
 def _is_lazy(value: Any) -> bool:

@@ -125,6 +125,7 @@ class Placer:
     def _tensor(self, path: str, value: Tensor) -> Tensor:
         name, version = self._known.get(value, ("", -1))
         if name and version == value._version:
+            self._decided.setdefault((path, value.dim()), self._axis_of(name))
             return self._scope.inputs[name]  # type: ignore[no-any-return]
         if self._is_edges(value):
             return self._scope.inputs["edge_index"]  # type: ignore[no-any-return]
@@ -138,6 +139,13 @@ class Placer:
         if where is None:
             return self._boundary.enter(value.to(self._scope.device), rows=False)
         return self._share(value, where, path)
+
+    def _axis_of(self, name: str) -> RowAxis | None:
+        """Return the rows of an attribute of the graph: a later argument in its place has such rows too."""
+        placement = self._scope.placements.get(self._scope.inputs[name])
+        if placement is None or placement.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS):
+            return None
+        return RowAxis("vertices" if placement.kind is PlacementKind.ROWS else "edges", placement.axis)
 
     def _is_edges(self, value: Tensor) -> bool:
         """Return whether a tensor is the graph's list of edges, by its values."""
@@ -186,8 +194,8 @@ class Placer:
         size = value.size(where.axis)
         if size not in (own.numel(), whole):
             raise ModelError(
-                f"{path} with {own.numel():,} rows, those of this rank's own {where.rows}, or {whole:,}, all of "
-                f"the graph, along axis {where.axis}",
+                f"{path} with {own.numel():,} rows along axis {where.axis}, this rank's own {where.rows}, or "
+                f"{whole:,}, all of the graph",
                 f"{size:,} in shape {list(value.shape)}",
                 where=f"rank {self._channel.rank}",
                 hint="x[net.own()] for own rows of a tensor of the whole graph",

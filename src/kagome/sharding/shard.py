@@ -5,7 +5,7 @@ Where it sits: the public function ``kagome.shard``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -47,6 +47,7 @@ def shard(
     graph: Data | str | Path,
     *,
     parallel: Parallel | None = None,
+    beside: Sequence[nn.Module] = (),
     seed: int = 0,
     fast: bool = True,
     recompute: bool = False,
@@ -64,6 +65,8 @@ def shard(
             0's weights.
         graph: A PyG ``Data`` with ``edge_index``, the same on all ranks, or the folder of a saved partition.
         parallel: How to split: ``Parallel(graph=4)``; by default one part for each rank.
+        beside: Modules of your loop that run outside of the model on its rows, such as a predictor of pairs:
+            they get rank 0's weights, and their gradients are summed too.
         seed: The seed of dropout and of the partition.
         fast: Whether kernels reduce messages; if off, all runs as PyG runs it.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
@@ -122,15 +125,15 @@ def shard(
             log(note)
         model = model.to(mesh.device)
         materialise(model, part, mesh.device)
-        broadcast_weights(model, mesh.world)
+        for module in (model, *beside):
+            broadcast_weights(module.to(mesh.device), mesh.world)
         fitted = parallel.fit(mesh.size)
         exchange = CompressedExchange(mesh.graph, fitted, seed)
+        given = graph if isinstance(graph, Data) else None
         options = PartOptions.of(train, mesh.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
         stack.enter_context(net)
-        return ShardedModel(
-            model, net, mesh, part, graph if isinstance(graph, Data) else None, stack.pop_all()
-        )
+        return ShardedModel(model, net, mesh, part, given, beside, stack.pop_all())
 
 
 def _refuse_unserved(parallel: Parallel) -> None:
