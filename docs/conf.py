@@ -57,6 +57,7 @@ CONTENTS = """
 :caption: Tutorial
 
 docs/training
+docs/own-loop
 ```
 
 ```{toctree}

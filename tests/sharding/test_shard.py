@@ -237,10 +237,10 @@ def batched(channel: Channel | None) -> dict[str, Tensor]:
             out = net(x, data.edge_index)
             net.mean((out - y) ** 2).backward()
         rows = net.gather(out, axis=1)
-    return grads(model) | {"rows": _of_first(channel, rows, (4, N, C))}
+    return grads(model) | {"rows": of_first(channel, rows, (4, N, C))}
 
 
-def _of_first(channel: Channel | None, rows: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+def of_first(channel: Channel | None, rows: Tensor | None, shape: tuple[int, ...]) -> Tensor:
     if channel is None:
         assert rows is not None
         return rows
@@ -273,7 +273,7 @@ def edge_scores(channel: Channel | None) -> dict[str, Tensor]:
         loss.backward()
         scores = net.gather(out, "edges")
     count = data.edge_index.size(1)
-    return grads(model) | {"scores": _of_first(channel, scores, (count,)), "loss": loss.detach()}
+    return grads(model) | {"scores": of_first(channel, scores, (count,)), "loss": loss.detach()}
 
 
 def rolled_out(channel: Channel | None) -> dict[str, Tensor]:
@@ -298,7 +298,7 @@ def rolled_out(channel: Channel | None) -> dict[str, Tensor]:
             loss = loss + net.mean((h[:, :C] - y) ** 2)
         loss.backward()
         by_x = net.gather(x.grad)
-    return grads(model) | {"x": _of_first(channel, by_x, (N, F)), "loss": loss.detach()}
+    return grads(model) | {"x": of_first(channel, by_x, (N, F)), "loss": loss.detach()}
 
 
 def with_predictor(channel: Channel | None) -> dict[str, Tensor]:

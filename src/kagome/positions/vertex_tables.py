@@ -300,7 +300,7 @@ def refuse_other_rows(scope: PositionScope, layer: Any, given: Kwargs) -> None:
             if each.size(layer.node_dim) != scope.own:
                 raise refused(
                     scope,
-                    f"{name} of shape {list(each.shape)} for a layer on a graph of {scope.vertices:,} vertices",
+                    f"{name} of shape {list(each.shape)} for a layer on {scope.vertices:,} vertices",
                     expected="a row for each vertex in what a layer sends along edges",
                     hint="rows that forward was given, or made from them",
                 )

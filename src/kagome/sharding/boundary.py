@@ -58,7 +58,7 @@ class Boundary:
             return value
         for leaf in _leaves(value):
             self._watch(leaf, rows=rows)
-        return value if rows else _Enter.apply(value, self)  # type: ignore[no-any-return,no-untyped-call]
+        return value if rows else _Enter.apply(value, self)  # type: ignore[no-untyped-call]
 
     def _watch(self, leaf: Tensor, *, rows: bool) -> None:
         if leaf in self._leaves or self.sync.has(leaf):
@@ -69,7 +69,7 @@ class Boundary:
                 f"rows made by weights of shape {list(leaf.shape)} outside of it, whose gradients are one "
                 "rank's share",
                 where="net(...)",
-                hint="kagome.shard(model, graph, beside=[module]) for a module that runs outside of the model",
+                hint="kagome.shard(model, graph, beside=[module]) for a module outside of the model",
             )
         self._leaves[leaf] = True
         sync, size = self.sync, self.channel.size

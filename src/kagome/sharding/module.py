@@ -14,7 +14,7 @@ model on the part, ``gradient_sync`` sums gradients, ``boundary`` is between the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -89,6 +89,16 @@ class ShardedModel(nn.Module):
         _OPEN.add(model)
         stack.callback(_OPEN.discard, model)
         self._closing = weakref.finalize(self, Finalizer(stack.close, _nothing))
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those that share the graph."""
+        return self._mesh.graph.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that share the graph."""
+        return self._mesh.graph.size
 
     # The model's own face -------------------------------------------------------------------------
 
