@@ -109,8 +109,8 @@ def test_no_module_of_these_packages_loads_torch():
 
 
 def test_the_public_face():
-    face = {"Trainer", "Parallel", "Train", "Report", "check", "load", "pipeline", "plan", "KagomeError"}
-    assert set(kagome.__all__) == {*face, "__version__"}
+    face = {"Trainer", "Parallel", "Train", "Report", "check", "load", "pipeline", "plan", "shard"}
+    assert set(kagome.__all__) == {*face, "KagomeError", "__version__"}
     for name in kagome.__all__:
         assert getattr(kagome, name) is not None
     with pytest.raises(AttributeError, match=r"no attribute 'Trainr'; it has .*Trainer"):
