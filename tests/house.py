@@ -92,7 +92,7 @@ def exchanges_spelled_out() -> int:
 def attach_dances() -> int:
     """Modules beside ``components.parallelize`` that make an interceptor, rules, hooks or recomputation."""
     made = {path for path, node in _nodes() if isinstance(node, ast.Call) and _name(node.func) in ATTACHING}
-    return len(made - {MODULES["kagome.components.parallelize"]})
+    return len(made - {MODULES.get("kagome.components.parallelize")})
 
 
 def saved_tensor_hooks() -> int:

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_shard import WORLDS, both, grads, net_of, of_first
+import torch_geometric.nn as pyg
+from test_shard import WORLDS, N, both, grads, graph, model_of, net_of, of_first
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kagome.comm.channel import Channel
 
@@ -48,8 +50,71 @@ def mesh_graph_net(channel: Channel | None) -> dict[str, Tensor]:
     return grads(model) | {"loss": loss.detach(), "out": of_first(channel, rows, tuple(y.shape))}
 
 
+def linked(channel: Channel | None) -> dict[str, Tensor]:
+    """Link prediction: encoder, scores of pairs whose ends lie on different ranks, a predictor beside it."""
+    data = graph()
+    torch.manual_seed(5)
+    model, predictor = model_of("sage"), nn.Linear(3, 1).double()
+    generator = torch.Generator().manual_seed(2)
+    positive = torch.randint(0, N, (2, 40), generator=generator)
+    beside = {} if channel is None else {"beside": [predictor]}
+    with net_of(channel, model, data, **beside) as net:
+        size, rank = (1, 0) if channel is None else (channel.size, channel.rank)
+        loss = torch.zeros((), dtype=torch.float64)
+        for step in range(2):
+            h = net(data.x, data.edge_index)
+            first, second = net.pairs(h, positive[:, rank::size])
+            third, fourth = net.pairs(h, net.negatives(30, seed=1, step=step))
+            loss = loss - net.mean(functional.logsigmoid(predictor(first * second)))
+            loss = loss - net.mean(functional.logsigmoid(-predictor(third * fourth)))
+            loss = loss + net.mean(net.read(h, torch.arange(5) if rank == 0 else torch.arange(0)) ** 2)
+            loss.backward(retain_graph=step == 0)
+    return grads(model) | {f"p {n}": g for n, g in grads(predictor).items()} | {"loss": loss.detach()}
+
+
+def embedded(channel: Channel | None) -> dict[str, Tensor]:
+    """LightGCN with BPR: an embedding of all vertices is what is learned."""
+    data = graph()
+    torch.manual_seed(5)
+
+    class LightGCN(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(N, 6)
+            self.hops = nn.ModuleList(pyg.LGConv() for _ in range(3))
+
+        def forward(self, edge_index: Tensor) -> Tensor:
+            h = self.table.weight
+            out = h / 4
+            for hop in self.hops:
+                h = hop(h, edge_index)
+                out = out + h / 4
+            return out
+
+    model = LightGCN().double()
+    data.x = None
+    found = {}
+    with net_of(channel, model, data) as net:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        size, rank = (1, 0) if channel is None else (channel.size, channel.rank)
+        for step in range(3):
+            positive = torch.randint(0, N, (2, 31), generator=torch.Generator().manual_seed(step))[
+                :, rank::size
+            ]
+            negative = net.negatives(31, step=step)[1]
+            h = net(data.edge_index)
+            (user, item), other = net.pairs(h, positive), net.read(h, negative)
+            score = (user * item).sum(1) - (user * other).sum(1)
+            loss = -net.mean(functional.logsigmoid(score))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found[f"loss {step}"] = loss.detach()
+    return found | grads(model) | {"table": model.table.weight.detach()}
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", [mesh_graph_net])
+@pytest.mark.parametrize("shape", [mesh_graph_net, linked, embedded])
 def test_shape(ranks: Any, world: int, shape: Any) -> None:
     both(ranks, world, shape)

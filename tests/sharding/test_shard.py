@@ -125,6 +125,13 @@ class Plain:
         self.sum, self.max = torch.sum, torch.amax
         self.place = lambda value, rows="vertices", axis=0: value
         self.gather = lambda value, rows="vertices", axis=0: value.detach()
+        self.read = lambda rows, ids: rows[ids]
+        self.pairs = lambda rows, index: (rows[index[0]], rows[index[1]])
+        self.rank, self.ranks = 0, 1
+
+    def negatives(self, count: int, *, seed: int = 0, step: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+        return torch.randint(N, (2, count), generator=generator)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -457,6 +464,8 @@ def refused(channel: Channel, case: str) -> str:
                 torch.autograd.grad(net.mean(net(data.x, data.edge_index)), list(model.parameters()))
             elif case == "outside":
                 net(outside(net.place(data.x)), data.edge_index)
+            elif case == "pairs":
+                net.pairs(net(data.x, data.edge_index), torch.tensor([[0, 1], [2, N]]))
             elif case == "empty":
                 net.mean(net(data.x, data.edge_index)[:0])
         net(data.x, data.edge_index)
@@ -476,6 +485,7 @@ def refused(channel: Channel, case: str) -> str:
         ("layers", "the layers that the model had"),
         ("grad", "loss.backward()"),
         ("outside", "beside=[module]"),
+        ("pairs", "ids from 0 to 23"),
         ("empty", "a mean of one entry or more"),
         ("closed", "one that is closed"),
     ],

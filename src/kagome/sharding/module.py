@@ -35,6 +35,7 @@ from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
+from kagome.sharding.row_reads import RowReads
 
 _OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that are sharded now."""
@@ -81,6 +82,7 @@ class ShardedModel(nn.Module):
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
+        self._reads: RowReads | None = None
         self._known_modules = tuple(map(id, model.modules()))
         self._checked: set[bool] = set()
         self.step = 0
@@ -265,6 +267,65 @@ class ShardedModel(nn.Module):
         out = torch.empty_like(joined)
         out[torch.cat(ids)] = joined
         return out.movedim(0, axis)
+
+    def read(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return the rows of any vertices, whichever ranks own them, with gradient. All ranks call it.
+
+        Args:
+            rows: Own rows, such as the model's output.
+            ids: Ids of vertices in the whole graph; other ones on each rank, or none.
+
+        Raises:
+            ModelError: If an id is out of range.
+
+        Shapes:
+            rows ``[n, ...]``, ids ``[P]`` -> ``[P, ...]``.
+
+        Cost:
+            Each different row of another rank is sent once, and back in backward. The first call tells each
+            rank the owners of all vertices.
+        """
+        own = self.own().numel()
+        if rows.dim() == 0 or rows.size(0) != own:
+            raise ModelError(
+                f"{own:,} own rows of vertices",
+                f"shape {list(rows.shape)}",
+                where=f"net.read, rank {self.rank}",
+            )
+        if self._reads is None:
+            self._reads = RowReads(self._part, self._mesh.graph, self._sync)
+        return self._reads.read(rows, ids)
+
+    def pairs(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of both ends of pairs of vertices, with gradient. All ranks call it.
+
+        Args:
+            rows: Own rows, such as the model's output.
+            index: Ids of both ends; this rank's share of the pairs, ``index[:, net.rank :: net.ranks]`` of a
+                list that all ranks have.
+
+        Shapes:
+            rows ``[n, ...]``, index ``[2, P]`` -> twice ``[P, ...]``.
+        """
+        if index.dim() != 2 or index.size(0) != 2:
+            raise ModelError("pairs of vertices, [2, P]", f"shape {list(index.shape)}", where="net.pairs")
+        both = self.read(rows, index.reshape(-1))
+        return both[: index.size(1)], both[index.size(1) :]
+
+    def negatives(self, count: int, *, seed: int = 0, step: int = 0) -> Tensor:
+        """Return this rank's share of random pairs of vertices, the same pairs for any number of ranks.
+
+        Args:
+            count: The number of pairs on all ranks together.
+            seed: The seed of the draws.
+            step: The step of the training loop; each has other pairs.
+
+        Shapes:
+            ``[2, P]``, int64.
+        """
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+        every = torch.randint(self._part.num_nodes, (2, count), generator=generator)
+        return every[:, self.rank :: self.ranks].to(self._mesh.device)
 
     # Reductions over all ranks --------------------------------------------------------------------
 
