@@ -52,6 +52,8 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
                 )
     with ExitStack() as undo:
         for module in model.modules():
+            # A rule reads the method that earlier rules have set, so the later of two for one class wraps the
+            # earlier one. Undoing in reverse order ends with what was there at first.
             for kind, rule in RULES:
                 if isinstance(module, kind):
                     for target, name, value in rule(module, scope):
@@ -82,6 +84,7 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
     ) -> Any:
         if lambda_max is None:
             weight = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
+            # A rank without edges takes part in the maximum with the least number, and does not win.
             low = weight.new_full((), torch.finfo(weight.dtype).min)
             lambda_max = 2.0 * scope.ranks.greatest(weight.detach().amax() if weight.numel() else low)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
@@ -106,6 +109,8 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
     def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scope.size == 1:
+            # Sends nothing. A survey of a sample (``profile.step_shapes``) sees the call on its channel and
+            # learns that the layer reads all vertices.
             scope.reads.all_rows_exchange()
             return inner(query, *args, **kwargs)
         if query.size(0) != 1 or query.size(1) != scope.own:
@@ -115,6 +120,9 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
                 where=scope.where(),
                 hint="leave batch out: there is one graph",
             )
+        # Torch's attention is intercepted further inside, where ``global_attention`` fetches keys and values.
+        # The Performer sums over all vertices in several places of its kernel, so it is given all rows, in
+        # any order.
         if not performer:
             return inner(query, query, query, need_weights=False)
         whole = scope.reads.gather_all(query.squeeze(0), ordered=False).unsqueeze(0)
@@ -128,12 +136,14 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
 def _reversible(module: Any, scope: LayerScope) -> Settings:
     """Let a reversible block keep its activations: recomputation would repeat its exchanges in backward."""
+    # One rank with all rows has no exchange to repeat: PyG's own recomputation stays.
     if not scope.runs_once:
         return []
 
     def apply(args: tuple[Any, ...], fn: Callable[..., Any], inverse: Callable[..., Any]) -> Any:
         with scope.run_once():
             out = fn(*args)
+        # As PyG's own ``_fn_apply`` returns a layer's only result.
         return out[0] if isinstance(out, tuple) and len(out) == 1 else out
 
     return [(module, "_fn_apply", apply)]
@@ -154,6 +164,10 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
         axis = dim % x.dim()
         if index is None or axis != 0:
             return inner(x, index, ptr, dim_size, dim, **more)  # type: ignore[no-any-return]
+        #     index   [3 3 5]         group 0 is empty: PyG's quantile looks at place -1
+        #     group   [0 0 4 4 6]     two rows of zeros in front; their result, out[0], is dropped
+        #
+        # Two rows, because groups at the end that are empty look at the last row but one.
         ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
         group = scope.axes.targets(torch.cat([index.new_zeros(2), index + 1]))
         size = scope.own if dim_size is None else dim_size
@@ -168,6 +182,7 @@ def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
     inner = module.forward
 
     def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        # All in-edges of a vertex are on its rank, so a reduction by target has its groups whole.
         if scope.size > 1 and not scope.axes.names_targets(index):
             raise ModelError(
                 f"{type(module).__name__} to take the rows that edges bring to a vertex",
@@ -190,6 +205,7 @@ REFUSED: Sequence[tuple[type[nn.Module], str]] = (
 """Layers that no split makes exact, each with its reason."""
 
 
+# Aggregations that look at the rows of a group in an order, or as one dense block, and are no sum over rows.
 _IN_ONE_PLACE = (
     pyg.aggr.QuantileAggregation,
     pyg.aggr.LSTMAggregation,
@@ -202,6 +218,7 @@ _IN_ONE_PLACE = (
     pyg.aggr.PatchTransformerAggregation,
 )
 
+# From the general to the particular: a rule further down wraps what those above have set.
 RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.MessagePassing, with_shortcuts),
     (pyg.aggr.Aggregation, with_shortcuts),
