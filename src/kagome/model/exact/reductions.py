@@ -207,8 +207,8 @@ def _extreme(sign: int) -> Callable[..., Any]:
     def take(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
         best = _highest(scope, x, dims, sign)
         if x.requires_grad:
-            # ``best`` has come without a gradient. A zero is added, with the gradient 1 / ties at each entry that
-            # equals it: equal values share evenly, as in torch.amax.
+            # ``best`` has come without a gradient. A zero is added, with the gradient 1 / ties at each entry
+            # that equals it: equal values share evenly, as in torch.amax.
             same = x.detach() == best
             ties = scope.ranks.total(same.to(x.dtype).sum(dims, keepdim=True))
             best = best + scope.ranks.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
