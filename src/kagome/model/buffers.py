@@ -66,6 +66,7 @@ class Buffers:
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Put these tensors back as the buffers, with these values."""
+        # A forward may have set another tensor as the buffer, or written to the one that was there, or both.
         self.put(tensors)
         with torch.no_grad():
             for name, tensor in tensors.items():

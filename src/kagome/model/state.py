@@ -30,6 +30,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         RuntimeError: If names or shapes are others.
     """
+    # ``state_of`` may have names that ``load_state_dict`` calls unexpected: then it cannot be strict, and the
+    # comparison of names here takes the place of its check.
     alike = state.keys() == state_of(model).keys()
     model.load_state_dict(state, strict=not alike)
     if alike and not model.state_dict().keys() >= dict(_persistent(model)).keys():
@@ -39,7 +41,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers that are saved, each by one of its names."""
+    """Yield all parameters, and all buffers that are saved, with their names."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
