@@ -103,8 +103,11 @@ class Masks(TorchFunctionMode):
                 where=self._step,
                 hint="torch.nn.Dropout",
             )
+        # The key has no rank and no micro-batch, so a sample's mask is the same in any pipeline.
         call = (self._step, self._count)
         self._count += 1
+        # The probe records shapes, and drops nothing: it compares values between runs. A copy, as dropout
+        # gives.
         if self.places is None:
             self.shapes[call] = tuple(x.shape)
             return x.clone()
@@ -122,6 +125,7 @@ class Masks(TorchFunctionMode):
         ids = self._ids.to(x.device)
         if place.each == 1:
             return dropout.dropout(x, ids, key, p, place.axis)
+        # [.., samples * each, ..] -> [.., samples, each, ..]: the rows of one sample are its columns.
         apart = x.unflatten(place.axis, (ids.numel(), place.each))
         return dropout.dropout(apart, ids, key, p, place.axis).flatten(place.axis, place.axis + 1)
 

@@ -59,6 +59,7 @@ def refuse_unlike(
     Cost:
         Two forward passes of the sample in each mode.
     """
+    # Differences are judged by the coarsest type that takes part, since a value may pass through it.
     form = calling or ForwardCall.of(model, inputs)
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
     kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
@@ -126,6 +127,7 @@ def _hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
     steps = {id(model.get_submodule(step.path)): step.path for step in graph.steps if step.kind == "module"}
 
     def listeners(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
+        # A layer that no step calls listens too: a trace that has missed it can then be named in the error.
         if path and (id(module) in steps or is_whole(module)):
             yield module, steps.get(id(module), path)
             return  # modules inside a step are not compared
