@@ -59,7 +59,7 @@ class Buffers:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """For a block: afterwards the buffers are the same tensors with the same values."""
+        """Restore the buffers after a block: the same tensors with the same values."""
         tensors, before = self.now(), self.copies()
         yield
         self.restore(tensors, before)

@@ -117,8 +117,8 @@ class DLRM(nn.Module):
         self.bottom = _layers([dense, *bottom, width], last=True)
         self.tables = nn.ModuleList(nn.Embedding(size, width) for size in categories)
         count = len(categories) + 1
-        # The products of all pairs are a symmetric [count, count] matrix: its lower triangle has each pair
-        # once.
+        # The products of all pairs are a symmetric [count, count]
+        # matrix: its lower triangle has each pair once.
         rows, columns = torch.tril_indices(count, count, offset=-1)
         self.pairs = [int(row) * count + int(column) for row, column in zip(rows, columns, strict=True)]
         self.top = _layers([width + len(self.pairs), *top, 1])

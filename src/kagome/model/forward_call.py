@@ -100,8 +100,8 @@ class ForwardCall:
         """Call a model with its inputs, or with values that stand for them."""
         if self.by_data:
             data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
-            # Behind the back of ``Data``, which would store an attribute among the data and give it out by
-            # ``keys()``.
+            # Behind the back of ``Data``, which would store an attribute
+            # among the data and give it out by ``keys()``.
             data.__dict__["count"] = inputs.get("num_nodes")
             return model(data)
         return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
@@ -119,7 +119,7 @@ def _second(names: Collection[str], asked: Collection[str]) -> str:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """For a block that runs a user's forward: report its exceptions as errors of the model, with their line.
+    """Report exceptions of a user's forward, run inside the block, as errors of the model with their line.
 
     Raises:
         KagomeError: As it was raised; a :class:`ModelError` from any other error, and a

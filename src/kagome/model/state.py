@@ -1,6 +1,6 @@
-"""State: all that a model learns or keeps, by name, whatever its layers write of it.
+"""State: a model's weights and persistent buffers by name, also those missing in its state dict.
 
-Where it sits: checkpoints, the best epoch and the stages of a pipeline take it in place of ``state_dict()``.
+Where it sits: checkpoints, the best epoch and the stages of a pipeline use it in place of ``state_dict()``.
 A layer may leave a parameter out of that: PyG's ``Linear`` writes ``weight``, also where pruning has put
 ``weight_orig`` in its place.
 """
@@ -25,10 +25,10 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a model what :func:`state_of` gave of it.
+    """Load the state that :func:`state_of` returned into a model.
 
     Raises:
-        RuntimeError: If names or shapes are others.
+        RuntimeError: If names or shapes differ.
     """
     # ``state_of`` may have names that ``load_state_dict`` calls unexpected: then it cannot be strict, and the
     # comparison of names here takes the place of its check.

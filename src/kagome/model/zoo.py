@@ -126,8 +126,8 @@ def _builders(degree_histogram: Tensor | None) -> dict[str, _Builder]:
                 "none",
                 hint="degree_histogram=torch.bincount(torch.bincount(edge_index[1], minlength=num_nodes))",
             )
-        # The paper's aggregators and scalers. ``deg`` is of the whole graph: a part's degrees have another
-        # mean.
+        # The paper's aggregators and scalers. ``deg`` is of the whole
+        # graph: a part's degrees have another mean.
         return _PNA(
             *(fan_in, m.hidden, m.layers, fan_out, m.dropout),
             aggregators=["mean", "min", "max", "std"],
@@ -257,8 +257,7 @@ class _GCN2(nn.Module):
         super().__init__()
         self.first = nn.Linear(in_channels, m.hidden)
         self.convs = nn.ModuleList(
-            # The paper's settings for Cora. Layer i maps with beta = log(theta / i + 1), so deep layers map
-            # less.
+            # The paper's settings for Cora. Layer i maps with beta = log(theta / i + 1): deep layers map less.
             pyg.GCN2Conv(m.hidden, alpha=0.1, theta=0.5, layer=i, shared_weights=True, normalize=True)
             for i in range(1, m.layers + 1)
         )

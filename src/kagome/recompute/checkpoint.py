@@ -131,9 +131,9 @@ def _kept(
     ran = False
 
     def run(*tensors: Tensor) -> Any:
-        # Torch calls this function twice: in forward, and in backward once a saved tensor is asked for.
-        # ``hook`` is the one that torch has just set, and tells this second run from a checkpoint of the
-        # user's.
+        # Torch calls this function twice: in forward, and in backward once a
+        # saved tensor is asked for. ``hook`` is the one that torch has just
+        # set, and tells this second run from a checkpoint of the user's.
         nonlocal ran
         hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
         if not ran:

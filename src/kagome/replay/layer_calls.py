@@ -99,8 +99,8 @@ class States:
 
     def now(self, epoch: int) -> tuple[State, ...]:
         """Return the state in an epoch."""
-        # The first call of an epoch reads everything; later ones compare only what a forward can change
-        # itself.
+        # The first call of an epoch reads everything; later ones
+        # compare only what a forward can change itself.
         if not self._fields or self._epoch != epoch or self._looks() != self._looked:
             modules = list(self.layer.modules())
             self._fields = [(vars(module), _settings(module)) for module in modules]
@@ -161,9 +161,9 @@ class LayerReplay:
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not learned.bare:
             return None
-        # From here on, do what the hooks of ``intercept.hooks`` and torch would do around a call that is not
-        # replayed: refuse reruns, count the running layers, name the layer that failed, compute what it
-        # deferred.
+        # From here on, do what the hooks of ``intercept.hooks`` and torch
+        # would do around a call that is not replayed: refuse reruns, count the
+        # running layers, name the layer that failed, compute what it deferred.
         scope.forward.forward_pass.refuse_rerun(states.path)
         passes = isinstance(layer, MessagePassing)
         scope.forward.layers += passes

@@ -107,8 +107,8 @@ class PropagateCache:
         # A call that did not fit ends the old recipe, even if it teaches nothing: the next call is more
         # likely to be like this one.
         self._recipes.pop(key, None)
-        # A value that is known already was computed inside ``propagate``, by calls that the recipe would
-        # leave out.
+        # A value that is known already was computed inside
+        # ``propagate``, by calls that the recipe would leave out.
         expr = out.expr if isinstance(out, LazyTensor) and out.value is None else None
         if not isinstance(expr, Total) or not plain(layer):
             return

@@ -1,6 +1,6 @@
 """Constants: tensors that are the same in every forward of a run, and what was computed from them.
 
-Where it sits: fast paths, layer rules and reads ask it. What is computed from constant tensors alone is
+Where it sits: fast paths, layer rules and reads ask it. A value made of constant tensors alone is
 computed once.
 """
 
@@ -52,8 +52,8 @@ class Constants:
         with DisableTorchFunction():  # called in the middle of a user's forward
             if tensor.requires_grad or tensor.layout is not strided:
                 return False
-            # Views that are not contiguous can have one key and different strides: of these only the object
-            # itself counts.
+            # Views that are not contiguous can have one key and different
+            # strides: of these only the object itself counts.
             held, version = self._held.get(_key(tensor), (None, -1))
             return (
                 held is not None and tensor._version == version and (tensor is held or tensor.is_contiguous())

@@ -133,8 +133,8 @@ class Axes:
         placement = self.placements.get(tensor)
         if placement is not None and axis is not None:
             placement = placement.along(axis)
-        # ``out`` has other values than ``tensor``: a row for each vertex, but no longer the vertices'
-        # numbers.
+        # ``out`` has other values than ``tensor``: a row for each
+        # vertex, but no longer the vertices' numbers.
         if placement is not None and placement.kind is PlacementKind.NUMBERS:
             placement = replace(placement, kind=PlacementKind.ROWS)
         return self.placements.put(out, placement)
@@ -247,8 +247,8 @@ class VertexIds:
             first, second = (second, first) if ends.view == 1 else (first, second)
             with torch._C.DisableTorchFunction():
                 self._edge_keys[edges] = word(first, second, pair_ids(first, second))
-        # With loops added, or edges masked out, rows no longer match the edge list: the caller refuses the
-        # draw.
+        # With loops added, or edges masked out, rows no longer match
+        # the edge list: the caller refuses the draw.
         counters: Tensor = self._edge_keys[edges]
         return (
             counters

@@ -1,6 +1,6 @@
 """Propagation: hops over a graph without maps between them, with one operator for each kind of layer.
 
-Where it sits: ``decouple`` puts these operators after a model whose layers it has split. They are plain PyG.
+Where it sits: ``decouple`` puts these operators, which are plain PyG, after a model whose layers it has split.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Attention(Weighted):
         if self.add_loops:
             edge_index, _ = remove_self_loops(edge_index)
             edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
-        # ``ends`` has (source, target) for each layer that the hops replace: the mean over layers, [N, 1]
-        # each.
+        # ``ends`` has (source, target) for each layer that the hops
+        # replace: the mean over layers, [N, 1] each.
         source, target = (sum(each[1:], start=each[0]) / len(each) for each in zip(*ends, strict=True))
         weight = self.edge_updater(edge_index, alpha=(source, target))
         return self.hop(x, edge_index, weight, hops)
@@ -124,8 +124,8 @@ class Attention(Weighted):
         self, alpha_j: Tensor, alpha_i: Tensor, index: Tensor, ptr: Tensor | None, size_i: int | None
     ) -> Tensor:
         """Return the attention weight of each edge: a softmax over the in-edges of its target."""
-        # PyG gathers ``alpha``, a pair for source and target, as ``alpha_j`` and ``alpha_i``: [edges, 1]
-        # each.
+        # PyG gathers ``alpha``, a pair for source and target, as
+        # ``alpha_j`` and ``alpha_i``: [edges, 1] each.
         logits = nn.functional.leaky_relu(alpha_j + alpha_i, self.slope)
         share: Tensor = softmax(logits, index, ptr, size_i)
         return share

@@ -204,7 +204,7 @@ def _of_gamma(number: Number, alpha: Tensor) -> Tensor:
 
 
 class _Gamma(torch.autograd.Function):
-    """Returns drawn gamma numbers, with the gradient that torch gives them."""
+    """Autograd function of drawn gamma numbers, with torch's gradient by their shape."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, drawn: Tensor) -> Tensor:

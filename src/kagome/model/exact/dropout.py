@@ -109,8 +109,9 @@ def uniform(keys: Tensor, columns: int, first: int = 0) -> Tensor:
     Shapes:
         ``keys [R]`` -> ``[R, columns]`` with values in [0, 2**32).
     """
-    # column   0 1 .. 7 | 8 9 .. 15 | 16 .. word     0 1 .. 7 | 0 1 ..  7 |  8 .. half        upper |
-    # lower | upper
+    # column    0 1 .. 7    8 9 .. 15    16 ..
+    # word      0 1 .. 7    0 1 ..  7     8 ..
+    # half      upper       lower        upper
     column = torch.arange(first, first + columns, device=keys.device)
     word = column // 16 * 8 + column % 8
     mixed = mix(keys.unsqueeze(1) + (word + 1) * _signed(_GOLDEN))

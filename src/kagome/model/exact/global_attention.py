@@ -140,8 +140,8 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     asked = given.arguments
     ends = [asked[each] for each in _NAMES[:3]]
     scope.axes.refuse_lost(*ends)
-    # axis of rows 0, [n, (batch,) d]     every vertex attends to every vertex axis of rows 1, [L, n, d]
-    # a vertex is a sample, and attends within its sequence of length L
+    # Rows along axis 0, [n, (batch,) d]: every vertex attends to every vertex. Along axis 1, [L, n, d]: a
+    # vertex is a sample, and attends within its own sequence of length L.
     axes = {scope.axes.of(end) for end in ends}
     if axes == {0} and all(map(scope.axes.of_each_vertex, ends)):
         # Torch's function runs, and its inner ``scaled_dot_product_attention`` comes to ``_attention``.
@@ -153,9 +153,9 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         heads = () if asked["average_attn_weights"] else (asked["num_heads"],)
         none = out.new_zeros(()).expand(*[1] * (out.dim() - 2), *heads, scope.own, scope.vertices)
         return out, scope.axes.lost(none, "the attention weights of all pairs of vertices")
-    # Torch joins batch and heads to one axis, [n * heads, L, d / heads], after which no axis has a row for
-    # each vertex. So the common case is computed here with both apart; rare options stay with torch's
-    # function.
+    # Torch joins batch and heads to one axis, [n * heads, L, d / heads],
+    # after which no axis has a row for each vertex. So the common case is
+    # computed here with both apart; rare options stay with torch's function.
     odd = ("bias_k", "bias_v", "static_k", "static_v", "key_padding_mask", "attn_mask")
     if axes != {1} or ends[0].dim() != 3 or any(asked[each] is not None for each in odd):
         return NotImplemented

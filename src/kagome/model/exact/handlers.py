@@ -1,8 +1,8 @@
 """Exact handlers: torch calls whose result a split must not change, from statistics and dropout to attention.
 
-Where it sits: ``HANDLERS`` answer torch calls by name for ``intercept.interceptor``. They know a tensor's row
-axis from its placement, and reach the other ranks through the scope. Rules for single layer classes are in
-``layer_rules``.
+Where it sits: ``HANDLERS`` answer torch calls by name for ``intercept.interceptor``. A handler knows a
+tensor's row axis from its placement, and reaches the other ranks through the scope. Rules for single layer
+classes are in ``layer_rules``.
 
 To make another call exact: write a handler that takes (scope, name, func, args, kwargs) and returns
 NotImplemented where it does not apply, and add it to ``HANDLERS``.
@@ -60,9 +60,9 @@ def _refused_seed(scope: Scope, name: str) -> Exception:
 
 
 def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    # The cases, in order: torch's own errors and scalars; F's Python functions; nothing to drop; a seed of
-    # the forward's own; attention that is deferred; plain dropout by a kernel; feature, alpha and in-place
-    # dropout by a mask.
+    # The cases, in order: torch's own errors and scalars; F's Python functions;
+    # nothing to drop; a seed of the forward's own; attention that is deferred;
+    # plain dropout by a kernel; feature, alpha and in-place dropout by a mask.
     x, p, training, in_place = dropout.call_of(name, func, args, kwargs)
     if not 0.0 <= p <= 1.0 or not x.dim():
         return NotImplemented
@@ -164,8 +164,8 @@ def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
         ModelError: If the draw chooses among the rows instead of drawing for each row.
     """
     if given.get("size") is not None:
-        # A size that counts rows (``torch.rand(x.size(0), 3)``) gives a tensor with rows; ``made`` returns
-        # None for any other.
+        # A size that counts rows (``torch.rand(x.size(0), 3)``) gives
+        # a tensor with rows; ``made`` returns None for any other.
         kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
         return scope.made("empty", (given["size"],), {"dtype": kind, "device": given.get("device")})
     tensors = [value for value in given.values() if isinstance(value, Tensor)]

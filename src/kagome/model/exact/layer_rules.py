@@ -70,7 +70,7 @@ def _restore(module: nn.Module, name: str, before: Any) -> None:
 
 
 def _cheb(module: Any, scope: LayerScope) -> Settings:
-    """ChebConv scales its Laplacian by twice the largest entry, which may be on another rank."""
+    """Scale ChebConv's Laplacian by twice its largest entry, which may be on another rank."""
     inner = module.__norm__
 
     def norm(
@@ -93,13 +93,13 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:
-    """SuperGATConv samples pairs for its own attention loss, which is not used here: draw none."""
+    """Let SuperGATConv draw no pairs for its own attention loss, which is not used here."""
     none = lambda edge_index, *_: edge_index.new_zeros(2, 0)  # noqa: E731
     return [(module, "negative_sampling", none), (module, "positive_sampling", none)]
 
 
 def _gps(module: Any, scope: LayerScope) -> Settings:
-    """GPSConv attends to all vertices: queries are own rows, keys and values the rows of all ranks.
+    """Let GPSConv attend to all vertices: queries are own rows, keys and values the rows of all ranks.
 
     Cost:
         All ranks' rows once forward and once backward; N x n attention weights.
@@ -120,9 +120,9 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
                 where=scope.where(),
                 hint="leave batch out: there is one graph",
             )
-        # Torch's attention is intercepted further inside, where ``global_attention`` fetches keys and values.
-        # The Performer sums over all vertices in several places of its kernel, so it is given all rows, in
-        # any order.
+        # Torch's attention is intercepted further inside, where ``global_attention``
+        # fetches keys and values. The Performer sums over all vertices in several
+        # places of its kernel, so it is given all rows, in any order.
         if not performer:
             return inner(query, query, query, need_weights=False)
         whole = scope.reads.gather_all(query.squeeze(0), ordered=False).unsqueeze(0)
@@ -150,7 +150,7 @@ def _reversible(module: Any, scope: LayerScope) -> Settings:
 
 
 def _first_group(module: Any, scope: LayerScope) -> Settings:
-    """Quantiles and LSTMs fail if the first vertex, or all, have no in-edge: add a vertex that has some."""
+    """Add a first vertex with in-edges: quantiles and LSTMs fail if the first one, or all, have none."""
     inner = module.forward
 
     def forward(
@@ -178,7 +178,7 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
 
 
 def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
-    """Aggregations that need a whole group, in order or as a dense block: allow a vertex's neighbours."""
+    """Allow aggregations that need a whole group, in order or as a block, only over a vertex's neighbours."""
     inner = module.forward
 
     def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:

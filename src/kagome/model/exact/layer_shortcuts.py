@@ -84,7 +84,7 @@ def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Call
 
 
 def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
-    """EGConv has the number of vertices guessed from the edges, which are only the part's: pass it."""
+    """Pass EGConv's number of vertices, which PyG would guess from the edges of the part alone."""
     once = cached_call(function, scope, name)
 
     def call(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -184,8 +184,8 @@ def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given)
 def _highest(scope: Scope, x: Tensor, dims: Dims, sign: int = 1) -> Tensor:
     """Return the largest (or smallest) entries of all ranks' rows, with kept axes and without gradient."""
     wide = x.detach() if x.is_floating_point() else x.detach().long()
-    # ``sign`` turns a minimum into a maximum. The least integer has no negative, so the next one stands for
-    # "no rows here".
+    # ``sign`` turns a minimum into a maximum. The least integer
+    # has no negative, so the next one stands for "no rows here".
     low = -math.inf if wide.is_floating_point() else torch.iinfo(wide.dtype).min + 1
     shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
     local = (wide * sign).amax(dims, keepdim=True) if x.numel() else wide.new_full(shape, low)
@@ -221,7 +221,7 @@ def _extreme(sign: int) -> Callable[..., Any]:
 def _picked(sign: int) -> Callable[..., Any]:
     """Answer ``x.max(0)``: values, whose gradient goes to the first of equal rows in the graph's order.
 
-    The positions mean nothing on a part: they are given a placement by which reading with them is refused.
+    The positions have no meaning on a part, so they get a placement by which reads with them are refused.
     """
     whole = _extreme(sign)
     kind = torch.return_types.max if sign == 1 else torch.return_types.min

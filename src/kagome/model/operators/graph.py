@@ -114,8 +114,7 @@ class Branches:
             [s for s in self.graph.steps if home.get(self.owner.get(s.name, "")) == number]
             for number in range(len(groups))
         ]
-        # A piece sends a value to each piece that reads it, directly: pieces form a DAG, and there is no next
-        # one.
+        # Pieces form a DAG: a value is sent directly to each piece that reads it, and not passed on.
         closures = [self._closure(steps) for steps in inside]
         place = {value: home[name] for value, name in self.owner.items() if name in home}
         out = []
@@ -167,8 +166,7 @@ class Branches:
                 name = step.path or step.name
                 calls[name] = calls.get(name, 0) + 1
                 name = name if calls[name] == 1 else f"{name}#{calls[name]}"
-            # A function of weights and inputs alone, with no layer before it: it has to be an operator
-            # itself.
+            # A function of weights and inputs alone: with no layer before it, it is an operator itself.
             elif not made_of and (step.name == output or step.parameters):
                 name = step.name
             if name:
@@ -181,9 +179,8 @@ class Branches:
             made_of = roots.get(step.name, frozenset())
             if step.name in self.owner or not made_of:
                 continue
-            # made of one operator                    that one of several, read by one operator        the
-            # reader: the join is computed where its value is used of several, read by several             the
-            # last of them
+            # Made of one operator: that one. Of several, read by one operator: the reader, so that a join is
+            # computed where its value is used. Of several, read by several: the last of them.
             last = max(made_of, key=index.__getitem__)
             several = [r for r in step.reads if r in self.owner and self.facts[r].kind == "several"]
             reader = next(iter(sinks[step.name])) if len(sinks[step.name]) == 1 else ""

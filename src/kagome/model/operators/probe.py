@@ -416,8 +416,7 @@ def compare_gradients(
             ) from error
     largest = _largest((*whole, *one, *other))
     for name, total, *parts in zip(weights, whole, one, other, strict=True):
-        # sum over samples of dL_s/dw: a pipeline adds the gradients of its micro-batches, so they must be
-        # additive.
+        # A pipeline adds the gradients of its micro-batches, so those of samples must add up.
         added = sum((part for part in parts if part is not None), torch.zeros(()))
         if total is None or not total.numel() or not total.isfinite().all():
             continue
@@ -458,7 +457,7 @@ def _check_layers(model: nn.Module, batch_norm: str) -> None:
 
 @contextmanager
 def _untouched(model: nn.Module, batch_norm: str) -> Iterator[Callable[[], None]]:
-    """For a block: training mode except for batch norms; afterwards modes and buffers are as before.
+    """Set training mode for a block, except for batch norms; afterwards modes and buffers are as before.
 
     Yields:
         A function that raises an error if a buffer was changed so far.

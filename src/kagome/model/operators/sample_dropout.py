@@ -59,7 +59,7 @@ class Masks(TorchFunctionMode):
 
     @contextmanager
     def on(self, update: int, ids: Tensor) -> Iterator[None]:
-        """For a block: draw masks for these samples.
+        """Draw masks for these samples, for the length of a block.
 
         Args:
             update: Number of the weights' update.
@@ -106,8 +106,7 @@ class Masks(TorchFunctionMode):
         # The key has no rank and no micro-batch, so a sample's mask is the same in any pipeline.
         call = (self._step, self._count)
         self._count += 1
-        # The probe records shapes, and drops nothing: it compares values between runs. A copy, as dropout
-        # gives.
+        # The probe compares values between runs, so nothing is dropped. A copy, as dropout returns.
         if self.places is None:
             self.shapes[call] = tuple(x.shape)
             return x.clone()

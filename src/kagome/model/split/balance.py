@@ -155,9 +155,8 @@ def _lightest(weight: Floats, pieces: int) -> float:
 
 def _together(one: Floats, other: Floats, pieces: int) -> tuple[float, float]:
     """Return the heaviest pieces' weights in two passes with the least sum, among the bounds tried."""
-    # For each bound b on the first pass, the lightest second pass within it; the best sum of both wins.
-    # Weights of actual pieces are the only bounds that matter, and a sample of these is tried where there are
-    # many.
+    # For each bound b on the first pass, the lightest second pass within it; the best sum of both wins. Only
+    # weights of actual pieces matter as bounds, and where there are many, a sample of them is tried.
     least = _lightest(one, pieces)
     # No bound on the first pass need exceed its weight in the cuts where the second is lightest.
     free = np.where(other <= _lightest(other, pieces) + _rounding(other), one, np.inf)

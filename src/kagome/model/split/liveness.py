@@ -65,8 +65,8 @@ class Liveness:
                     where=step.line,
                     hint="leave out inplace=True there",
                 )
-        # Computed by each stage that reads them: weights and buffers, functions of inputs and buffers
-        # (``free``), sizes.
+        # Computed by each stage that reads them: weights and buffers,
+        # functions of inputs and buffers (``free``), sizes.
         recomputed: set[str] = set()
         free = set(graph.inputs)
         for step in graph.steps:

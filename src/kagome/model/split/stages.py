@@ -93,8 +93,7 @@ def cut(
             where=next((step.line for step in graph.steps if step.name == graph.output), ""),
             hint="return the scores alone; a table of all vertices is read by number, with n_id in the data",
         )
-    # Steps of the body are cut into consecutive pieces; each must hold a layer, so that no stage is empty
-    # work.
+    # Consecutive pieces of the body; each must hold a layer, so that no stage is idle.
     flow = Liveness.of(graph, survey)
     allowed = allowed_pieces([_is_layer(step) for step in flow.body], flow.barred())
     most = most_pieces(allowed, stages)

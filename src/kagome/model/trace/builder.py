@@ -178,8 +178,7 @@ def step_of(
     else:
         called = target if kind == "method" else getattr(target, "__name__", "")
         in_place = target is operator.setitem or kwargs.get("inplace") is True
-        # Torch's convention: ``relu_``, ``index_add_``, but not ``__add__``. The first argument is written
-        # to.
+        # Torch's convention: ``relu_`` and ``index_add_`` write to their first argument.
         in_place = in_place or (called.endswith("_") and not called.endswith("__"))
     named = [(isinstance(value, nn.Parameter), weights[id(value)]) for value in held if id(value) in weights]
     changed = [*(list(refs(args))[:1] if in_place else ()), *refs(kwargs.get("out"))]

@@ -45,8 +45,7 @@ class Contents:
             for name, value in vars(module).items()
             if name not in _OF_MODULES
         ]
-        # Each container once, though several attributes may refer to it, with a shallow copy to restore it
-        # from.
+        # Each container once, though several attributes may refer to it, with a shallow copy.
         found = {
             id(container): container for _, value in self._roots for container in _containers(value, _DEEP)
         }
@@ -103,7 +102,7 @@ def _copied(container: Any) -> Any:
 
 
 def _same(container: Any, before: Any) -> bool:
-    """Whether a container holds the same objects; comparing proxies by value would be recorded as a call."""
+    """Return whether a container holds the same objects; a comparison by value would be recorded as a call."""
     if len(container) != len(before):
         return False
     if isinstance(container, set):

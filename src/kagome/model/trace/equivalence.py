@@ -59,9 +59,9 @@ def refuse_unlike(
     Cost:
         Two forward passes of the sample in each mode.
     """
-    # Differences are judged by the coarsest type that takes part, since a value may pass through it.
     form = calling or ForwardCall.of(model, inputs)
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
+    # Rounding is that of the coarsest type that takes part, since a value may pass through it.
     kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
     kinds |= {torch.bfloat16} if halved else set()
     epsilon = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
@@ -122,7 +122,7 @@ class Heard:
 
 @contextmanager
 def _hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
-    """For a block: record what modules return; the caller sets the output."""
+    """Record what modules return inside a block; the caller sets the output."""
     heard, counts = Heard(), Counter[str]()
     steps = {id(model.get_submodule(step.path)): step.path for step in graph.steps if step.kind == "module"}
 

@@ -116,8 +116,7 @@ class Step:
         def filled(item: Any) -> Any:
             if isinstance(item, Ref):
                 return values[item.name]
-            # The flag was recorded as ``training=self.training`` or as ``not self.training``: both follow the
-            # mode.
+            # Recorded as ``training=self.training`` or as ``not self.training``: both follow the mode.
             return item.training == training if isinstance(item, Flag) else item
 
         args = tuple(mapped(arg, filled) for arg in self.args)
@@ -184,8 +183,7 @@ class LayerGraph:
                 after(step, value)
             held[step.name] = value
             del value
-            # As in a forward whose local variables are overwritten: activations without a reader are freed at
-            # once.
+            # As where a forward overwrites a local variable: activations without a reader are freed at once.
             for name in done - kept:
                 del held[name]
         return {name: held[name] for name in keep}

@@ -35,9 +35,8 @@ CURE = "put these lines into a module of its own: what cannot be followed is one
 """Hint for a forward that a pipeline of independent samples cannot trace."""
 HINT = "name the layers that follow each other: --parallel.layers conv1 conv2 ..."
 
-# PyG's models and ``Sequential`` are made of layers, between which a pipeline may cut. Functions of PyG and
-# those of torch that make tensors look at values, so a proxy must not reach them: each is recorded as one
-# call.
+# PyG's models and ``Sequential`` are made of layers, between which a pipeline may cut. PyG's functions, and
+# torch's that make tensors, look at values, which a proxy does not have: each is recorded as one call.
 _LOOKED_INTO = ("torch_geometric.nn.models", "torch_geometric.nn.sequential")
 _FUNCTIONS = (torch_geometric.utils, torch_geometric.nn.pool, torch_geometric.nn.functional)
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
@@ -91,7 +90,7 @@ class FaultError(Exception):
 def is_whole(module: nn.Module) -> bool:
     """Return whether a module is one step, whose inside is not traced."""
     home = type(module).__module__
-    # Containers of torch's own, whose home would make them one step.
+    # Torch's containers are traced into, although their home would make them one step.
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
     if home.startswith(("torch.nn", "torch.ao.nn")) or isinstance(module, torch.jit.ScriptModule):
@@ -253,8 +252,7 @@ class Tracer(fx.Tracer):
             path = self._paths.get(id(a))
             if path is not None:
                 return self.create_node("get_attr", path, (), {})
-            # A tensor that no module holds, from a global or a closure: its gradient would reach no optimizer
-            # here.
+            # A tensor of a global or a closure: no module holds it, so no stage would train it.
             if a.requires_grad:
                 raise UntraceableError("it computes with weights that no layer of its own reads")
             return self.create_node("call_function", Constant(a), (), {}, name="constant")
@@ -272,7 +270,7 @@ class Tracer(fx.Tracer):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        """For a block: calls that proxies must not run into are recorded as one each; restored at the end."""
+        """Record calls that proxies must not run into as one call each, for the length of a block."""
         undo: list[Callable[[], None]] = []
 
         def put(owner: Any, name: str, value: Any) -> None:
@@ -339,8 +337,7 @@ class Tracer(fx.Tracer):
         """
 
         def length(value: Any) -> Any:
-            # The prefix covers PyG too: library code that asks a proxy for its length is left to fail as
-            # ever.
+            # The prefix is also that of PyG, whose functions are recorded as a whole.
             home = str(sys._getframe(1).f_globals.get("__name__", ""))
             if isinstance(value, fx.Proxy) and not home.startswith("torch"):
                 return self.create_proxy("call_function", inner, (value,), {})
