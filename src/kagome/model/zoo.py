@@ -257,7 +257,7 @@ class _GCN2(nn.Module):
         super().__init__()
         self.first = nn.Linear(in_channels, m.hidden)
         self.convs = nn.ModuleList(
-            # The paper's settings for Cora. Layer i maps with beta = log(theta / i + 1): deep layers map less.
+            # The paper's settings for Cora. Layer i has beta = log(theta / i + 1): deep layers map less.
             pyg.GCN2Conv(m.hidden, alpha=0.1, theta=0.5, layer=i, shared_weights=True, normalize=True)
             for i in range(1, m.layers + 1)
         )

@@ -1,6 +1,6 @@
 """Propagation: hops over a graph without maps between them, with one operator for each kind of layer.
 
-Where it sits: ``decouple`` puts these operators, which are plain PyG, after a model whose layers it has split.
+Where it sits: ``decouple`` puts these operators, which are plain PyG, after a model whose layers it splits.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     keep_mask = _keep_mask(scope, x, name, p)
     shift: Tensor | float = 0.0
     if "alpha" in name:
-        # Alpha dropout sets dropped entries to -_SELU and then maps a x + b, to keep mean 0 and variance 1: a
-        # = length / _SELU = ((1 - p) (1 + p _SELU^2))^-1/2, b = p length. ``kept`` is 1 - p times the usual
-        # mask, so 1 or 0 for each entry.
+        # Alpha dropout sets dropped entries to -_SELU and then maps a x + b, to keep mean 0 and variance 1:
+        # a = length / _SELU = ((1 - p) (1 + p _SELU^2))^-1/2 and b = p length.
+        # ``kept`` is 1 - p times the usual mask, so 1 or 0 for each entry.
         length = _SELU / math.sqrt((_SELU**2 * p + 1) * (1 - p)) if p < 1 else 0.0
         kept = keep_mask * (1 - p)
         keep_mask, shift = kept * (length / _SELU), (kept - (1 - p)) * length
@@ -134,8 +134,8 @@ def _numbers(ids: Tensor, key: int, axis: int) -> Number:
     keys = dropout.row_keys(ids, key)
 
     def number(shape: tuple[int, ...], place: int) -> Tensor:
-        # [rows, columns] with all other axes as columns. Each place of a call has columns of its own, and (u
-        # + 1/2) / 2^32 is never 0 or 1, of which laws take the log.
+        # [rows, columns] with all other axes as columns. Each place of a call has columns of its own.
+        # (u + 1/2) / 2^32 is never 0 or 1, of which laws take the log.
         rest = [size for at, size in enumerate(shape) if at != axis]
         columns = math.prod(rest)
         flat = dropout.uniform(keys, columns, place * columns)

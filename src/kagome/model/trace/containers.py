@@ -102,7 +102,7 @@ def _copied(container: Any) -> Any:
 
 
 def _same(container: Any, before: Any) -> bool:
-    """Return whether a container holds the same objects; a comparison by value would be recorded as a call."""
+    """Return whether a container holds the same objects; comparing by value would be recorded as a call."""
     if len(container) != len(before):
         return False
     if isinstance(container, set):
