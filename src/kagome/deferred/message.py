@@ -62,7 +62,7 @@ class EdgeSet:
         return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS))
 
     def factors(self, weight: Tensor | None) -> Tensor | None:
-        """Return one factor per row that edges read, whose products are the weights; None if there are none.
+        """Return factors of rows that edges read, whose products are the weights; None if the weights have none.
 
         Shapes:
             weight ``[E]`` -> ``[num_sources]``.
@@ -76,6 +76,7 @@ class EdgeSet:
             with constants.once():
                 found = factors_of(weight, self.structure)
             constants.cache(key, found)
+        # An empty tensor records that the weights have no factors.
         return found if found.numel() == self.structure.num_sources else None
 
 
@@ -155,7 +156,7 @@ class Message(Versioned):
     att: Tensor | None = None
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return weight and factors; who gathers rows notes those."""
+        """Return the weight and the factor per column; the gather has noted the versions of the rows."""
         return (self.weight, self.att)
 
     @property
@@ -307,6 +308,8 @@ def widened(message: Message) -> Message:
 def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = False) -> Message:
     """Apply an operation to the rows at each end instead of to one row per edge."""
     message.check()
+    # An operation that narrows rows is applied to own rows, so that fewer columns are sent. Otherwise the
+    # halo is read first; that of constant rows is exchanged once in a run.
     if message.source is not None and not (
         narrows and not message.edges.deferral.constants.is_constant(message.source.rows)
     ):
@@ -319,6 +322,7 @@ def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = Fa
 def with_rows(message: Message, target: Tensor | None, source: Tensor | None) -> Message:
     """Return the message with other rows at its ends."""
     place = message.source
+    # Rows made here have no placement yet. Rows with halo get none: their number is not that of the vertices.
     if target is not None:
         message.edges.rows(target)
     if place is not None and source is not None and not place.has_halo:
@@ -343,6 +347,7 @@ def joined(one: Message, two: Message, sign: int = 1) -> Message:
 
     one.check()
     two.check()
+    # Only one of them has halo rows: both need them, so that the rows can be added.
     if one.source is not None and two.source is not None and one.source.has_halo is not two.source.has_halo:
         one, two = widened(one), widened(two)
     place = replace(one, source=one.source or two.source)

@@ -113,7 +113,7 @@ def leaky_back_kernel(
     lane = tl.arange(0, EDGES)
     factor = tl.load(att + at, mask=inside, other=0).to(WIDE)
     part = tl.zeros((EDGES, HEADS, WIDTH), WIDE)
-    # Without TALLIED there are as many programs as segments. With TALLIED there may be fewer: each walks every
+    # Without TALLIED there are as many programs as segments. With it there may be fewer: each walks every
     # ``programs``-th segment and keeps its part of att's gradient in registers until the end.
     for s in range(tl.program_id(0), segments, programs):
         i = tl.load(row + s)

@@ -94,8 +94,8 @@ def row_of_entries(layout: CsrLayout) -> Tensor:
     found: Tensor | None = layout.prepared.get("rows")
     if found is None:
         rows = torch.arange(layout.rows, dtype=torch.int32, device=layout.column.device)
+        # Without ``output_size`` the host would wait for the device to learn the sum of the counts.
         found = layout.prepared["rows"] = torch.repeat_interleave(
-            # Without ``output_size`` the host would wait for the device to learn the sum of the counts.
             rows, layout.pointer.diff(), output_size=layout.edges
         )
     return found
