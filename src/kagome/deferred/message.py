@@ -62,7 +62,7 @@ class EdgeSet:
         return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS))
 
     def factors(self, weight: Tensor | None) -> Tensor | None:
-        """Return factors of rows that edges read, whose products are the weights; None if the weights have none.
+        """Return factors of rows that edges read, whose products are the weights; else None.
 
         Shapes:
             weight ``[E]`` -> ``[num_sources]``.
@@ -156,7 +156,7 @@ class Message(Versioned):
     att: Tensor | None = None
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return the weight and the factor per column; the gather has noted the versions of the rows."""
+        """Return the weight and the factor per column; a gather notes the versions of its rows itself."""
         return (self.weight, self.att)
 
     @property
