@@ -131,6 +131,17 @@ class Linear(Versioned):
         )
 
 
+# [Note: life of a message] The logits of GAT, as PyG writes them, and the weighted sum that follows:
+#
+#     a[target] + b[source]    Message(target=a, source=Source(b))     one row per vertex at each end
+#     leaky_relu(...)          the same with form="leaky"              no longer linear in a and b
+#     softmax(..., index)      reads the halo of b, H numbers a row    alpha [E, H], from one kernel
+#     x[source] * alpha        Message(source=Source(x), weight=alpha)
+#     scatter(..., index)      sums over own rows, reads the halo of x, adds the sum over it
+#
+# ``Source.has_halo`` becomes True when an operation that does not narrow rows needs all of them: see
+# ``widened``. From then on the rows are [n + H, ...], and no later step exchanges them again. With a
+# single part it is True from the start.
 @dataclass(frozen=True, eq=False)
 class Message(Versioned):
     """A message along edges, expressed by the rows at their ends.
@@ -199,6 +210,7 @@ class Message(Versioned):
         """Compute the tensor with one row per edge."""
         self.check()
         s = self.edges.structure
+        # The fallback where no rule and no kernel fits: what PyG would have computed.
         if self.source is None:
             assert self.target is not None
             out = edge_sum.gather(self.target, s, "target")
@@ -258,6 +270,7 @@ class SoftmaxShare:
         """Compute the softmax over each row's in-edges."""
         edges, logits = self.logits.edges, self.logits.compute()
         out = edge_softmax.edge_softmax(flat(logits), edges.structure)
+        # Each column is a head of its own: [E, F].
         return edges.pairs(out.view(logits.shape))
 
 

@@ -95,6 +95,7 @@ class JointShare:
         Shapes:
             ``[E, h]``.
         """
+        # Each hop of a propagation asks again for the same heads.
         if cut not in self.known:
             assert self.edge_layout is not None
             self.logits.check()
@@ -172,6 +173,7 @@ def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     single = len(message.shape) == 2 and heads == (1,) and share.deep == 0
     if not fits or not (headed or single):
         return NotImplemented
+    # ``replace`` passes the same dict ``known`` on, so that all forms of one attention share its weights.
     weight = share.logits.edges.pairs(LazyTensor(replace(share, deep=0)))
     return message.edges.pairs(LazyTensor(replace(message, weight=weight)))
 

@@ -68,6 +68,8 @@ def backend_of(x: Tensor) -> str:
 
 @cache  # importable modules do not change within a process
 def _module(device: str, dtype: torch.dtype) -> ModuleType:
+    # A backend is imported with the first tensor that it serves, so a run on one device does not load the
+    # compiler of the other.
     if device == "cpu" and dtype in LOOPED:
         return import_module("kagome.kernels.cpu.dispatch")
     if device == "cuda" and dtype in LAUNCHED and find_spec("triton") is not None:

@@ -58,6 +58,7 @@ class SparseFeatures:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield all tensors except those of the edges, which others hold."""
+        # ``Constants.cache`` iterates over a cached value and notes the version of each tensor.
         for layout in (self.by_row, self.by_column):
             yield from (layout.pointer, layout.middle, layout.column, layout.edge)
         yield self.values
@@ -97,6 +98,7 @@ class SparseFeatures:
         """
         left = left.contiguous()
         if self.edges is not None:
+            # With A for the edges, (A x)^T L = x^T (A^T L): the edges by source come first.
             left = left if self.scale is None else left * self.scale.unsqueeze(1)
             left = ops.sum_rows(self.edges.by_source, left, self.weight)
         # ``by_column`` may have more rows than x has columns: see ``sparse_of``.

@@ -138,6 +138,7 @@ def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     """Compute ``ops.softmax_edges`` in plain PyTorch."""
     row, _, edge = entries(layout)
     z = logits.index_select(0, edge)
+    # Subtracting the row's maximum keeps exp from overflowing, as in PyG.
     p = (z - _greatest(row, z, layout.rows).index_select(0, row)).exp()
     out = torch.empty_like(logits)
     out[edge] = p / (_summed(row, p, layout.rows) + TINY).index_select(0, row)
@@ -148,6 +149,7 @@ def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """Compute ``ops.softmax_edges_back`` in plain PyTorch."""
     row, _, edge = entries(layout)
     total = _summed(row, (alpha * g).index_select(0, edge), layout.rows)
+    # From a total per row to one per edge, in the order of the edge list.
     spread = torch.empty_like(alpha)
     spread[edge] = total.index_select(0, row)
     return alpha * (g - spread)
@@ -182,6 +184,7 @@ def leaky_dots_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``ops.leaky_dots_back`` in plain PyTorch."""
     gatt = (join_edges(structure, a, b, slope) * g.unsqueeze(-1)).sum(0)
+    # [E, H, 1] * [H, C]: the gradient of leaky_relu(a + b).
     ga, gb = join_edges_back(structure, a, b, slope, g.unsqueeze(-1) * att)
     return ga, gb, gatt
 

@@ -289,6 +289,7 @@ def sum_rows(
     factor = _ones(values.dtype) if scale is None else _numbers(scale, x)
     # 0 selects the loop for any width.
     columns = result.shape[1] if result.shape[1] % 4 == 0 else 0
+    # x and out have their heads joined: [rows, H * C]. An unweighted sum needs no heads.
     loop = _sum(columns if columns <= WIDEST else 0)
     weights: tuple[Any, ...] = ()
     heads = 1
@@ -328,6 +329,7 @@ def dot_edges(
     # The loop does not write edges outside the span.
     make = torch.zeros if span != "all" else torch.empty
     out = into if into is not None else make(layout.edges, heads, dtype=a.dtype)
+    # The loop writes a contiguous array. A strided ``into`` is copied with its values, and copied back below.
     kept = out if out.is_contiguous() else out.contiguous()
     layout = part_of(layout, span)
     begin, end = bounds(layout)

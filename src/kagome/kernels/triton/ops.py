@@ -30,6 +30,7 @@ from kagome.kernels.base.reference import (
 from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows, sums as gpu_sums
 from kagome.kernels.triton.segments import Segments, bounds, row_of_entries, rows_by_length, segments_of
 
+# add_rows, extreme_edges_back, gather and join_edges run in plain PyTorch on a GPU too.
 __all__ = [
     "add_rows",
     "column_softmax",
@@ -87,6 +88,7 @@ def _by_row(kernel: Any, x: Tensor, rows: int, *arguments: Any, **constants: Any
     """Launch one program per row and block of x's columns."""
     columns, block = _tile(x)
     if rows and columns:
+        # One program walks all entries of its row, also of a hub: these kernels have no segments.
         grid = (rows, triton.cdiv(columns, block))
         kernel[grid](*arguments, **constants, WIDE=_wide(x), BLOCK=block)
 
