@@ -142,8 +142,7 @@ class _Lanes:
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self._context, self._builder, self._types, self._args = context, builder, signature.args, args
-        # Loops for any width (0) contain a branch for known widths that they never take. It is compiled all
-        # the same, and LLVM has no vector of length 0.
+        # Loops for any width have width 0, which LLVM does not allow for a vector: steps in them take 1.
         self.width = max(self._types[0].literal_value, 1)
         self.number = context.get_data_type(self._types[1].dtype)
         self.kind = ir.VectorType(self.number, self.width)
