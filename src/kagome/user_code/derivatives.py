@@ -69,6 +69,7 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
     given["retain_graph"] = True  # the token of the whole forward passes through the same exchanges
     with scope.forward.forward_pass.differentiating():
         found = func(**given)
+        # The sum over ranks is part of the derivative's graph only under ``create_graph``.
         with torch.set_grad_enabled(keeps):
             return tuple(map(_whole, [scope] * len(inputs), inputs, found))
 
@@ -81,6 +82,8 @@ def _listed(values: Any) -> list[Any]:
 
 def _seed(scope: DerivativeScope, out: Tensor, seed: Tensor | None) -> Tensor | None:
     """Return the gradient that seeds an output: of a value that all ranks have, each seeds its share."""
+    # Rows are on one rank each. A replicated value is on ``size`` ranks, whose derivatives are summed, so
+    # each rank seeds 1 / size.
     if scope.axes.of(out) is not None:
         return seed
     return (torch.ones_like(out) if seed is None else seed) / scope.size

@@ -66,6 +66,7 @@ def alike(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         raise lost(scope, gone)
     if not any(placement.kind in (*ALIGNED, *IDS) for placement in placements):
         return NotImplemented
+    # The greatest of "it differs here": equal only where no rank differs. A rank without rows never does.
     with torch._C.DisableTorchFunction():
         same = func(*map(_now, args), **{key: _now(value) for key, value in kwargs.items()})
         differs = torch.tensor(0.0 if same else 1.0, dtype=torch.float64, device=scope.device)
