@@ -63,6 +63,7 @@ def prepare(
     data = load_data(settings)
     if available is None:
         available = available_bytes()
+    # What was free before the graph was loaded, less what the graph takes.
     else:
         found = attributes_of(data)
         kinds = found.nodes, found.edges, tensors_of(found.shared)
@@ -76,12 +77,14 @@ def prepare(
             hint=f"--parts {max(1, min(count, 4))}",
         )
     method, notes = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
+    # Named by the partitioner that was chosen, so ``auto`` shares cached owners with its choice.
     mark = fingerprint(data, method, seed, parts)
     owner, entry = owners(data, mark, method=method, seed=seed, parts=parts, kept=cache.opened(reuse))
     notes = (*notes, *([cache.reused(entry)] if entry else []))
     meta, readers = store.measure(
         data, owner, parts, fingerprint=mark, method=method, seed=seed, notes=(*data.notes, *notes)
     )
+    # The parts are made anew for each folder that is tried: keeping them would take the memory of the graph.
     folders = [folder] if isinstance(folder, str | Path) else list(folder)
     for number, place in enumerate(folders):
         try:
@@ -113,6 +116,7 @@ def owners(
         owner ``[N]``, int64.
     """
     count = int(data.num_nodes or 0)
+    # ``metis/2`` is METIS and a cheap division.
     kept = kept if method.partition("/")[0] in KEPT and parts > 1 else None
     key = cache.owner_key(mark)
     found = None if kept is None else kept.owner(key, count, parts)
@@ -141,6 +145,7 @@ def main(order: str, parent: int) -> int:
         error = in_words(raised)
         if error is None:
             raise
+        # The fields of a KagomeError, from which the caller makes it again.
         print(json.dumps([type(error).__name__, error.expected, error.got, error.where, error.hint]))
         return 1
     return 0

@@ -33,6 +33,7 @@ def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
     Raises:
         DataError: If the download fails; it says which files to put where.
     """
+    # A folder of its own, so that ``work`` never holds an incomplete file under its final name.
     fresh = work / f".download.{os.getpid()}"
     call = f"from {__name__} import fetch; fetch({entry.kind!r}, {entry.name!r}, {str(fresh)!r})"
     try:
@@ -69,12 +70,14 @@ def _watched(command: list[str], folder: Path) -> tuple[int, str]:
         try:
             while child.poll() is None:
                 time.sleep(0.1)
+                # Progress is judged by what arrives: PyG's downloads have no time limit.
                 now = _bytes_in(folder)
                 if now != size:
                     size, since = now, time.monotonic()
                 elif time.monotonic() - since > SILENCE_SECONDS:
                     return 1, f"nothing arrived for {SILENCE_SECONDS} s"
         finally:
+            # Also if this process is interrupted; no effect on a child that has ended.
             child.kill()
             code = child.wait()
         words.seek(0)
@@ -94,6 +97,7 @@ def fetch(kind_name: str, name: str | None, root: str) -> None:
     kind = class_of(entry)
 
     def stop(self: Any) -> None:
+        # PyG has downloaded by now. Processing is left to the caller's process.
         raise Stopped([])
 
     with contextlib.suppress(Stopped):

@@ -69,10 +69,12 @@ def parts_key(
     """
     if files is None:
         return None
+    # Path, size and time tell a changed file; reading all bytes would take as long as loading the graph.
     try:
         seen = [_seen(file) for file in files]
     except OSError:
         return None
+    # ``root`` only says where files are looked for, and the files found are in the key by themselves.
     asked = {key: value for key, value in dataclasses.asdict(settings).items() if key != "root"}
     return f"parts-{_digest([asked, seen, method, seed, parts, store.FORMAT, makers(_CODE)])}"
 
@@ -103,6 +105,7 @@ def makers(folder: Path) -> list[str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     code = hashlib.blake2b(digest_size=16)
+    # Any change in the code of ``graph`` makes new entries, so that no version is raised by hand.
     for file in sorted(folder.rglob("*.py")):
         code.update(file.read_bytes())
     return [*versions, code.hexdigest()]
@@ -150,6 +153,7 @@ class Cache:
         try:
             kept = np.load(entry / OWNERS, allow_pickle=False)
             fits = kept.dtype == np.int32 and kept.shape == (num_nodes,)
+            # Out of range owners would index out of bounds in the compiled loops.
             if not fits or (num_nodes and not 0 <= kept.min() <= kept.max() < parts):
                 raise ValueError("of another graph")
         except (OSError, ValueError, EOFError):
@@ -177,6 +181,7 @@ class Cache:
         fresh: Path | None = None
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
+            # What killed processes left behind.
             temporary.clear(self.folder, ".making-*")
             temporary.clear(self.folder, ".gone-*")
             fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=self.folder))
@@ -198,6 +203,7 @@ class Cache:
             The entry, or None if it could not be renamed and no entry exists.
         """
         entry = self.folder / key
+        # Renaming onto an entry fails, which is no fault: it has the same content.
         with suppress(OSError):
             fresh.rename(entry)
         return entry if entry.is_dir() else None
@@ -217,6 +223,7 @@ class Cache:
         with suppress(OSError):
             for entry in self.folder.iterdir():
                 with suppress(OSError):
+                    # ``_touch`` sets it at each use.
                     used = entry.stat().st_mtime
                     if entry.is_dir() and not entry.name.startswith("."):
                         entries.append((used, size(entry), entry))

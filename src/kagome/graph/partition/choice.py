@@ -62,9 +62,11 @@ def choose(
         return name, ()
     shares = name.removeprefix(AUTO)
     count = edge_index.size(1)
+    # 2 E is the most neighbours that E edges can give. Only where that does not fit are they counted.
     if available is None or parts == 1 or metis_bytes(num_nodes, count, 2 * count) <= SHARE * available:
         return f"metis{shares}", ()
     different, paired = pairs(edge_index, num_nodes)
+    # Neighbours of all vertices: distinct edges and distinct reverses, less those that are both.
     need = metis_bytes(num_nodes, count, 2 * different - paired)
     if need <= SHARE * available:
         return f"metis{shares}", ()

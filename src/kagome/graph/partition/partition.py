@@ -101,6 +101,7 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
     digest = hashlib.blake2b(f"{data.num_nodes}".encode(), digest_size=16)
     found = attributes_of(data)
     tensors = {**found.nodes, **found.edges, **tensors_of(found.shared), **found.unclear}
+    # Names, types and shapes count, too: the same bytes under another name are another graph.
     tensors["edge_index"] = data.edge_index
     for name, value in sorted(found.shared.items()):
         if not isinstance(value, Tensor):
@@ -160,6 +161,8 @@ def extract(
     own = (owner == part).nonzero().view(-1)
     halo, received = edges.halo_of(readers, owners, part, num_parts)
     send, sent = edges.sent_by(readers, own.numpy(), num_parts)
+    # own  2 4 7      halo  1 8 3 (by owner)
+    # local ids  0 1 2        3 4 5          an in-edge 8 -> 4 becomes 4 -> 1
     local = _numbers(owner.numel(), own.numpy(), halo)
     edge_index, edge_ids = (_tensor(ids) for ids in edges.edges_of(source, target, owners, part, local))
     attributes = attributes_of(data)
@@ -181,12 +184,14 @@ def extract(
         fingerprint=fingerprint,
         shared=attributes.shared,
         refused=attributes.refused,
+        # A single part cuts nothing, so a model may have them as they are.
         unclear=attributes.unclear if num_parts == 1 else {},
     )
 
 
 def _numbers(vertices: int, own: NDArray[np.int64], halo: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the local number of each vertex that a part knows, own first; other entries are not set."""
+    # Not set for other vertices: no edge of the part names one.
     local = np.empty(vertices, np.int64)
     local[own] = np.arange(own.size)
     local[halo] = np.arange(own.size, own.size + halo.size)

@@ -167,6 +167,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
             "other content",
             hint="take another folder",
         )
+    # Beside the folder, thus on the same file system, so that each rename is one step.
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     stale = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     for ending in ("new", "old"):
@@ -176,6 +177,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
         fresh.mkdir(parents=True)
         with temporary.held(fresh):
             _write(partitions, fresh, meta)
+            # A folder cannot be renamed onto one with content: between the two renames there is no partition.
             if folder.exists():
                 folder.rename(stale)
             fresh.rename(folder)
@@ -183,6 +185,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
         raise PartitionError(f"a partition to be written to {folder}", f"{error.strerror or error}") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        # If the second rename failed, the old partition is the only one.
         if folder.exists():
             shutil.rmtree(stale, ignore_errors=True)
 
@@ -199,6 +202,7 @@ def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
         seals[file.name] = sealed_files.write_tensors(file, _tensors(piece), json.dumps(facts), sync=False)
         attributes = attributes_of(piece)
         shared = {k: nested_values.to_json(v) for k, v in piece.shared.items() if not isinstance(v, Tensor)}
+        # The same in all parts, so one copy is on the page.
         plain = {"shared": shared, "refused": piece.refused}
     page = {"format": FORMAT, **dataclasses.asdict(meta), "attributes": attributes, **plain}
     sealed_files.write_page(fresh / PAGE, {**page, "files": sealed_files.told_of(seals)})
@@ -258,6 +262,7 @@ def _page(folder: Path) -> _Page:
         attributes = {
             name: (str(kind), tuple(shape)) for name, (kind, shape) in facts.pop("attributes").items()
         }
+        # JSON has no tuples.
         figures: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in facts.pop("quality").items()
         }
@@ -272,6 +277,7 @@ def _page(folder: Path) -> _Page:
         raise _damaged(folder, str(error)) from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(folder, f"{PAGE} is damaged: {type(error).__name__}: {error}") from None
+    # The number of files limits the set of names: a damaged ``num_parts`` could be huge.
     fault = (
         _meta_fault(meta, attributes)
         or _refused_fault(plain[1])
@@ -298,6 +304,7 @@ def _meta_fault(meta: Meta, attributes: Attributes) -> str:
     for name, hint in get_type_hints(Labels).items() if meta.labels is not None else ():
         if not fits(getattr(meta.labels, name), hint):
             return f"labels.{name} is {str(getattr(meta.labels, name))[:40]!r}"
+    # x of one dimension counts as one column, and has no width here.
     width = attributes.get("node.x", ("", ()))[1]
     if width and width[-1] != meta.features:
         return f"features is {meta.features}, and x has {width[-1]} columns"
@@ -316,6 +323,7 @@ def _labels_fault(y: Tensor | None, meta: Meta) -> str:
     facts = meta.labels
     if facts is None or y is None:
         return "" if facts is None and y is None else "y is in one of the page and the part, not in both"
+    # NaN has no order, and torch has no extremes of booleans.
     values = y[~y.isnan()] if y.is_floating_point() else y.long()
     if not values.numel():
         return ""
