@@ -56,7 +56,7 @@ def prepare(
         The metadata of the partition.
 
     Raises:
-        KagomeError: What loading, cutting or writing raised.
+        KagomeError: If loading, cutting or writing fails.
 
     Cost: at the peak the graph and the memory of its partitioner; later the graph and one part.
     """
@@ -70,6 +70,7 @@ def prepare(
         available -= sum(value.nbytes for kind in kinds for value in kind.values())
         available -= int(data.edge_index.nbytes)
     count = int(data.num_nodes or 0)
+    # A partitioner would leave parts empty. ``partition`` allows that, settings do not.
     if parts > max(count, 1):
         raise PartitionError(
             f"a vertex for each of {parts:,} parts",
@@ -130,7 +131,7 @@ def owners(
 
 
 def main(order: str, parent: int) -> int:
-    """Call :func:`prepare` with the arguments in a line of JSON; print a user's mistake as another line.
+    """Call :func:`prepare` with the arguments in a line of JSON; print an expected error as another line.
 
     Args:
         order: The line of JSON with the arguments.

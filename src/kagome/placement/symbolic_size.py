@@ -270,6 +270,7 @@ _MAY_HOLD: Final = (Shown, slice, tuple, list)
 class NoneHere(int):
     """Zero edges on this rank, though other ranks may have some: in PyG's code it does not equal 0."""
 
+    # PyG returns early where ``edge_index.numel() == 0``; this rank would then miss exchanges of the others.
     def __eq__(self, other: object) -> bool:
         return False
 

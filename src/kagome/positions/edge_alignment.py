@@ -129,7 +129,7 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     assert view.across is not None
     assert view.across_index is not None
     with torch._C.DisableTorchFunction():
-        # Edge weights are constant: they are exchanged in the first forward and kept for all others.
+        # Constant values, such as edge weights, are exchanged in the first forward and kept for all others.
         last = scope.constants.is_constant(values)
         key = ("turned", address(values), tuple(values.shape), axis)
         found: Tensor | None = scope.constants.cached(key) if last else None

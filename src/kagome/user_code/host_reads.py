@@ -35,6 +35,7 @@ def taken(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     placement = scope.placements.get(args[0])
     if placement is None or not _theirs(scope):
         return NotImplemented
+    # One number made of lost rows, such as a quantile, is as wrong as the rows.
     if placement.kind is PlacementKind.LOST:
         raise lost(scope, placement)
     if name in _WHOLE and placement.kind in ALIGNED:

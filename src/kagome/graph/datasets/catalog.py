@@ -131,7 +131,7 @@ def arguments(entry: Entry, root: Path | None) -> dict[str, str]:
     return given if entry.name is None else {**given, "name": entry.name}
 
 
-class Stopped(Exception):  # noqa: N818 - no fault, an answer
+class Stopped(Exception):  # noqa: N818 - an answer, not a fault
     """Exception that stops a class's constructor once its raw files are known."""
 
     def __init__(self, raw_paths: list[str]) -> None:

@@ -65,6 +65,7 @@ def _bytes_in(folder: Path) -> int:
 def _watched(command: list[str], folder: Path) -> tuple[int, str]:
     """Run a download; end it if its folder stops growing. Returns its exit code and its last output."""
     with tempfile.TemporaryFile("w+") as words:
+        # Without input: a class that asks for a confirmation fails instead of waiting for an answer.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words)
         size, since = -1, time.monotonic()
         try:

@@ -45,6 +45,7 @@ def load_data(settings: config.Data) -> Data:
     # measure speed with.
     all_notes += edits.make_up(graph, labels=settings.name.startswith("npz:"))
     if settings.project is not None:
+        # Sparse features are projected before validation would make them dense.
         graph.x, note = edits.project(graph.x, settings.project)
         all_notes.append(note)
     if settings.undirected:

@@ -71,6 +71,7 @@ def npz_file(text: str, root: Path) -> Path | None:
 
 
 def _bases(root: Path) -> list[Path]:
+    # A path may be absolute or relative to the current folder, so it is tried as it is first.
     return [Path(), root, *(Path(shared) for shared in [os.environ.get("KAGOME_DATA")] if shared)]
 
 

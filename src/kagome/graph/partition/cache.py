@@ -65,7 +65,7 @@ def parts_key(
     Returns:
         The name, or None if the graph is known only once it is loaded.
 
-    Cost: a look at each raw file.
+    Cost: one ``stat`` of each raw file, and a read of the code of ``graph``.
     """
     if files is None:
         return None
@@ -128,7 +128,7 @@ class Cache:
     def parts(self, key: str) -> tuple[Path, store.Meta] | None:
         """Return a cached partition, or None if there is none. A damaged entry is removed.
 
-        Cost: a look at each file; a rank that reads its part compares its checksum.
+        Cost: one ``stat`` of each file. A rank that reads its part also compares its checksum.
         """
         entry = self.folder / key
         if not entry.is_dir():
@@ -152,6 +152,7 @@ class Cache:
             return None
         try:
             kept = np.load(entry / OWNERS, allow_pickle=False)
+            # Stored in half the bytes of int64.
             fits = kept.dtype == np.int32 and kept.shape == (num_nodes,)
             # Out of range owners would index out of bounds in the compiled loops.
             if not fits or (num_nodes and not 0 <= kept.min() <= kept.max() < parts):
@@ -217,7 +218,7 @@ class Cache:
 
         A rank that has opened a part can still read it: the file disappears when its last reader ends.
 
-        Cost: a look at each file of each entry.
+        Cost: one ``stat`` of each file of each entry.
         """
         entries: list[tuple[float, int, Path]] = []
         with suppress(OSError):
@@ -225,6 +226,7 @@ class Cache:
                 with suppress(OSError):
                     # ``_touch`` sets it at each use.
                     used = entry.stat().st_mtime
+                    # Names with a dot are entries that are being made or removed.
                     if entry.is_dir() and not entry.name.startswith("."):
                         entries.append((used, size(entry), entry))
         total = number = 0

@@ -41,7 +41,7 @@ def is_auto(name: str) -> bool:
 def choose(
     name: str, edge_index: Tensor, num_nodes: int, parts: int, available: int | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the partitioner that a name stands for; only ``auto`` stands for another.
+    """Return the partitioner for a name: the name itself, unless it is ``auto``.
 
     Args:
         name: A partitioner, or ``auto``; ``auto/2`` also divides each part's vertices between two parts.
@@ -51,12 +51,12 @@ def choose(
         available: Bytes that may be used; None if unknown.
 
     Returns:
-        The partitioner's name; and if METIS does not fit, a sentence that says so with both numbers.
+        The partitioner's name; and if METIS does not fit, a sentence with the needed and the free memory.
 
     Shapes:
         edge_index ``[2, E]``.
 
-    Cost: none if METIS fits in any case, otherwise two sorts of the edges.
+    Cost: nothing if METIS fits in any case, otherwise two sorts of the edges.
     """
     if not is_auto(name):
         return name, ()

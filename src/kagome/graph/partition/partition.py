@@ -77,6 +77,7 @@ class Partition:
     @property
     def names(self) -> list[str]:
         """The names of everything that a model may ask for."""
+        # The edge attribute that carries a sparse matrix's values is shown as the matrix.
         matrix = adjacency_of(self.edges)
         rest = [name for name in self.edges if matrix is None or name != matrix.name]
         more = [] if matrix is None else ["adj_t"]
@@ -98,6 +99,7 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
 
     Cost: one reading of all tensors, about 1 GB/s.
     """
+    # A vertex without edges and attributes is in no tensor, so the count goes first.
     digest = hashlib.blake2b(f"{data.num_nodes}".encode(), digest_size=16)
     found = attributes_of(data)
     tensors = {**found.nodes, **found.edges, **tensors_of(found.shared), **found.unclear}
@@ -108,6 +110,7 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
             digest.update(f"{name} {value!r}".encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        # As bytes, since NumPy has no bfloat16.
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     cut = hashlib.blake2b(f"{method} {seed} {parts}".encode(), digest_size=4)
     return f"{digest.hexdigest()}-{cut.hexdigest()}"

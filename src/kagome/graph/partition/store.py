@@ -131,7 +131,7 @@ def measure(
         notes: Sentences about the data.
 
     Shapes:
-        owner ``[N]``; readers ``[N, parts / 64]``, what ``partition.extract`` takes.
+        owner ``[N]``; readers ``[N, parts / 64]``, an argument of ``partition.extract``.
     """
     found, readers = measured(data.edge_index, owner, parts)
     meta = Meta(
@@ -161,6 +161,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
         PartitionError: If the folder holds something else or cannot be written.
     """
     folder = path_of(folder, "the folder of a partition")
+    # A user's folder of something else, or a file, is never replaced.
     if folder.exists() and not (folder / PAGE).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PartitionError(
             f"{folder} to be new, empty or a partition",
@@ -199,6 +200,7 @@ def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
             name: getattr(piece, name) for name in (*COUNTS, "send_counts", "recv_counts", "fingerprint")
         }
         file = _file(fresh, piece.part)
+        # Parts are not synced: a crash may lose one, and its checksum on the synced page shows that.
         seals[file.name] = sealed_files.write_tensors(file, _tensors(piece), json.dumps(facts), sync=False)
         attributes = attributes_of(piece)
         shared = {k: nested_values.to_json(v) for k, v in piece.shared.items() if not isinstance(v, Tensor)}
@@ -234,7 +236,7 @@ def verify_sizes(folder: str | Path) -> Meta:
     Raises:
         PartitionError: If there is none, or a file is missing or has another size.
 
-    Cost: a look at each file.
+    Cost: one ``stat`` of each file.
     """
     page = _page(Path(folder))
     try:
@@ -255,6 +257,7 @@ def _page(folder: Path) -> _Page:
         )
     try:
         facts = sealed_files.read_page(folder / PAGE)
+        # Before anything else of the page, whose other fields may differ between formats.
         form = facts.pop("format", None)
         if form != FORMAT:
             raise SealError(f"{PAGE} has format {str(form)[:40]}, and this version reads format {FORMAT}")
@@ -293,7 +296,7 @@ def _page(folder: Path) -> _Page:
 
 
 def _meta_fault(meta: Meta, attributes: Attributes) -> str:
-    """Return what is wrong with metadata that was read, or ``""`` if nothing is."""
+    """Return the first fault of metadata that was read, or ``""`` if it has none."""
     for name, hint in get_type_hints(Meta).items():
         value = getattr(meta, name)
         if not fits(value, hint) or (type(value) is int and value < 0 and name != "seed"):
@@ -312,7 +315,7 @@ def _meta_fault(meta: Meta, attributes: Attributes) -> str:
 
 
 def _refused_fault(refused: object) -> str:
-    """Return what is wrong with the reasons for refused attributes, or ``""`` if nothing is."""
+    """Return the fault of the reasons for refused attributes, or ``""`` if they have none."""
     if not isinstance(refused, dict) or not all(isinstance(value, str) for value in refused.values()):
         return f"refused is {str(refused)[:40]!r}"
     return ""
@@ -365,6 +368,7 @@ def load_part(folder: str | Path, part: int) -> Partition:
         )
     file = _file(folder, part)
     try:
+        # The checksum first: a damaged file does not reach the parser.
         sealed_files.verify(file, page.files[file.name])
         tensors, text = sealed_files.read_tensors(file)
         facts: dict[str, Any] = json.loads(text)
@@ -374,6 +378,7 @@ def load_part(folder: str | Path, part: int) -> Partition:
         facts |= {name: tensors[name] for name in _PLAIN}
         shared = page.shared | _under(tensors, "shared.")
         piece = Partition(**facts, nodes=nodes, edges=edges, shared=shared, refused=page.refused)
+        # An undamaged part of another cut, copied into this folder by hand.
         if (piece.fingerprint, piece.part, piece.num_parts) != (meta.fingerprint, part, meta.num_parts):
             raise SealError(
                 f"{file.name} holds part {piece.part} of {piece.num_parts} of the cut {piece.fingerprint}, "

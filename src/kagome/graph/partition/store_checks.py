@@ -32,7 +32,7 @@ def attributes_of(piece: Partition) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
-    """Return what is wrong with a part, or ``""`` if nothing is.
+    """Return the first fault of a part, or ``""`` if it has none.
 
     Args:
         piece: The part that was read.
@@ -50,7 +50,7 @@ def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
 
 
 def quality_fault(quality: Quality, parts: int, num_nodes: int, num_edges: int) -> str:
-    """Return what is wrong with the counts on a page, or ``""`` if nothing is."""
+    """Return the first fault of the counts on a page, or ``""`` if they have none."""
     for name in ("vertices", "in_edges", "halo"):
         counts = getattr(quality, name)
         if len(counts) != parts or any(type(count) is not int or count < 0 for count in counts):
@@ -135,10 +135,12 @@ def _lists(piece: Partition, *_: object) -> str:
 
 def _edges(piece: Partition, *_: object) -> str:
     source, target = piece.edge_index
+    # Sources may be halo rows, targets are own rows.
     rows = piece.own.numel() + piece.halo.numel()
     fault = _outside("edge_index[0]", source, rows) or _outside("edge_index[1]", target, piece.own.numel())
     if fault or not piece.halo.numel():
         return fault
+    # A halo row exists because an edge reads it.
     read = torch.zeros(rows, dtype=torch.bool)
     read[source] = True
     if not bool(read[piece.own.numel() :].all()):

@@ -65,6 +65,7 @@ class Sorted(Data):  # type: ignore[misc]
     def __init__(self, edge_index: Tensor, num_nodes: int, attributes: Attributes) -> None:
         rest = {**attributes.nodes, **attributes.edges, **attributes.shared}
         super().__init__(edge_index=edge_index, num_nodes=num_nodes, **rest)
+        # Beside Data's store, in which it would count as an attribute of the graph.
         self.__dict__["attributes"] = attributes
 
 

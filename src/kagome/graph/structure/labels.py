@@ -54,6 +54,7 @@ class Labels:
     @property
     def columns(self) -> int:
         """The number of labels of each vertex."""
+        # The product of no sizes is 1, so labels [N] have one column.
         return torch.Size(self.shape).numel()
 
     @property

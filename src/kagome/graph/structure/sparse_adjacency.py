@@ -59,6 +59,7 @@ class Adjacency:
             matrix = torch.sparse_coo_tensor(
                 torch.stack([major, minor]), values, (count, count), check_invariants=False
             )
+            # Sorted above, so torch need not sort it again.
             return matrix._coalesced_(True)
         pointer = torch.zeros(count + 1, dtype=torch.int64, device=edge_index.device)
         torch.cumsum(torch.bincount(major, minlength=count), 0, out=pointer[1:])
@@ -153,6 +154,7 @@ def beside(matrix: Any, edge_index: Tensor) -> None:
         DataError: If it has values or other edges.
     """
     ends, values = edges_of(matrix)
+    # The order of the edges may differ between the two forms.
     same = ends.shape == edge_index.shape and torch.equal(_sorted(ends), _sorted(edge_index))
     if values is None and same:
         return

@@ -74,6 +74,7 @@ def settle(
             raise nobody(0, num_nodes, num_nodes)
         # Vertices without a label are in no mask.
         return draw(num_nodes, split, labelled)
+    # A mask that is not given is empty.
     masks = _choose({name: _mask(name, given.get(name), num_nodes) for name in NAMES}, split, notes)
     _refuse_overlap(masks)
     return masks
