@@ -334,7 +334,7 @@ def _by_named(
 
 def _by_run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
     """Follow the row axis through calls that run along some axes."""
-    # topk(k, dim), roll(shifts, dims)
+    # topk(k, dim), kthvalue(k, dim) and roll(shifts, dims) name the axis behind another number.
     place = 2 if name in _AMONG else 1
     dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else -1))
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
@@ -416,7 +416,7 @@ def merged(base: Tensor, axis: int, each: int, out: Tensor) -> tuple[int, int] |
     Returns:
         The axis, and how many entries of it belong to one row; None if rows are no longer separate.
     """
-    #   base [A, rows * each, B]    out [A, rows * new, C]    each * B = new * C entries of a row
+    # base [A, rows * each, B] -> out [A, rows * new, C]: a row keeps its each * B = new * C entries.
     rows = base.size(axis) // each
     entries = each * base.shape[axis + 1 :].numel()
     want, have = base.shape[:axis].numel(), 1

@@ -187,7 +187,7 @@ def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
         kind = value.dtype if isinstance(value, Tensor) else value
         if isinstance(kind, torch.dtype):
             return kind.is_floating_point or kind.is_complex or kind is torch.bool
-        # ids.type("torch.cuda.LongTensor")
+        # The type may be given as a text: ids.type("torch.cuda.LongTensor").
         if isinstance(kind, str) and name == "type":
             return not kind.endswith(("LongTensor", "IntTensor"))
     return False

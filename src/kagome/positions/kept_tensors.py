@@ -159,8 +159,8 @@ class KeptTensors:
         """Return the name of the model's tensor that shares memory with this one; else None."""
         if self._model is None or (memory := _memory(tensor)) is None:
             return None
-        # Made at the first write of a forward, since most models write nothing. Keyed by storage, which finds
-        # a tensor also through its views.
+        # The map is made at the first write of a forward, since most models write nothing. Its keys are
+        # storages, so that a tensor is found through its views too.
         if self._held is None:
             self._held = WeakTensorMap()
             for label, each in tensors_of(self._model, libraries=True):

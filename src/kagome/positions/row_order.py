@@ -113,7 +113,7 @@ def _with_edges(
         ]
     else:
         return NotImplemented
-    # Only local values: torch's own ``cat`` and the general rules are right.
+    # Every value is this part's already, so torch's own ``cat`` is right.
     if all(one is other for one, other in zip(local, values, strict=True)):
         return NotImplemented
     kwargs = {key: value for key, value in kwargs.items() if key != "tensors"}

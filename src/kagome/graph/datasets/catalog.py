@@ -162,7 +162,7 @@ def raw_files(kind: type, entry: Entry) -> list[Path] | None:
         )
     except Stopped as found:
         return [Path(path).relative_to(nowhere) for path in found.raw_paths]
-    # What PyG's classes raise for a name that they do not know.
+    # PyG's classes raise these for a name that they do not know.
     except (AssertionError, KeyError, ValueError, AttributeError) as error:
         raise DataError(
             f"a name that {entry.kind} knows",

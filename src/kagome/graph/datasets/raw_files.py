@@ -48,9 +48,9 @@ def load_pyg(entry: Entry, root: Path) -> Any:
     if wanted is None:
         return _only(_build(kind, entry, None, "one that cannot be made"), entry)
     found = _place(entry, root, wanted)
-    #   raw files in a writable folder     processed there
-    #   in a read-only folder              linked into a folder of the user's, and processed there
-    #   nowhere                            downloaded into a folder of the user's
+    # Raw files in a writable folder     are processed there.
+    # Raw files in a read-only folder    are linked into a folder of the user's and processed there.
+    # Missing raw files                  are downloaded into a folder of the user's.
     work = found if found is not None and _writable(found) else _work_folder(entry, root)
     place = found or work
     with _locked(work):

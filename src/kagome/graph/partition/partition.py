@@ -103,12 +103,12 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
     digest = hashlib.blake2b(f"{data.num_nodes}".encode(), digest_size=16)
     found = attributes_of(data)
     tensors = {**found.nodes, **found.edges, **tensors_of(found.shared), **found.unclear}
-    # Names, types and shapes count, too: the same bytes under another name are another graph.
     tensors["edge_index"] = data.edge_index
     for name, value in sorted(found.shared.items()):
         if not isinstance(value, Tensor):
             digest.update(f"{name} {value!r}".encode())
     for name, tensor in sorted(tensors.items()):
+        # The same bytes under another name, type or shape are another graph.
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         # As bytes, since NumPy has no bfloat16.
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -164,8 +164,8 @@ def extract(
     own = (owner == part).nonzero().view(-1)
     halo, received = edges.halo_of(readers, owners, part, num_parts)
     send, sent = edges.sent_by(readers, own.numpy(), num_parts)
-    # own  2 4 7      halo  1 8 3 (by owner)
-    # local ids  0 1 2        3 4 5          an in-edge 8 -> 4 becomes 4 -> 1
+    # vertices     own 2 4 7    halo 1 8 3 (by owner)
+    # local ids        0 1 2         3 4 5               the in-edge 8 -> 4 becomes 4 -> 1
     local = _numbers(owner.numel(), own.numpy(), halo)
     edge_index, edge_ids = (_tensor(ids) for ids in edges.edges_of(source, target, owners, part, local))
     attributes = attributes_of(data)
