@@ -63,14 +63,14 @@ def prepare(
     data = load_data(settings)
     if available is None:
         available = available_bytes()
-    # What was free before the graph was loaded, less what the graph takes.
     else:
+        # The caller measured before the graph was loaded, so the graph's own bytes are taken off.
         found = attributes_of(data)
         kinds = found.nodes, found.edges, tensors_of(found.shared)
         available -= sum(value.nbytes for kind in kinds for value in kind.values())
         available -= int(data.edge_index.nbytes)
     count = int(data.num_nodes or 0)
-    # A partitioner would leave parts empty. ``partition`` allows that, settings do not.
+    # A partitioner would leave parts empty, which is a mistake in the settings of a run.
     if parts > max(count, 1):
         raise PartitionError(
             f"a vertex for each of {parts:,} parts",
@@ -78,7 +78,7 @@ def prepare(
             hint=f"--parts {max(1, min(count, 4))}",
         )
     method, notes = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
-    # Named by the partitioner that was chosen, so ``auto`` shares cached owners with its choice.
+    # The mark names the partitioner that was chosen, so ``auto`` shares cached owners with its choice.
     mark = fingerprint(data, method, seed, parts)
     owner, entry = owners(data, mark, method=method, seed=seed, parts=parts, kept=cache.opened(reuse))
     notes = (*notes, *([cache.reused(entry)] if entry else []))

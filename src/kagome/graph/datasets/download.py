@@ -78,7 +78,7 @@ def _watched(command: list[str], folder: Path) -> tuple[int, str]:
                 elif time.monotonic() - since > SILENCE_SECONDS:
                     return 1, f"nothing arrived for {SILENCE_SECONDS} s"
         finally:
-            # Also if this process is interrupted; no effect on a child that has ended.
+            # Reached also if this process is interrupted; a child that has ended is not affected.
             child.kill()
             code = child.wait()
         words.seek(0)

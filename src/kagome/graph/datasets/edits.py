@@ -60,7 +60,7 @@ def add_self_loops(data: Data) -> Data:
     """
     source, target = data.edge_index
     bare = torch.ones(int(data.num_nodes), dtype=torch.bool)
-    # Vertices with a loop already.
+    # These vertices have a loop already.
     bare[source[source == target]] = False
     at = bare.nonzero().view(-1)
     ones = {k: v.new_ones((at.numel(), *v.shape[1:])) for k, v in _of_edges(data).items()}

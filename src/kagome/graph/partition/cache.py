@@ -152,7 +152,7 @@ class Cache:
             return None
         try:
             kept = np.load(entry / OWNERS, allow_pickle=False)
-            # Stored in half the bytes of int64.
+            # Owners are stored as int32, in half the bytes.
             fits = kept.dtype == np.int32 and kept.shape == (num_nodes,)
             # Out of range owners would index out of bounds in the compiled loops.
             if not fits or (num_nodes and not 0 <= kept.min() <= kept.max() < parts):
@@ -182,7 +182,7 @@ class Cache:
         fresh: Path | None = None
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # What killed processes left behind.
+            # Folders that killed processes left behind.
             temporary.clear(self.folder, ".making-*")
             temporary.clear(self.folder, ".gone-*")
             fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=self.folder))
@@ -224,7 +224,7 @@ class Cache:
         with suppress(OSError):
             for entry in self.folder.iterdir():
                 with suppress(OSError):
-                    # ``_touch`` sets it at each use.
+                    # ``_touch`` sets the time at each use.
                     used = entry.stat().st_mtime
                     # Names with a dot are entries that are being made or removed.
                     if entry.is_dir() and not entry.name.startswith("."):

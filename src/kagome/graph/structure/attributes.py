@@ -23,7 +23,7 @@ DENSE_LIMIT_BYTES = 4 * 2**30
 Shared = Tensor | int | float | str | list[Any] | tuple[Any, ...] | dict[Any, Any]
 """A value that is the same on all ranks: a tensor, number, bool or text, or lists and dicts of such."""
 
-# Handled by their names elsewhere.
+# Attributes that are handled by name elsewhere.
 _STRUCTURE: Final = ("edge_index", "adj_t", "num_nodes", "split_idx")
 # Names that PyG uses for attributes of vertices and of edges.
 _OF_VERTICES: Final = frozenset({"x", "y", "z", "pos", "batch", "n_id", "weight"})
@@ -233,7 +233,7 @@ def dense(value: Any) -> Tensor:
         value ``[N, F]``, sparse; result ``[N, F]``, dense.
     """
     rows, columns = (value.sizes() if callable(getattr(value, "sizes", None)) else value.shape)[:2]
-    # As float32.
+    # Estimated at 4 bytes an entry, as float32.
     size = rows * columns * 4
     if size > DENSE_LIMIT_BYTES:
         raise DataError(

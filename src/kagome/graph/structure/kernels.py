@@ -163,7 +163,7 @@ def _repair(
     for v in np.argsort(cost):
         if load[m, p] <= bounds[m] or cost[v] == np.inf:
             break
-        # Moves before this one have changed who its neighbours are with.
+        # Earlier moves have changed the parts of its neighbours.
         _count(near, indptr, indices, owner, v)
         to = _target(near, load, bounds, p, weight[v], True)
         if to >= 0:

@@ -171,7 +171,7 @@ def joined(parts: Sequence[Labels]) -> Labels:
     most = min((-each.most, each.most_row) for each in some)
     odd = [each.odd for each in some if each.odd >= 0]
     ends = {end for each in some for end in (each.least, each.most)}
-    # Parts with labels -1 and 1, or with one of them alone.
+    # Each part has the two labels -1 and 1, or one value alone.
     plain = all(each.both or each.least == each.most for each in some)
     return replace(
         first,
