@@ -431,6 +431,7 @@ class Trainer:
     def _go_on(self) -> None:
         """Load the weights that training continues with; they must be the same on all ranks."""
         last = self._last
+        # `_last` is set while the model holds the best epoch's weights: any other weights are the user's.
         changed = last is None or not holds(self.model, self._best.weights or {})
         if not self._compare(changed, whole=self._is_whole) and last is not None:
             load_state(self.model, last)
