@@ -147,6 +147,8 @@ class HistoryController:
             return "exact"
         if self.watch and self._since_probe >= self._span:
             return "probe"
+        # Careful epochs read rows of the epoch before, so each one refreshes. Others freeze rows for a
+        # period.
         return "refresh" if self.careful or self._age + 1 >= self.period else "history"
 
     @property
@@ -169,6 +171,7 @@ class HistoryController:
             self.oldest = max(self.oldest, self.age)
         elif self._exact_left:
             self._exact_left -= 1
+        # Refreshes, probes and exact epochs leave their own rows in the tables.
         self._age = self._age + 1 if kind == "history" else 0
         held, turn = self.plateau.held, self.plateau.observe(self.epochs, loss) if self.watch else Verdict()
         if self.plateau.held and not held:  # the exact epochs left now count to the plateau
@@ -190,6 +193,7 @@ class HistoryController:
         """
         before = self._trusted
         self.found.append(found)
+        # Without a rest of exact epochs, even at a low cosine: careful epochs may already be good enough.
         if found.cosine < HISTORY_GOOD and not self.careful:
             self.careful_from, self._span = found.epoch, 1
             return (
@@ -202,6 +206,7 @@ class HistoryController:
             if not before:
                 return f"epoch {found.epoch}: history is used again ({found.text()})"
             return ""
+        # 2, 4, 8, ... exact epochs; reset by the next fair probe.
         self._rest = min(2 * self._rest, self.period)
         self._exact_left = self._rest
         self.exact_epochs += self._rest
@@ -245,6 +250,7 @@ class HistoryController:
     def _spanned(self, cosine: float) -> int:
         """Return after how many epochs the next probe comes."""
         if cosine < HISTORY_FAIR:
+            # The span that has just failed was too long. Its half stays the limit for the rest of the run.
             self._most = max(self._span // 2, 1)
             return self._most
         if cosine >= HISTORY_GOOD:

@@ -80,6 +80,7 @@ class ExchangeReport:
     def aside(self) -> Iterator[None]:
         """Exclude from the report what a probe sends in a block: without codecs there would be no probe."""
         exchange, stages = self.exchange, self.stages
+        # Counts up to here are put back at the end, and those of the block are dropped.
         kept, summed = exchange.take_counts(), self.gradients.take_uncoded()
         before = None if stages is None else stages.take_counts()
         try:
@@ -92,6 +93,7 @@ class ExchangeReport:
 
     def take(self) -> dict[str, int]:
         """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
+        # Taken in exact runs too, so that counts do not accumulate.
         crossed = self.exchange.take_counts()
         taken, summed = {"halo": crossed}, self.gradients.take_uncoded()
         if self.stages is not None:

@@ -41,7 +41,9 @@ class BufferIsolation:
         tensors = buffers.now()
         others = {name for name in tensors if watches and name not in known}
         few = {name for name in others if name in alone and tensors[name].nbytes <= WATCHED}
+        # Values before the pass: every chunk begins with them, as the only chunk would.
         self._before = {name: tensors[name].clone() for name in (*known, *few)}
+        # `_version` shows writes in place without a copy of the buffer.
         self._watched = {name: (tensors[name], tensors[name]._version) for name in others}
         self._own: dict[int, dict[str, Tensor]] = {}
         # Layer replay recognises calls of such modules by their tensors (``replay.layer_calls``).
@@ -50,6 +52,8 @@ class BufferIsolation:
     @contextmanager
     def running(self, chunk: int, *, stays: bool) -> Iterator[None]:
         """Run a chunk, or a piece of it, inside this block; with ``stays`` its changes remain afterwards."""
+        # The chunk whose changes remain works on the model's own tensors, where further changing buffers are
+        # looked for.
         if stays:
             yield
             self._look()
@@ -58,6 +62,7 @@ class BufferIsolation:
             yield
             return
         own = self._own.get(chunk, {})
+        # A chunk in lockstep enters once for each piece, and finds its own tensors of the piece before.
         own |= {name: self._before[name].clone() for name in self._known if name not in own}
         theirs = self._swap(own)
         yield
@@ -67,6 +72,7 @@ class BufferIsolation:
         """Set buffers to these values; return the values that they had before."""
         now = self._buffers.now()
         still = {name: now[name] for name in values if name in self._still}
+        # Library buffers swap values by copying and stay the same objects. Others swap the tensor objects.
         before = {name: now[name].clone() if name in still else now[name] for name in values}
         self._buffers.put({name: value for name, value in values.items() if name not in still})
         with torch.no_grad():

@@ -74,6 +74,7 @@ class Executor:
         try:
             for action in program:
                 done.append(action)
+                # Peers that wait in vain report this text as what the rank was doing.
                 self.doing(f"{turn}: {action}")
                 with self.phase(str(action), epoch):
                     if action.kind.computes:
@@ -84,6 +85,7 @@ class Executor:
                         transfers.receive(action)
             transfers.end()
         except BaseException:
+            # A generator's further actions are not known: the arrow then points at the last word.
             known = program if isinstance(program, tuple) else done
             print(
                 f"kagome: rank {self.rank} stopped here in {turn}:\n{pointed(known, len(done) - 1)}",
