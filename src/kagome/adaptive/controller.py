@@ -1,7 +1,7 @@
 """Epoch controller: how exactly each epoch reads rows, what it probes, and what follows from its loss.
 
-Where it sits: an engine asks it for a plan before each epoch, and tells it what came of it. The engine knows
-nothing of precision levels and careful epochs; ``precision`` and ``history`` decide on them.
+Where it sits: an engine asks it for a plan before each epoch, and reports the result to it. The engine does
+not know precision levels and careful epochs; ``precision`` and ``history`` decide on them.
 
 ::
 
@@ -72,7 +72,7 @@ class EpochController:
         self.exchange, self.stages = report.exchange, report.stages
         self._stage = "none" if self.stages is None else self.stages.codec.name
         self._halo = self.stages is None or not self.exchange.exact
-        """Whether levels are about the halo; else they are about what goes from stage to stage."""
+        """Whether levels are about the halo; else they are about values between stages."""
         # The ladder of levels is built from settings. Where only values between stages are encoded, their
         # codec takes the place of the halo's in made-up settings. A rank alone gets the exact settings, whose
         # ladder has one level.
@@ -147,7 +147,7 @@ class EpochController:
             self._log(self.precision.observe(StalenessProbe(epoch, plan.guess.level, *agreed)))
 
     def observe(self, epoch: int, plan: EpochPlan, loss: float) -> Weights:
-        """Take the mean loss of an epoch whose weight step is still to come; return what the step is."""
+        """Take the mean loss of an epoch before its weight step; return what that step is to be."""
         self._log(self.precision.done(epoch))
         if self.history is None:
             return "step"

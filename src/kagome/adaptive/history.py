@@ -15,7 +15,7 @@ computes its gradient twice, with history and exactly, at the same weights and w
 Careful epochs differ from others in two ways. First, no row is older than one epoch: frozen rows have one
 draw of dropout for all that time, and are right only on the mean over draws. Second, what later chunks add to
 an earlier chunk's gradient comes too late in this epoch's backward. Careful epochs use what the later chunks
-added in the epoch before; other epochs count twice what comes in time. Rows computed from old rows are older
+added in the epoch before; others count twice what arrives in time. Rows computed from old rows are older
 than they look. In a deep model this error grows from one careful epoch to the next, and a probe, which is
 exact, ends that.
 
@@ -157,7 +157,7 @@ class HistoryController:
         return self._age + 1
 
     def done(self, kind: Epoch, loss: float) -> Verdict:
-        """Note an epoch that has run; its weight step is still to come.
+        """Note an epoch that has run, before its weight step.
 
         Args:
             kind: How the epoch ran.
@@ -189,7 +189,7 @@ class HistoryController:
         """Take the result of a probe.
 
         Returns:
-            A note, or nothing.
+            A note; an empty text if there is nothing to report.
         """
         before = self._trusted
         self.found.append(found)
@@ -248,7 +248,7 @@ class HistoryController:
         return not self.found or self.found[-1].cosine >= HISTORY_FAIR
 
     def _spanned(self, cosine: float) -> int:
-        """Return after how many epochs the next probe comes."""
+        """Return the number of epochs until the next probe."""
         if cosine < HISTORY_FAIR:
             # The span that has just failed was too long. Its half stays the limit for the rest of the run.
             self._most = max(self._span // 2, 1)

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 from kagome.adaptive.thresholds import BACK, BEGINS, BEGUN, LEARNS, PATIENT
 
 Weights = Literal["step", "keep", "undo"]
-"""What happens to the weights: a step; a step after a copy is saved; or the saved copy instead."""
+"""The change of the weights: a step; a step after a copy is saved; or the saved copy instead."""
 
 STATE: Final = (
     *("held_epochs", "undone", "first", "share", "learned", "above", "below", "back"),
@@ -41,8 +41,8 @@ class Verdict:
     """The consequence of an epoch's loss.
 
     Args:
-        text: A note, or nothing.
-        weights: What happens to the weights.
+        text: A note; empty if there is nothing to report.
+        weights: The change of the weights.
         released: Whether history is tried again.
     """
 
@@ -69,7 +69,7 @@ class ProgressMonitor:
         self.above = self.below = self.back = 0
         """Epochs in a row that had not begun, or got no further; below the goal; half the way back."""
         self.left = self.until = 0
-        """The most exact epochs still to come; the epoch before which there are no more."""
+        """The most exact epochs that are left; the epoch before which no further ones begin."""
         self.kept: float | None = None
         """Loss of the weights that were saved for a rollback."""
         self.last: list[float] = []

@@ -160,7 +160,7 @@ class PrecisionController:
         """The probes after which rows were exchanged more exactly."""
         self._span, self._since = 1, 0
         self._opening = self._opens()
-        """Whether the coming epoch is the first of a level that is to be trusted: nothing is late in it."""
+        """Whether the coming epoch is the first of a level that is to be trusted: no row is late in it."""
         self._stay, self._calm = 0, 0
         """Probes since the last change of level; the number of them after the longest wait."""
         # An index is meaningful for the same ladder only. With other settings the run begins at its first
@@ -181,7 +181,7 @@ class PrecisionController:
         """Note an epoch that has run.
 
         Returns:
-            A note, or nothing.
+            A note; an empty text if there is nothing to report.
         """
         self._since += 1
         # An exact level has no probes that could lead back, so time alone does.
@@ -215,7 +215,7 @@ class PrecisionController:
         """Take the result of a probe.
 
         Returns:
-            A note, or nothing.
+            A note; an empty text if there is nothing to report.
         """
         opening, self._opening = self._opening, False
         self.found.append(found)

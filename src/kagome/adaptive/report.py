@@ -23,7 +23,7 @@ OTHERS: Final = (
     *("max_age", "sync_every", "smoothing"),
     *("error_feedback", "halo_sample", "skip_drift", "adaptive_bits"),
 )
-"""Further settings of the rows that go to other parts, which the note at the end lists."""
+"""Further settings of the rows that are sent to other parts, which the note at the end lists."""
 
 
 class Found(Protocol):

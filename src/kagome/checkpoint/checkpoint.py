@@ -132,7 +132,7 @@ def _publish(
     epoch_state: EpochState | None,
     kept: list[Any],
 ) -> str:
-    """Write all but the tensors, and make the checkpoint the latest; return what went wrong, or nothing."""
+    """Write all but the tensors, and make the checkpoint the latest; return the fault, or an empty text."""
     fresh, target = _places(folder, place.epoch)
     try:
         rest = {
@@ -171,7 +171,7 @@ def _make_room(fresh: Path) -> str:
 
 
 def _agree(channel: Channel, fault: str, target: Path) -> None:
-    """Raise on every rank what any of them met, so that none waits for a rank that has given up."""
+    """Raise an error on every rank if any has a fault, so that no rank waits for one that has given up."""
     whole = whole_ones(target.parent)[:1] if fault else []
     faults: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
     met, last = next((each for each in faults if each[0]), ("", []))
@@ -335,8 +335,8 @@ def load(
         model: A model of the same shapes.
         optimizer: An optimizer of the same class.
         scheduler: The scheduler, if the run has one.
-        seed: The run's seed: draws follow from it; None takes any.
-        graph: The run's graph, by its content; None takes any.
+        seed: The run's seed: draws follow from it; None allows any.
+        graph: The run's graph, by its content; None allows any.
 
     Returns:
         The position of the run, the weights of its best epoch, and the state of its last epoch.

@@ -35,7 +35,7 @@ class Forward:
         epoch: The epoch whose weight update it is for.
         out: Scores of own rows, with their autograd graph.
         token: The scalar that makes backward visit every site.
-        plain: Whether it did nothing that evaluation would not do.
+        plain: Whether it drew no random number and changed no state, as an evaluation.
         state: The state of the weights and buffers that it ran with.
     """
 

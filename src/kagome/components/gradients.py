@@ -103,7 +103,7 @@ class Gradients:
 
     Args:
         parameters: Those that need a gradient, the same on all ranks; they may be frozen later.
-        channel: The mesh's lane for weights. With one rank nothing is done to a gradient.
+        channel: The mesh's lane for weights. With one rank gradients stay as they are.
         size: Bytes of a bucket; by default what suits the parameters.
         codec: How gradients are encoded in messages; counts and notes are sent uncompressed.
         pieces: Whether backward runs chunk by chunk, so that a gradient is complete after the last chunk.
@@ -150,7 +150,7 @@ class Gradients:
 
         Args:
             notes: Numbers to be summed along, known before backward.
-            action: What this is, for errors.
+            action: The description of the sum, for errors.
         """
         # Freed before backward: gradients are views of the last messages, which would stay in memory beside
         # the new ones.
@@ -298,7 +298,7 @@ class GradientHooks:
         self._after: dict[int, Hooks] = {}
 
     def take_off(self) -> None:
-        """Take the hooks off before a backward: none runs until :meth:`run`."""
+        """Take the hooks off before a backward; they run in :meth:`run`."""
         for place, parameter in enumerate(self._parameters):
             for name, taken in (
                 ("_backward_hooks", self._of_tensor),

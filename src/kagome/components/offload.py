@@ -77,8 +77,8 @@ class Offload:
     """The offload of one rank's saved activations.
 
     Args:
-        parallel: Where to move them; ``device`` moves nothing, and so does ``host`` where the device is the
-            host.
+        parallel: Where to move them; ``device`` leaves them where they are, and so does ``host`` where the
+            device is the host.
         device: The device that runs the model.
         stays: Returns whether a tensor is held anyway.
     """

@@ -109,7 +109,7 @@ def parallelize(
         channel: The channel to the other parts, or a wrapper that encodes or delays rows.
         options: How the model runs.
         handlers: The torch calls that are answered in place of torch, by name.
-        tell: As :class:`ParallelModel` takes it.
+        tell: See :class:`ParallelModel`.
     """
     scope = interceptor_of(part, channel, options, handlers=handlers)
     return ParallelModel(model, scope, options, tell=tell)
@@ -196,7 +196,7 @@ class ParallelModel:
             self._undo.close()
 
     def _put_on(self) -> ExitStack:
-        """Put everything on the model; return what takes it off. An error leaves the model unchanged.
+        """Put everything on the model; return what removes it. An error leaves the model unchanged.
 
         Hooks wrap methods that rules have set, and recomputation wraps the hooks' methods. Each restores what
         it found, so the last is taken off first.

@@ -25,7 +25,7 @@ def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
         action: The description of this step for a rank that waits.
 
     Raises:
-        KagomeError: What the first rank that refuses raised, on every rank; it names that rank, unless all
+        KagomeError: The error of the first rank that refuses, on every rank. It names that rank, unless all
             refuse the same thing.
     """
     mine: KagomeError | None = None
@@ -54,7 +54,7 @@ def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Se
         kinds: The record classes that ``find`` may return.
 
     Raises:
-        KagomeError: What rank 0 raised, on every rank. Any other error is raised as a :class:`ModelError`, or
+        KagomeError: Rank 0's error, on every rank. Any other error is raised as a :class:`ModelError`, or
             as a :class:`ResourceError` if memory ran out.
     """
     found: object = None

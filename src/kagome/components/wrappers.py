@@ -1,4 +1,4 @@
-"""Wrappers: take off what wraps a model for another way of running it, such as ``DistributedDataParallel``.
+"""Wrappers: remove what other ways of running put around a model, such as ``DistributedDataParallel``.
 
 Where it sits: ``train.trainer``, ``verify.check``, ``autoplan.plan`` and ``pipelining.dag`` pass a user's
 model through here first.

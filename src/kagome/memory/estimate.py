@@ -2,10 +2,10 @@
 
 Where it sits: ``train.admission`` asks for it before the first epoch. A planner can ask for it too, for ranks
 that do not exist yet. Which steps save what, for a model cut into stages, is measured in
-``memory.saved_tensors``: a whole forward does not tell.
+``memory.saved_tensors``: a whole forward does not show it.
 
-What is kept of a forward is a sum of tensors with one row per vertex, halo row or edge. A step on pieces of
-many sizes therefore shows how many bytes each of these costs, and a part's size gives its memory::
+A forward keeps tensors with one row per vertex, halo row or edge. A step on pieces of many sizes therefore
+shows how many bytes each of these costs, and a part's size gives its memory::
 
     pieces: rows, halo, edges, ... ──a step each──> bytes by kind
                         └──least squares──> bytes per row, halo row, edge, ...   (whole numbers)

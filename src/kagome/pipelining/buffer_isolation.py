@@ -22,8 +22,8 @@ WATCHED: Final = 64 * 2**20
 class BufferIsolation:
     """The buffers in one pass: each chunk changes its own copies, and the changes of one chunk remain.
 
-    Each chunk has its own tensors, because autograd may have saved another chunk's. The modules of torch and
-    PyG save none, so their tensors stay the same objects and only the values are exchanged.
+    Each chunk has its own tensors, because autograd may have saved another chunk's. It saves no buffer of
+    torch's and PyG's own modules, so these stay the same objects and only their values are exchanged.
 
     Args:
         buffers: All buffers that the stages use.

@@ -280,7 +280,7 @@ class ChunkEngine:
             self.chunks.tables.forget(resumed_rows)
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return the messages that have come up since the last call."""
+        """Return the messages since the last call."""
         taken, self._notes = tuple(self._notes), []
         return taken
 

@@ -25,7 +25,7 @@ class ChunkActivations:
     """The activations that autograd saves for one rank's chunks.
 
     Args:
-        offload: Where activations go. Nothing is measured here if it moves them.
+        offload: Where activations are kept until backward. Nothing is measured here if it moves them.
         chunks: The chunks of this rank's part.
         model: The user's module.
 

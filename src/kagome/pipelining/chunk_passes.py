@@ -65,7 +65,7 @@ class ChunkPasses:
         phases: Records the time of each action.
         isolation: Makes the buffer isolation of a pass; the argument is whether further buffers are watched.
         lose: Called with each stage run whose forward has ended in training.
-        codec: Encodes the values that go from stage to stage in training.
+        codec: Encodes the values that are sent between stages in training.
     """
 
     codes: Mapping[int, StageCode]
@@ -135,7 +135,7 @@ class ChunkPasses:
         numbers, isolation, ended = tuple(self.codes), self.isolation(training), set[int]()
 
         def program() -> Generator[Action, None, None]:
-            """Yield a stage's rounds after the other's; how many a stage takes shows when it ends."""
+            """Yield the rounds of one stage after the other; their number is known when a stage has ended."""
             for forward in (True, False) if training else (True,):
                 # The chunks of a stage meet each other only, so each stage has a lockstep of its own.
                 for stage in numbers if forward else numbers[::-1]:

@@ -159,11 +159,11 @@ def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
 def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that updates a weight by the gradients of others.
 
-    Two steps on copies differ in the gradient of one weight; all other weights must come out the same. An
+    Two steps on copies differ in the gradient of one weight; all other weights must be equal after both. An
     optimizer that takes a norm over all gradients would here see the gradients of one rank's stages only.
 
     Raises:
-        ModelError: If another weight comes out different.
+        ModelError: If another weight differs.
     """
     if type(optimizer).__module__.startswith("torch."):
         return  # torch's optimizers update each weight by itself

@@ -1,7 +1,7 @@
 """Stage run: one chunk in one stage of a rank, with its inputs, its outputs and its backward pass.
 
 Where it sits: ``chunk_passes`` makes one for each stage, chunk and epoch. The stage's steps run here, with
-the chunk's interceptor active. Samples of a batch have ``dag.stage_run``: they know nothing of each other,
+the chunk's interceptor active. Samples of a batch have ``dag.stage_run``: they do not read each other,
 so that they need no interceptor, but their values come in parts.
 """
 

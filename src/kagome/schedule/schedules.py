@@ -320,7 +320,7 @@ def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
 
 
 def receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
-    """Yield the RECVs before a stage computes a chunk; backward takes other stages in reverse."""
+    """Yield the RECVs before a stage computes a chunk; in backward the other stages are in reverse order."""
     kind = ActionKind.RECV_F if forward else ActionKind.RECV_B
     for other in shape.sources(stage) if forward else reversed(shape.readers(stage)):
         for message in shape.messages(stage, other, chunk):
@@ -328,7 +328,7 @@ def receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator
 
 
 def sends(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
-    """Yield the SENDs after a stage has computed a chunk; backward gives to other stages in reverse."""
+    """Yield the SENDs after a stage has computed a chunk; in backward other stages in reverse."""
     kind = ActionKind.SEND_F if forward else ActionKind.SEND_B
     for other in shape.readers(stage) if forward else reversed(shape.sources(stage)):
         for message in shape.messages(stage, other, chunk):

@@ -30,7 +30,7 @@ class Callbacks:
         marks: Marks of the model, the optimizer and the scheduler.
 
     Raises:
-        ConfigError: If one has none of the methods, or one of another name that begins with ``on_``.
+        ConfigError: If one has no such method, or a method of another name that begins with ``on_``.
     """
 
     def __init__(self, given: Sequence[object], world: Channel, marks: ModelMarks) -> None:

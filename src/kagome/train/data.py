@@ -54,7 +54,7 @@ def for_all_stages(
         chunks: The number of chunks of each part.
 
     Raises:
-        KagomeError: What taking the part raised, on every rank.
+        KagomeError: The error that taking the part raised, on every rank.
 
     Cost:
         One part sent to each rank of the other stages.
@@ -81,7 +81,7 @@ def for_all_stages(
 
 
 def uncut(part: Partition) -> Partition:
-    """Return the whole graph as a single rank takes it: forward gets unclear attributes as they are."""
+    """Return the whole graph for a single rank: forward receives attributes of unclear kind as they are."""
     refused = {name: why for name, why in part.refused.items() if name not in part.unclear}
     return replace(part, shared={**part.shared, **part.unclear}, refused=refused, unclear={})
 
@@ -93,7 +93,7 @@ def from_data(
 
     Args:
         data: A PyG ``Data``, the same on every rank.
-        channel: The graph group; rank 0 partitions and tells the others.
+        channel: The graph group; rank 0 partitions and broadcasts the owners.
         method: The partitioner's name, or ``auto``.
         seed: The partitioner's seed.
         split: Which column of masks with several splits to use.
@@ -224,7 +224,7 @@ def from_settings(
             there.
 
     Raises:
-        KagomeError: What loading or partitioning raised, on every rank.
+        KagomeError: The error that loading or partitioning raised, on every rank.
 
     Cost:
         One more process on each host while the graph is loaded and partitioned, none where the parts are

@@ -99,7 +99,7 @@ class HostParts:
 
         Args:
             stack: Removes at its end what is not stored in the cache.
-            seen: What every host has; the same on each.
+            seen: The look of every host; the same list on each.
         """
         # All hosts must cut the graph alike. The first host with cached parts decides the partitioner;
         # without any, each host chooses by the least free memory of all hosts.

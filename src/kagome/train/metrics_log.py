@@ -29,7 +29,7 @@ class EpochLoop:
         epochs: Epochs in all.
         asked: The signals that asked this rank to stop.
         noting: Take the record of each epoch.
-        delays: Whether a record may be told an epoch later, with the sums of the next one.
+        delays: Whether a record may be reported an epoch later, with the sums of the next one.
     """
 
     epochs: int

@@ -23,7 +23,7 @@ from kagome.config.toml_io import own_name
 from kagome.errors import ConfigError
 
 Facts = Mapping[str, str]
-"""What ranks compare: values by the name that an error message gives them."""
+"""Values that ranks compare, by the name that an error message uses."""
 
 NOTHING: Final = "none"
 LONGEST: Final = 64
@@ -64,8 +64,8 @@ def _state_of_scheduler(scheduler: Any) -> dict[str, str]:
 def code_of(given: object) -> str:
     """Describe a name, a function or a callable object by its code, so that ranks can compare it.
 
-    Two ranks of one script get the same text for the same thing. What the code does not show is tried
-    instead.
+    Two ranks of one script get the same text for the same thing. Differences
+    that the code does not show appear in the trial loss (:data:`TRIAL`).
     """
     if given is None or isinstance(given, str | bool | int | float):
         return repr(given)

@@ -357,7 +357,7 @@ class Trainer:
     def predict(self) -> Any:
         """Return scores: of all vertices on rank 0, of own rows elsewhere. All ranks call it.
 
-        Rank 0 gets them in original order. They are of the model's present weights and need no labels.
+        Rank 0 returns them in the original order. The present weights are used, and no labels are needed.
 
         Raises:
             CheckError: If the split and the whole model differ (``train.check``).

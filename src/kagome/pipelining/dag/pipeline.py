@@ -99,7 +99,7 @@ def pipeline(
 
     Raises:
         DataError: If the sample does not fit the model.
-        ModelError: If the model cannot be traced, if its traced steps give another output than its forward,
+        ModelError: If the model cannot be traced, if its traced steps compute other values than its forward,
             or if its samples depend on each other.
         PlanError: If the plan does not fit the model, the ranks or the batch.
         ScheduleError: If the micro-batch sizes of two stages do not fit each other.

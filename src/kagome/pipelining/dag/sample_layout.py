@@ -1,7 +1,7 @@
 """Sample layout: which rank computes which samples of a batch, and which samples two ranks exchange.
 
 Where it sits: ``pipeline`` makes it from a plan; ``sample_pass`` and ``transfers`` use it. The order of the
-micro-batches comes from a ``schedule.schedules.Shape``, which knows no ranks and no shorter last micro-batch.
+micro-batches comes from a ``schedule.schedules.Shape``, which has neither ranks nor a short last micro-batch.
 
 ::
 

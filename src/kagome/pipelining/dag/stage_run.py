@@ -2,7 +2,7 @@
 
 Where it sits: ``sample_pass`` makes one for each micro-batch, and drops it with its last action.
 ``transfers`` hands it the values that it receives. Chunks of a graph have ``pipelining.stage_run``: they
-read each other's rows, which takes an interceptor, and each lives until the pass ends.
+read each other's rows, which needs an interceptor, and each lives until the pass ends.
 """
 
 from __future__ import annotations
