@@ -123,6 +123,7 @@ def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
         raise SealError(f"{PAGE} is of another version of Kagome; this one reads format {FORMAT}")
     files = sealed_files.seals_of(facts.pop("files", None))
     hints = get_type_hints(RunPosition)
+    # A metric may be nan or inf, which JSON does not have: `pack` writes such a float as a dict.
     try:
         given = unpack({"dict": [[name, value] for name, value in facts.items()]}, [])
     except ObjectError as error:

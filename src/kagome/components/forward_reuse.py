@@ -35,7 +35,7 @@ class Forward:
         epoch: The epoch whose weight update it is for.
         out: Scores of own rows, with their autograd graph.
         token: The scalar that makes backward visit every site.
-        plain: Whether it drew no random number and changed no state, as an evaluation.
+        plain: Whether it drew no random number and changed no state, like an evaluation.
         state: The state of the weights and buffers that it ran with.
     """
 
@@ -44,6 +44,16 @@ class Forward:
     token: Tensor
     plain: bool
     state: tuple[Any, ...] = field(repr=False)
+
+
+# [Note: states of reuse] `allowed` has three values, the same on all ranks:
+#
+#     None, no scores    an evaluation ran on its own          -> None, scores known
+#     None, scores       the next training pass is plain and
+#                        has the same scores on all ranks      -> True, else False
+#     True               a pass run ahead is not plain         -> False
+#     True               `anew`: the user's code has run       -> None, no scores
+#     False              stays; evaluation runs on its own
 
 
 class ForwardReuse:

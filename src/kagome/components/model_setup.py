@@ -1,7 +1,7 @@
 """Model setup: prepare a user's model for training: lazy shapes, decoupling if asked, rank 0's weights.
 
-Where it sits: ``train.trainer`` calls :func:`set_up_model` once it has its part; ``train.admission`` lets a
-model take its shapes.
+Where it sits: ``train.trainer`` calls :func:`set_up_model` once it has its part; ``train.admission`` gives
+lazy layers their shapes with it.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class SavedMemory:
         self._saved = SavedTensors()
         self._recording = self._saved.recording()
         self._recording.__enter__()
-        # A list turns recording on, as recomputation does: the rows that peers send are held until backward.
+        # Layers that are recomputed keep a record of the rows they received; each is added to this list too.
         self.scope.channel.records = []
         return self
 

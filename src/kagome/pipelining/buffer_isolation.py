@@ -19,6 +19,15 @@ WATCHED: Final = 64 * 2**20
 """Largest buffer, in bytes, that each pass copies in case a forward changes it for the first time."""
 
 
+# [Note: buffers by chunk] A running mean with the value b before a pass of three chunks in the order 2 0 1:
+#
+#     history   chunk 2 writes the model's tensor      b -> b2      the model keeps b2
+#               chunk 0 writes a copy, swapped in      b -> b0      dropped with the pass
+#               chunk 1 writes a copy, swapped in      b -> b1      dropped with the pass
+#     lockstep  the same, but chunk 0's value is kept
+#     drop      each chunk writes the model's tensor   b -> b2 -> b0 -> b1, as micro-batches do
+
+
 class BufferIsolation:
     """The buffers in one pass: each chunk changes its own copies, and the changes of one chunk remain.
 

@@ -24,6 +24,15 @@ from kagome.model.split.stages import Stage, shared_parameters
 from kagome.pipelining.buffer_isolation import BufferIsolation
 
 
+# [Note: shared weights] Stages on ranks 0 and 1 both use w2, as tied embeddings do:
+#
+#     rank 0   trains and owns w1 w2    its value of w3 is old until weights are shared (foreign)
+#     rank 1   trains w2 w3, owns w3    its value of w1 is old
+#
+# The gradient of w2 is the sum over both ranks, so both make the same step and have the same value. For
+# norms, checkpoints and `share` it counts once, by its owner.
+
+
 class ParameterOwnership:
     """The owner rank of each parameter and buffer, and the transfers that follow from it.
 

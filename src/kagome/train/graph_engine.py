@@ -84,7 +84,6 @@ class GraphEngine:
         options = PartOptions.of(settings, channel.device, parallel, fast=fast, recompute=recompute)
         self.net = parallelize(model, part, self.exchange, options, tell=channel.report_error)
         self.scope = self.net.scope
-        # Enter and leave the block once: an unsupported model is refused now.
         with self.net:  # an unsupported model is refused now
             pass
         # Layers that are recomputed save next to nothing.

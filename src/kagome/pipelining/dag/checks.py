@@ -118,6 +118,7 @@ def take_state(model: nn.Module, state: Any) -> None:
     """
     if not isinstance(state, Mapping):
         raise CheckpointError("a state dict, which holds weights by name", f"a {type(state).__name__}")
+    # load_state_dict copies what fits before it raises, so the old values are needed to undo that.
     before = deepcopy(model.state_dict())
     try:
         model.load_state_dict(state)
