@@ -23,7 +23,6 @@ from kagome.model.sparse_buffers import laid_out
 from kagome.model.split.stages import Stage, shared_parameters
 from kagome.pipelining.buffer_isolation import BufferIsolation
 
-
 # [Note: shared weights] Stages on ranks 0 and 1 both use w2, as tied embeddings do:
 #
 #     rank 0   trains and owns w1 w2    its value of w3 is old until weights are shared (foreign)
