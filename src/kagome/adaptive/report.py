@@ -122,6 +122,8 @@ class ExchangeReport:
             return {"max_age": oldest, "crossing": None}
         told: Any = self.world.gather_objects((self.exchange.known.oldest, self._errors), "what crossed")
         ages, errors = zip(*told, strict=True)
+        # Each rank measures the codec's error on a sample of the rows that it sends; sites are reported by
+        # their mean.
         by_site: defaultdict[str, list[float]] = defaultdict(list)
         for of_rank in errors:
             for site, error in of_rank.items():

@@ -272,6 +272,7 @@ def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
         raise ValueError("a rank's layout is none")
     for entry in rank["entries"]:
         kind, key, state = entry
+        # Raises a TypeError for a key that no entry could be looked up by.
         hash(key)
         if not isinstance(kind, str) or not isinstance(state, dict):
             raise ValueError(f"a rank's rows hold {str(kind)[:40]!r}")

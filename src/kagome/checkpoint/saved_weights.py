@@ -126,6 +126,7 @@ def columns_of(weights: Mapping[str, Tensor], make: Callable[[int], nn.Module]) 
         # A size grows linearly with the number of columns c: size = one + step * (c - PROBES[0]). Two models
         # with 7 and 11 columns give `step`, and the saved size gives c.
         for one, other, size in zip(shape, more.get(name, ()), saved.shape, strict=False):
+            # Sizes that do not change with the columns have step 0 and say nothing.
             step, rest = divmod(other - one, PROBES[1] - PROBES[0])
             if step > 0 and rest == 0:
                 count, rest = divmod(size - one, step)

@@ -102,6 +102,7 @@ def names_of(action: Action, stage: Stage | Piece, values: Mapping[str, Any]) ->
         stage: Its stage.
         values: What is known of each value, such as whether it has a gradient (``grad``).
     """
+    # SEND_F and RECV_B are about values that this stage gives, RECV_F and SEND_B about values that it takes.
     given = stage.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage.takes
     return [name for name in given.get(action.other, ()) if action.kind.forward or values[name].grad]
 

@@ -129,6 +129,8 @@ class DagStageRun:
 
     def rows(self, value: Tensor, name: str, wanted: range) -> Tensor:
         """Return the wanted samples of a value."""
+        # Samples need not lie along axis 0. `wanted` counts in the batch, the tensor begins at this run's
+        # first.
         axis = self.code.branches.facts[name].axis
         return value.narrow(axis, wanted.start - self.samples.start, len(wanted))
 
