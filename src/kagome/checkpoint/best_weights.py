@@ -43,6 +43,7 @@ class BestWeights:
             model: The model with its weights.
             higher: Whether more of the metric is better.
         """
+        # Without a metric this branch is never taken: each epoch replaces the last one as the best.
         if metric is not None and self.metric is not None and not _better(metric, self.metric, higher):
             self.waited = epoch - self.epoch
             return
@@ -104,6 +105,8 @@ def mark(model: nn.Module) -> Mark:
         One pass over them.
     """
     tensors = (*model.parameters(), *model.buffers())
+    # Plain attributes that forward may depend on, such as a temperature. `training` changes in every
+    # evaluation.
     numbers = (
         (name, value)
         for module in model.modules()
@@ -117,6 +120,8 @@ def bits(tensor: Tensor) -> int:
     """Return the sum of a tensor's bits as whole numbers: the same on all ranks for the same values."""
     found = 0
     for plain in laid_out(tensor.detach()):
+        # Reinterpreted as integers: sums of floats would depend on the order, and NaN would differ from
+        # itself.
         numbers = torch.view_as_real(plain) if plain.is_complex() else plain
         found += int(numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=torch.int64))
     return found

@@ -62,6 +62,7 @@ def latest(folder: str | Path) -> Path:
         return folder
     place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     pointer = place / LATEST
+    # A run that ended between the rename of its checkpoint and the pointer, or a copied folder without it.
     if not pointer.exists():
         found = sorted((p.parent for p in place.glob(f"epoch-*/{PAGE}")), key=lambda p: number_of(p.name))
         if not found:
@@ -122,6 +123,7 @@ def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
         raise SealError(f"{PAGE} is of another version of Kagome; this one reads format {FORMAT}")
     files = sealed_files.seals_of(facts.pop("files", None))
     hints = get_type_hints(RunPosition)
+    # A metric may be nan or inf, which JSON does not have: `pack` writes such a float as a dict.
     try:
         given = unpack({"dict": [[name, value] for name, value in facts.items()]}, [])
     except ObjectError as error:
@@ -131,6 +133,7 @@ def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
     for name, value in given.items():
         if not fits(value, hints[name]) or (isinstance(value, int) and value < 0 and name != "seed"):
             raise SealError(f"{PAGE} is damaged: {name} is {str(value)[:40]!r}")
+    # A folder that was renamed by hand to another epoch; other names are left to the user.
     if folder.name != f"epoch-{given['epoch']:06d}" and NAME.fullmatch(folder.name):
         raise SealError(f"{PAGE} is of epoch {given['epoch']}, and the folder is {folder.name}")
     return RunPosition(**given), files

@@ -35,7 +35,7 @@ class Forward:
         epoch: The epoch whose weight update it is for.
         out: Scores of own rows, with their autograd graph.
         token: The scalar that makes backward visit every site.
-        plain: Whether it did nothing that evaluation would not do.
+        plain: Whether it drew no random number and changed no state, like an evaluation.
         state: The state of the weights and buffers that it ran with.
     """
 
@@ -44,6 +44,16 @@ class Forward:
     token: Tensor
     plain: bool
     state: tuple[Any, ...] = field(repr=False)
+
+
+# [Note: states of reuse] `allowed` has three values, the same on all ranks:
+#
+#     None, no scores    an evaluation ran on its own          -> None, scores known
+#     None, scores       the next training pass is plain and
+#                        has the same scores on all ranks      -> True, else False
+#     True               a pass run ahead is not plain         -> False
+#     True               `anew`: the user's code has run       -> None, no scores
+#     False              stays; evaluation runs on its own
 
 
 class ForwardReuse:
@@ -76,11 +86,14 @@ class ForwardReuse:
         if self._scores is None:
             return True
         (scores, state), self._scores = self._scores, None
+        # Equal states: no weight was written between evaluation and forward pass, so equal scores say
+        # something.
         return not (forward.plain and state == forward.state and torch.equal(scores, forward.out.detach()))
 
     def anew(self) -> None:
         """Forget the comparison after the user's code has run: reuse must be established again."""
         self._kept = self._scores = None
+        # A refusal stays. A permission was found with the old code or weights.
         self.allowed = None if self.allowed else self.allowed
 
     # Keeping -------------------------------------------------------------------------------------
@@ -103,6 +116,7 @@ class ForwardReuse:
     def state(self) -> tuple[Any, ...]:
         """Return which weights and buffers there are, and how often each was written to."""
         tensors = (*self.model.parameters(), *self.model.buffers())
+        # `_version` counts writes in place, the address shows a tensor that was replaced through `.data`.
         return tuple((id(t), laid_out(t.detach())[-1].data_ptr(), t._version) for t in tensors)
 
     @contextmanager
@@ -114,6 +128,7 @@ class ForwardReuse:
         found.append(before is not None and before == self._all())
 
     def _all(self) -> tuple[Any, ...]:
+        # Counters that a forward pass advances, such as a step number for a warm-up.
         numbers = tuple(
             (name, value)
             for module in self.model.modules()
@@ -121,6 +136,8 @@ class ForwardReuse:
             if isinstance(value, int | float | str)
         )
         devices = {p.device for p in self.model.parameters() if p.is_cuda}
+        # A draw that no handler answered advances one of these generators. NumPy's state holds an array,
+        # whose `==` is elementwise, so bytes are compared.
         draws = (
             torch.get_rng_state().numpy().tobytes(),
             *(torch.cuda.get_rng_state(device).numpy().tobytes() for device in devices),

@@ -109,7 +109,7 @@ def parallelize(
         channel: The channel to the other parts, or a wrapper that encodes or delays rows.
         options: How the model runs.
         handlers: The torch calls that are answered in place of torch, by name.
-        tell: As :class:`ParallelModel` takes it.
+        tell: See :class:`ParallelModel`.
     """
     scope = interceptor_of(part, channel, options, handlers=handlers)
     return ParallelModel(model, scope, options, tell=tell)
@@ -179,6 +179,7 @@ class ParallelModel:
         self._tell, self._depth, self._trained, self._undo = tell, 0, False, ExitStack()
 
     def __enter__(self) -> Self:
+        # `fit` holds a block open over all epochs; methods of the engine that enter it again only count.
         if not self._depth:
             self._undo = self._put_on()
         self._depth += 1
@@ -187,6 +188,7 @@ class ParallelModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Peers are told before anything else, as they wait in a collective that this rank will not reach.
         if error is not None and self._tell is not None:
             self._tell(error)
         self._depth -= 1
@@ -194,11 +196,13 @@ class ParallelModel:
             self._undo.close()
 
     def _put_on(self) -> ExitStack:
-        """Put everything on the model; return what takes it off. An error leaves the model unchanged.
+        """Put everything on the model; return what removes it. An error leaves the model unchanged.
 
         Hooks wrap methods that rules have set, and recomputation wraps the hooks' methods. Each restores what
         it found, so the last is taken off first.
         """
+        # If a rule refuses a layer, leaving this block takes off what is on so far. `pop_all` keeps it on
+        # otherwise.
         with ExitStack() as undo:
             if not self.scope.plain:
                 undo.callback(apply_rules(self.model, self.scope))
@@ -245,6 +249,8 @@ class ParallelModel:
             checked: Whether ranks compare headers at every collective.
             explain: Returns the error to raise in place of one that is not Kagome's.
         """
+        # Only the first training pass can abandon a pass that has written to buffers: an escape depends on
+        # the model's code, and shows up then.
         buffers = Buffers(self.model) if training and not self._trained and self.scope.forward.fast else None
         before = None if buffers is None else (buffers.now(), buffers.copies())
         try:

@@ -25,7 +25,7 @@ def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
         action: The description of this step for a rank that waits.
 
     Raises:
-        KagomeError: What the first rank that refuses raised, on every rank; it names that rank, unless all
+        KagomeError: The error of the first rank that refuses, on every rank. It names that rank, unless all
             refuse the same thing.
     """
     mine: KagomeError | None = None
@@ -40,6 +40,7 @@ def by_all(channel: Channel, check: Callable[[], None], action: str) -> None:
         if len({str(each) for each in told}) > 1 and not first.where.startswith("rank "):
             where = ", ".join(filter(None, (f"rank {rank}", first.where)))
             first = type(first)(first.expected, first.got, where=where, hint=first.hint)
+        # The gathered error is a copy without its cause. Only the rank that raised it has the original.
         raise first from (mine.__cause__ if mine is not None else None)
 
 
@@ -53,7 +54,7 @@ def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Se
         kinds: The record classes that ``find`` may return.
 
     Raises:
-        KagomeError: What rank 0 raised, on every rank. Any other error is raised as a :class:`ModelError`, or
+        KagomeError: Rank 0's error, on every rank. Any other error is raised as a :class:`ModelError`, or
             as a :class:`ResourceError` if memory ran out.
     """
     found: object = None
@@ -62,6 +63,7 @@ def by_first(channel: Channel, find: Callable[[], Found], action: str, kinds: Se
         try:
             found = find()
         except Exception as error:
+            # Errors travel as plain data, which is possible for Kagome's classes only.
             found, cause = in_words(error), error.__cause__ if isinstance(error, KagomeError) else error
             if isinstance(found, ResourceError):
                 found = ResourceError(found.expected, found.got, where=f"rank 0, {action}", hint=found.hint)

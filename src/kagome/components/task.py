@@ -58,6 +58,7 @@ def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "number
     Raises:
         ModelError: If no tensor has a row a vertex, or the output holds something else.
     """
+    # A leaf is either rows [own, ...], a tensor of another shape (`rowless`), or a number (0-dim or plain).
     leaves = tree_leaves(out)
     fits = [has_rows(leaf, own) for leaf in leaves]
     rowless = [
@@ -92,6 +93,7 @@ def draws_of(seed: int, epoch: int) -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore all random generators after a block, whatever it draws."""
+    # User code and PyG's transforms also draw from Python's and NumPy's generators.
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):

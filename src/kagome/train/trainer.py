@@ -357,7 +357,7 @@ class Trainer:
     def predict(self) -> Any:
         """Return scores: of all vertices on rank 0, of own rows elsewhere. All ranks call it.
 
-        Rank 0 gets them in original order. They are of the model's present weights and need no labels.
+        Rank 0 returns them in the original order. The present weights are used, and no labels are needed.
 
         Raises:
             CheckError: If the split and the whole model differ (``train.check``).
@@ -431,6 +431,7 @@ class Trainer:
     def _go_on(self) -> None:
         """Load the weights that training continues with; they must be the same on all ranks."""
         last = self._last
+        # `_last` is set while the model holds the best epoch's weights: any other weights are the user's.
         changed = last is None or not holds(self.model, self._best.weights or {})
         if not self._compare(changed, whole=self._is_whole) and last is not None:
             load_state(self.model, last)

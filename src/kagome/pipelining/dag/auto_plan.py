@@ -34,6 +34,7 @@ PROBE: Final = 1 << 20
 def sizes_of(batch: int, least: int = 1) -> tuple[int, ...]:
     """Return the micro-batch sizes to try: powers of two, at least ``least``, that divide the batch."""
     found = tuple(size for size in (2**power for power in range(LARGEST.bit_length())) if not batch % size)
+    # Half of the batch at most, so that a pipeline has two micro-batches to overlap.
     return tuple(size for size in found if least <= size <= max(1, batch // 2)) or (
         1 if least == 1 else batch,
     )
@@ -60,6 +61,7 @@ def searched(
     Cost:
         Each operator a few times at a few sizes on rank 0, and two all-reduces of 4 MiB over all ranks.
     """
+    # Batch norms compute over the samples of a micro-batch, of which they need two.
     joint = joint_norms(model, branches)
     if joint and batch < 2:
         raise too_few(next(iter(joint.values())), batch, 1)
@@ -68,6 +70,8 @@ def searched(
 
     def search() -> tuple[str, ...]:
         graph = measured(model, branches, inputs, sizes)
+        # fused: operators that must share a stage are one. coarsened: chains are merged until the search can
+        # handle their number. `spelled_out` replaces both by the model's operators again.
         whole = fused(graph, branches.bound)
         coarse = coarsened(whole.graph, MOST)
         plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes).whole()
@@ -83,10 +87,12 @@ def bandwidth(channel: Channel) -> float:
         return float("inf")
     numbers = torch.zeros(PROBE, device=channel.device)
     seconds = []
+    # The first turn opens connections and takes longer.
     for turn in range(2):
         begun = time.perf_counter()
         channel.all_reduce(numbers, action=f"probe {turn} of links", kind="other")
         seconds.append(time.perf_counter() - begun)
+    # Each rank sends 2 (n - 1) / n of the bytes in an all-reduce of two rounds.
     return 2 * (channel.size - 1) / channel.size * numbers.nbytes / min(seconds)
 
 

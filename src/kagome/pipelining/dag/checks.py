@@ -45,6 +45,7 @@ def model_to_cut(model: nn.Module) -> nn.Module:
             f"a {type(model).__name__}, whose forward is compiled",
             hint="give the module that was scripted; scripted layers inside it are served",
         )
+    # nn.Module's own `forward` only raises NotImplementedError.
     if getattr(model.forward, "__func__", None) is vars(nn.Module)["forward"]:
         raise ModelError(
             "a module whose forward a pipeline can follow from layer to layer",
@@ -117,6 +118,7 @@ def take_state(model: nn.Module, state: Any) -> None:
     """
     if not isinstance(state, Mapping):
         raise CheckpointError("a state dict, which holds weights by name", f"a {type(state).__name__}")
+    # load_state_dict copies what fits before it raises, so the old values are needed to undo that.
     before = deepcopy(model.state_dict())
     try:
         model.load_state_dict(state)
@@ -169,6 +171,7 @@ def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
             f"a {type(values).__name__}",
             where=where,
         )
+    # Broadcasting of an output [N, 1] against a target [N] gives [N, N]: a silently wrong loss.
     more = values.dim() > 1 and values.numel() > max(out.numel(), target.numel())
     if values.dim() == 0 or values.size(0) != out.size(0) or more:
         raise ConfigError(
@@ -203,6 +206,7 @@ def common_zero(channel: Channel) -> float:
     clocks = channel.gather_objects((socket.gethostname(), time.perf_counter()), "clocks")
     host, zero = cast("tuple[str, float]", clocks[0])
     mine, own = cast("tuple[str, float]", clocks[channel.rank])
+    # perf_counter has no common zero on different hosts.
     return zero if host == mine else own
 
 
