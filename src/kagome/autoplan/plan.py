@@ -91,7 +91,7 @@ def studied(
 
     Raises:
         PlanError: If a graph is given by one of its two numbers alone.
-        KagomeError: What loading the graph or building the model raises.
+        KagomeError: Any error of loading the graph or building the model.
     """
     alone = Channel(None, "cpu")
     if (asked.vertices is None) is not (asked.edges is None):
@@ -147,7 +147,7 @@ def planned(
 
     Raises:
         PlanError: If no plan fits, or if a graph is given by one of its two numbers alone.
-        KagomeError: What loading the graph or building the model raises.
+        KagomeError: Any error of loading the graph or building the model.
     """
     # Before anything is measured, which takes a minute: a wrong name of a cluster ends here.
     named = None if asked.cluster is None else Cluster.load(asked.cluster)

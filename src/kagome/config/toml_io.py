@@ -42,7 +42,7 @@ def to_toml(run: Run, own: Mapping[str, str] | None = None) -> str:
 
     Args:
         run: The settings.
-        own: What is written of the losses and metrics of ``train`` that are functions: :func:`own_name`.
+        own: The texts that stand for losses and metrics that are functions; see :func:`own_name`.
     """
     lines: list[str] = []
     for section, values in as_dict(run).items():

@@ -86,7 +86,7 @@ def start_local(
             restarts.
 
     Returns:
-        What ``function`` returned on rank 0.
+        The value that ``function`` returned on rank 0.
 
     Raises:
         LaunchError: If a rank failed or died, with the error of the rank that failed first.

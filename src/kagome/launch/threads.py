@@ -113,7 +113,7 @@ def set_by_torchrun(env: Mapping[str, str], above: Iterable[Mapping[str, str]] |
     Args:
         env: This process's environment.
         above: Environments that the processes above this one were started with, the parent's first; by
-            default as the system tells them.
+            default read from the system.
     """
     # torchrun sets 1 for several ranks on a host, which would leave
     # most cores idle; a user's own 1 is obeyed.

@@ -30,9 +30,9 @@ def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: in
     """Raise an error unless there is one value a row, and as many weights.
 
     Args:
-        values: What the loss gave for all rows.
+        values: The values that the loss returned for all rows.
         weights: The weights beside the values, or None.
-        part: What the loss gave for some of the rows.
+        part: The values that the loss returned for some of the rows.
         count: The number of rows.
         where: The shapes, for the error.
 

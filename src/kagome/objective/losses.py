@@ -36,7 +36,7 @@ def objective_of(
 
     Args:
         loss: A name, a user's own, or None for the one in the settings.
-        facts: What the labels hold.
+        facts: The facts about the labels.
         train: The settings.
         vertices: The number of vertices of the whole graph.
         inputs: The attribute of each further argument of a user's loss, where the user names them.
@@ -102,7 +102,7 @@ def _named(
 
 
 def _guessed(facts: Labels, vertices: int) -> str:
-    """Return the loss where none is named: cross entropy for class ids, binary cross entropy for 0 and 1."""
+    """Return the default loss: cross entropy for class ids, binary cross entropy for labels of 0 and 1."""
     if facts.task == "multilabel":
         return "bce"
     if facts.single and (facts.whole or facts.least < NONE):

@@ -1,7 +1,7 @@
 """Metrics: scores that add up over ranks, built-in or a user's own, and whether more of them is better.
 
 Where it sits: ``optimizers`` chooses one before the first epoch; ``train.trainer`` asks it after each
-evaluation. Sums over ranks go through the channel that it is given.
+evaluation. Sums over ranks use the channel that is passed in.
 
 Most metrics are *states*: sums over rows, added over ranks, from which a number is made at the end. ROC AUC
 and average precision need the order of all rows: their scores go to rank 0.
@@ -61,13 +61,13 @@ class Metric:
 
     Args:
         name: The name of a built-in metric, or of a user's own, for texts.
-        objective: What the run learns: it knows which label stands for none, and the loss itself.
+        objective: The objective of the run, with its loss and the label that stands for "no label".
         own: The user's own metric, if it is one.
         columns: Columns of the output that a built-in metric scores; empty for all.
         higher: Whether more is better.
         guessed: Whether it was chosen by the labels alone, beside a loss of the user's own. Then the loss
-            replaces it if the output has other columns than the labels ask for; and no score is given if the
-            loss takes derivatives, which scores do not have.
+            replaces it if the output has other columns than the labels need, and no score is given if the
+            loss takes derivatives by the output.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Metric:
             target: Own rows' labels.
             masks: Own rows' masks by split.
             channel: The channel for the sums.
-            action: What this is, for errors.
+            action: The description of this evaluation, for errors.
 
         Returns:
             The metric by split; None where a split has no labelled vertex, or only one class (ROC AUC).
@@ -474,7 +474,7 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
 
     Args:
         metric: A name, a user's own, or None for the one in the settings.
-        objective: What the run learns.
+        objective: The objective of the run.
         train: The settings.
 
     Raises:
@@ -498,7 +498,7 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
 
 
 def _guessed(objective: Objective) -> str:
-    """Return the metric's name for labels and loss where none is given."""
+    """Return the name of the default metric for labels and loss."""
     facts = objective.facts
     if objective.name in ("mse", "huber"):
         return "rmse"

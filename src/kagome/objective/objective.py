@@ -51,7 +51,7 @@ NONE: Final = -1
 """The class id that stands for "no label" unless a setting names another."""
 OTHERS: Final = ("mse", "mae", "huber")
 NOTHING: Final = 1e-6
-"""A trial loss of one number below this does not tell a sum from a mean."""
+"""Absolute value of a trial loss below which a sum cannot be told from a mean."""
 LIMIT: Final = 10_000
 """Above this many classes, and more than vertices, labels are taken to be vertex ids or hashes."""
 
@@ -97,18 +97,18 @@ class Objective:
 
     Args:
         name: The name of a built-in loss; empty for a user's own.
-        facts: What the labels hold.
+        facts: The facts about the labels.
         loss: The user's own loss.
-        ignore: The label that stands for "no label"; None where none does.
-        class_weight: A weight a class; empty for none.
-        weight: The attribute that holds a weight a vertex, for a built-in loss.
+        ignore: The label that stands for "no label"; None if there is no such label.
+        class_weight: One weight for each class; empty if classes count alike.
+        weight: The attribute with one weight for each vertex, for a built-in loss.
         rows: The attribute of each further argument of a user's loss that has a row a vertex.
         shared: The attribute of each further argument without a row a vertex.
-        pairs: Whether a user's loss gives weights beside its values; None where it could not be tried yet.
+        pairs: Whether a user's loss returns weights with its values; None if it could not be tried yet.
         alone: Whether a user's loss is always given all rows at once; then a row's value may depend on
             others.
-        scalar: What the user's loss is if it gives one number; known after the first check of real rows.
-        trial: The value of a user's loss on made-up rows; None where it was not tried.
+        scalar: How a user's loss of one number is trained on; known after the first check of real rows.
+        trial: The value of a user's loss on made-up rows; None if it was not tried.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Objective:
         return self.facts.single and self.facts.task == "multiclass" and self.name not in OTHERS
 
     def target(self, inputs: Mapping[str, Any], rows: Tensor | slice) -> Target:
-        """Return what the loss of some rows is compared with.
+        """Return the labels and weights that the loss of some rows needs.
 
         Args:
             inputs: Attributes of own rows by name, and what all ranks share.
@@ -205,14 +205,14 @@ class Objective:
         return found
 
     def share(self, target: Target) -> float | None:
-        """Return the sum of all weights of some rows; None where a user's loss gives it with its values."""
+        """Return the sum of all weights of some rows; None if a user's loss returns it with its values."""
         if target.weights is not None:
             return float(target.weights.sum())
         # A user's loss without weights of its own counts each row once.
         return None if self.pairs is not False else float(target.y.size(0))
 
     def lost(self, out: Any, target: Target) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of weighted values; and the sum of weights, if a user's loss gives it.
+        """Return the sum of weighted values, and the sum of weights if a user's loss returns weights.
 
         Args:
             out: The model's output for some rows.
@@ -489,7 +489,7 @@ def _module(loss: Loss | None) -> str:
 
 
 def row_sum(value: Tensor) -> Tensor:
-    """Return the sum over rows of what a loss gave; further axes are averaged."""
+    """Return the sum over rows of a loss's values; further axes are averaged."""
     return value if value.dim() == 0 else value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()
 
 
@@ -500,7 +500,7 @@ def _ids(y: Tensor, there: Tensor) -> Tensor:
 
 
 def split(found: Any) -> tuple[Tensor, Tensor | None]:
-    """Split what a user's loss gave into values and weights."""
+    """Split the result of a user's loss into values and weights."""
     if isinstance(found, tuple) and len(found) == 2:
         found, weights = found
     else:

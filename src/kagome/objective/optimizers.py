@@ -97,7 +97,7 @@ def named(train: Train, loss: object, metric: object) -> Train:
 
 @dataclass(frozen=True)
 class Criteria:
-    """What a run learns, and how it is scored.
+    """The objective and the metric of a run.
 
     Args:
         objective: The loss.
@@ -127,7 +127,7 @@ def criteria_of(
     """Return loss and metric, checked against the labels before training. All ranks call it.
 
     Args:
-        wishes: What the user gives.
+        wishes: The user's loss and metric.
         part: This rank's part.
         meta: The facts of the whole graph.
         settings: The run's settings.
@@ -339,7 +339,7 @@ def refuse_thawed(model: nn.Module, before: frozenset[str]) -> None:
 
     Args:
         model: The model as it is now.
-        before: What ``frozen`` returned when optimizer and engine were made.
+        before: The names that ``frozen`` returned when optimizer and engine were made.
 
     Raises:
         ModelError: If one of them has been unfrozen since.
@@ -447,7 +447,7 @@ def step_optimizer(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _told(expected: str, hint: str = "") -> Iterator[None]:
-    """Report what a user's own code raises in the block as an error in that code."""
+    """Turn an exception of a user's code in this block into an error that names that code."""
     try:
         yield
     except KagomeError:

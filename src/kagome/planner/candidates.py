@@ -87,7 +87,7 @@ class Plans:
         fitting: The candidates that fit the memory, the fastest first. An inexact one comes before an exact
             one only if it is at least ``WORTH`` times as fast.
         refused: The other candidates, each with the reason.
-        facts: What the predictions are based on.
+        facts: The facts that the predictions are based on.
     """
 
     fitting: tuple[Candidate, ...]

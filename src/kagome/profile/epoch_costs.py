@@ -50,7 +50,7 @@ class EpochCost:
 
     Args:
         seconds: Seconds of forward and backward.
-        meanwhile: The seconds of these in which rows were in flight that nothing waited for yet.
+        meanwhile: The seconds of these in which rows were in flight and the rank did not wait for them.
         spans: The seconds between successive collectives of all ranks.
         bytes: Bytes sent to peers, by kind.
     """
@@ -279,7 +279,7 @@ def shares_of(sample: Partition, count: int) -> list[Partition]:
 
 
 def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Fit the seconds of each unit, none below 0."""
+    """Fit the seconds of each unit, which are at least 0."""
     # Relative errors count, not seconds, so that small parts are predicted as well as large ones.
     table = np.array(units) / np.array(seconds)[:, None]
     # Non-negative least squares: noise may make a rate negative, with which large parts would cost less.

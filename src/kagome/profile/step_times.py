@@ -44,8 +44,8 @@ def timed(
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
     """Measure the seconds of a call of each step, and of each row in it.
 
-    A large and a small sample tell the two apart. Steps that do the same work are given their median, so that
-    a delay of the machine does not count against one layer.
+    A large and a small sample separate the two. Steps that do the same work all have the median of their
+    times, so that a delay of the machine does not count against one layer.
 
     Args:
         model: The user's module.
@@ -155,8 +155,8 @@ def step_by_step(
     Raises:
         ModelError: If a step fails; the error has its line.
     """
-    # Step by step means that autograd's graph of a step is gone before the next one runs: memory of one step
-    # at a time, and a time for each backward.
+    # Autograd's graph of a step is freed before the next step runs, so the memory is that of one step, and
+    # each backward has a time of its own.
     values: dict[str, Any] = dict(scope.inputs)
     changed = {name for step in graph.steps for name in step.changes}
     for step, over in zip(graph.steps, over_after(graph.steps), strict=True):

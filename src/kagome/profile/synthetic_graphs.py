@@ -97,8 +97,8 @@ def samples_of(graph: GraphSize, like: Partition, seed: int) -> list[Partition]:
 
     The first is the graph itself if it is at hand and small enough.
     """
-    # Three unknowns (fixed seconds, seconds per row, per edge) need three graphs whose rows and edges differ
-    # in ratio: (n, e), (n / 4, e / 4), (n, e / 4).
+    # Three unknowns (fixed seconds, seconds per row, seconds per edge) need three graphs: n vertices and e
+    # edges, n / 4 and e / 4, n and e / 4.
     there = graph.data is not None and graph.edges <= LARGEST
     share = 1.0 if there else min(1.0, MADE / max(graph.edges, 1))
 
@@ -121,7 +121,7 @@ def cuts_of(graph: GraphSize, like: Partition, seed: int) -> list[Sequence[Parti
         seed: The seed of cuts and of random edges.
     """
     samples = samples_of(graph, like, seed)
-    # Communities of a random graph do not exist, so METIS has nothing to find; equal shares will do.
+    # A random graph has no communities that METIS could find, so equal shares will do.
     if samples[0] is not like:
         return [shares_of(sample, CUTS[0]) for sample in samples]
     data = Sorted(like.edge_index, graph.vertices, kinds_of(like))

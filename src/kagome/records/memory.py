@@ -35,7 +35,7 @@ class MemoryByKind:
     normalisation, sums of constant features.
     """
     activations: int | None = 0
-    """What autograd keeps from one forward for its backward; None if unknown."""
+    """Tensors that autograd keeps from one forward for its backward; None if unknown."""
     halo: int | None = 0
     """Rows of other ranks that are kept until backward or permanently; None if unknown."""
     other: int | None = None

@@ -23,7 +23,7 @@ class Diagnosis:
     sentence: str
     """The finding as a sentence."""
     advice: str
-    """What to try, or ``""``."""
+    """The advice on what to try, or ``""``."""
     shares: tuple[tuple[str, float], ...] = ()
     """Name and share of the training time, summing to one: compute, exchange, waiting."""
 

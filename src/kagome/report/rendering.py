@@ -20,7 +20,7 @@ def page(template: str, **values: Any) -> str:
 
     Args:
         template: The file name of the page's template.
-        values: What the template shows. Text is escaped, :class:`Markup` is not.
+        values: The values that the template shows. Text is escaped, :class:`Markup` is not.
     """
     return environment().get_template(template).render(values)
 

@@ -37,7 +37,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 """The largest difference, relative to the largest entry, that counts as rounding."""
 
 FLOAT32_INSIDE = 1e-5
-"""Up to this a float64 difference may come from a cast to float32 in the model: float32 then decides."""
+"""Largest float64 difference that may come from a cast to float32 in the model; float32 then decides."""
 
 VERTICES: Final = 200
 """The number of vertices in the sample."""
@@ -71,7 +71,7 @@ class CheckResult:
         edges: Edges of the sample.
         dtype: The number type it ran in.
         seconds: The time that it took.
-        unseen: What could not be compared; empty if everything was.
+        unseen: A sentence on what was not compared; empty if everything was.
     """
 
     first: ComparedTensor | None
@@ -289,7 +289,7 @@ def before_first(
         part: This rank's part.
         channel: All ranks.
         settings: The run's settings.
-        goes: Tells a single rank with the whole graph how to run the model.
+        goes: Called on a single rank that has the whole graph, with the way to run the model.
 
     Returns:
         Notes on the comparison.
@@ -312,7 +312,7 @@ def check_on_first(
     """Check on rank 0, with a sample of its own part, and share the result. All ranks call it.
 
     Returns:
-        What was compared, as a note.
+        A note on the comparison.
 
     Raises:
         CheckError: If split and whole differ.

@@ -26,7 +26,7 @@ def over_time(
         programs: One program per stage; by default what the ranks did in the epoch.
 
     Returns:
-        What the macro ``over_time`` in ``parts.html`` shows, or None if no action was recorded.
+        The values that the macro ``over_time`` in ``parts.html`` shows, or None if no action was recorded.
     """
     found = measure(spans)
     if found is None:

@@ -29,7 +29,7 @@ from kagome.storage.atomic import write_text
 
 Found = TypeVar("Found")
 Shown = Mapping[str, Any] | None
-"""What a section of the template shows by name, or None if there is no such section."""
+"""The values that a section of the template shows, by name; None if the section is left out."""
 BROKEN: Final = (
     *(TypeError, ValueError, KeyError, IndexError, AttributeError),
     *(ArithmeticError, AssertionError, RecursionError, StopIteration),
