@@ -46,9 +46,11 @@ def within(seconds: float, call: Callable[[], Answer], what: str) -> Answer:
         except BaseException as error:
             asked.errors.append(error)
 
+    # A daemon: a thread that hangs in the library cannot be ended, and must not keep the process alive.
     thread = threading.Thread(target=run, name=f"kagome-{what}", daemon=True)
     thread.start()
     thread.join(seconds)
+    # Lists, so that the caller can tell an answer of None from a missing one.
     if asked.errors:
         raise asked.errors[0]
     if not asked.answers:
