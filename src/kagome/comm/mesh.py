@@ -187,7 +187,7 @@ def _leave(
     joined: JoinedGroup | None,
     patience: float,
 ) -> None:
-    """Close the watchdog, the channels and the groups, in reverse order of their opening.
+    """Close the watchdog, then the channels in reverse order, then the groups.
 
     Peers have some seconds to read the rest of the shared memory.
     """
