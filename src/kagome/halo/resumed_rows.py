@@ -30,7 +30,7 @@ class ResumedRows(Protocol):
 
 
 class Nothing:
-    """The resumed rows of a run that has just begun: there are none."""
+    """The resumed rows of a run that has just begun, which has no earlier epoch."""
 
     epoch = 1
 
