@@ -132,8 +132,8 @@ class Watchdog:
 
     def report_error(self, error: BaseException) -> None:
         """Publish the error that ends this rank, so that ranks waiting for it raise the same error."""
-        # A CommError is the consequence of another rank's end, so it would hide the cause. Errors that are
-        # not Kagome's may hold data that cannot be packed.
+        # A CommError is usually the consequence of another rank's end, and would hide the cause. Errors that
+        # are not Kagome's may hold data that cannot be packed.
         if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
             return
         # This rank only repeats what another one has published.
@@ -234,7 +234,7 @@ class Watchdog:
         if not doing.peers or waited < self._warn_after or self._warned == doing.number:
             return
         self._warned = doing.number
-        # If all peers wait in the same action, the link is late, not a rank.
+        # If all peers wait in the same action, no single one is to blame, so all are described.
         late = self.late(doing.action, doing.peers) or list(doing.peers)
         names = " and for ".join(self.describe(peer) for peer in late[:NAMED_PEERS])
         more = f" and for {len(late) - NAMED_PEERS} others" if len(late) > NAMED_PEERS else ""

@@ -122,7 +122,7 @@ class ChannelWork(Work):
         if None in awaited:
             self.wait()
             awaited = []
-        # First what is there already: this rank's own part, and peers that send nothing.
+        # First what needs no wait: this rank's own part, and the empty segments of peers that send nothing.
         for there in (rank for rank in range(channel.size) if rank not in awaited):
             for segment in segments(there):
                 yield there, segment, slots[there][segment].to(channel.device)

@@ -72,8 +72,8 @@ class IsolatedChannel:
         """Estimate the sum over all vertices from the chunk's own. A maximum or minimum is the chunk's."""
         found = tensor.detach()
         if op != "sum":
-            # In a chunk without vertices a maximum is the lowest float, from which later layers would make
-            # infinities.
+            # Without edges ``model.exact.layer_rules`` takes the lowest float as ChebConv's largest weight;
+            # twice that is infinite.
             floats = found.is_floating_point() and not self._factor
             lowest = torch.finfo(found.dtype).min if floats else None
             return found.clone() if lowest is None else found.masked_fill(found == lowest, STAND_IN)
