@@ -2,8 +2,8 @@
 
 A message of a single piece is written as several segments, which are sent one after the other.
 
-Where it sits: ``compressed_exchange`` writes and reads messages by the plan of a ``row_selection``. The
-channel sees only bytes.
+Where it sits: ``encoded_exchange`` writes and reads messages by the plan of a ``row_selection``. The channel
+sees only bytes.
 """
 
 from __future__ import annotations

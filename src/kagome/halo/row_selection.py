@@ -1,6 +1,6 @@
 """Row selection: which rows of a site are sent in an epoch, and with how many bits each.
 
-Where it sits: ``compressed_exchange`` asks a selection before it encodes. Both sides of a message compute the
+Where it sits: ``encoded_exchange`` asks a selection before it encodes. Both sides of a message compute the
 same answer, from the seed or from the notes of the last message.
 
 ::

@@ -29,8 +29,8 @@ def write_text(path: str | Path, text: str) -> Path:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.write_text(text, encoding="utf-8")
-        # Not synced to disk: after a power failure the file may be old, empty or missing. Files that must
-        # survive are written by ``sealed_files``.
+        # Not synced to disk: after a power failure the file may be old, empty or missing. ``sealed_files``
+        # syncs.
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

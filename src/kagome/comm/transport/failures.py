@@ -1,6 +1,7 @@
 """Failures: error messages for late peers, lost connections and ranks that disagree.
 
-Where it sits: pure functions from numbers to ``CommError``; ``comm.channel`` raises what they return.
+Where it sits: pure functions from numbers to ``CommError``; ``comm.peers`` and ``comm.streamed_exchange``
+raise the errors that they return.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shared memory: memory of one rank that other ranks of its host read, so that rows need no socket.
 
-Where it sits: ``comm.mesh`` opens one for each group of ranks. ``process_group`` puts messages to a rank of
+Where it sits: ``comm.groups`` opens one for each group of ranks. ``process_group`` puts messages to a rank of
 the same host into it, and leaves a token in ``mailbox`` that says where the bytes are.
 
 ::

@@ -1,7 +1,8 @@
 """Timeout: a call that may block for ever inside a library, abandoned after some seconds.
 
-Where it sits: ``comm.mesh`` and ``comm.watchdog`` call stores through it. A client of torch's TCPStore has no
-time limit if the host does not answer or the link is broken: the system gives up after a quarter of an hour.
+Where it sits: ``rendezvous`` and ``comm.watchdog`` call stores through it. A client of torch's TCPStore has
+no time limit if the host does not answer or the link is broken: the system gives up after a quarter of an
+hour.
 """
 
 from __future__ import annotations
