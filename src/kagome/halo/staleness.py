@@ -1,7 +1,7 @@
 """Staleness: the rows that one site last received, their age, and the exchange that is still in transit.
 
-Where it sits: ``epoch_rows`` keeps one for each site and direction, for ``compressed_exchange``. Rows above the
-maximum age are never returned.
+Where it sits: ``epoch_rows`` keeps one for each site and direction, for ``compressed_exchange``. Rows above
+the maximum age are never returned.
 
 ::
 
