@@ -114,8 +114,7 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
                 least[k] = factor[k] = ZERO
             for k in range(0, size, share):
                 g = (first + k) // share
-                # Prefetch the next block in small steps: only a limited number of requests can be pending at
-                # once.
+                # Prefetch the next block in small steps: few requests can be pending at once.
                 fetch(x, place, k, ahead, 0)
                 asked = k + 1
                 for c in range(0, width, lanes):
