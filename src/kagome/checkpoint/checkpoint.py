@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -157,8 +157,9 @@ def _publish(
         sealed_files.sync_folder(folder)
         _remove_others(folder, target.name)
     except Exception as error:
-        if aside.exists() and not target.exists():
-            aside.rename(target)
+        if not target.exists():
+            with suppress(OSError):
+                aside.rename(target)
         return reason_of(error)
     return ""
 
