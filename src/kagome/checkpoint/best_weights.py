@@ -122,12 +122,12 @@ def bits(tensor: Tensor) -> int:
     """Return a checksum of a tensor's values in their order: the same on all ranks for the same values."""
     found = 0
     for plain in _as_bytes(tensor):
-        found = zlib.crc32(plain.cpu().numpy(), found)
+        found = zlib.crc32(plain.cpu().numpy().data, found)
     return found
 
 
 def _as_bytes(tensor: Tensor) -> list[Tensor]:
-    """Return the bytes of a tensor's values, in which NaN equals itself; of a sparse one, also its indices."""
+    """Return the bytes of a tensor, in which NaN equals itself; of a sparse one, also of its indices."""
     plain = (each.resolve_conj().resolve_neg() for each in laid_out(tensor.detach()))
     return [each.contiguous().view(-1).view(torch.uint8) for each in plain]
 

@@ -76,9 +76,9 @@ def latest(folder: str | Path) -> Path:
     with suppress(OSError, ValueError):
         name = pointer.open("rb").read(100).decode("ascii").strip() if pointer.is_file() else ""
         if NAME.fullmatch(name):
-            found, aside = place / name, aside_of(place / name)
+            named, aside = place / name, aside_of(place / name)
             # A run that ended while it saved this epoch again, before the new one had the name.
-            return aside if aside.is_dir() and not found.exists() else found
+            return aside if aside.is_dir() and not named.exists() else named
     raise CheckpointError(
         f"the name of the newest checkpoint in {pointer}",
         "something else",

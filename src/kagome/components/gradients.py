@@ -97,8 +97,8 @@ def _head_type(dtype: torch.dtype) -> torch.dtype:
 # keeps None, as on one rank: with zeros in its place Adam's moments and weight decay would move it. The notes
 # (the loss, requests to stop) travel along because a message of their own would cost another latency.
 #
-# bfloat16 has 8 significant bits: the loss would be rounded, and counts be wrong from 257 ranks on. The numbers
-# in front of gradients of 16 bits are therefore a message of their own, in float32.
+# bfloat16 has 8 significant bits: the loss would be rounded, and counts be wrong from 257 ranks on. So the
+# numbers in front of gradients of 16 bits are a message of their own, in float32.
 
 
 class Gradients:

@@ -457,7 +457,7 @@ class Trainer:
     # Epochs --------------------------------------------------------------------------------------
 
     def _one_epoch(self, loop: EpochLoop) -> bool:
-        """Train, evaluate and log one epoch, and save it if it is not the last; return whether one follows."""
+        """Train, evaluate and log an epoch, and save it if it is not the last; return whether one follows."""
         self.epoch += 1
         loss, stop = self._train_epoch(loop)
         evaluates = self._evaluates(loop, stop)
