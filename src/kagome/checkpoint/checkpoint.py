@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -28,12 +28,14 @@ from torch.optim import Optimizer
 
 from kagome.checkpoint.epoch_state import SECTION, EpochState, Named, RestoredState, checked
 from kagome.checkpoint.files import (
+    ASIDE,
     FORMAT,
     LATEST,
     NAME,
     PAGE,
     REST,
     RunPosition,
+    aside_of,
     damaged,
     number_of,
     offer,
@@ -134,6 +136,7 @@ def _publish(
 ) -> str:
     """Write all but the tensors, and make the checkpoint the latest; return the fault, or an empty text."""
     fresh, target = _places(folder, place.epoch)
+    aside = aside_of(target)
     try:
         rest = {
             "scheduler": None if scheduler is None else _without_functions(scheduler.state_dict()),
@@ -144,13 +147,19 @@ def _publish(
         }
         _finish(fresh, place, rest, files)
         # Steps in the order in which a crash is harmless: the whole folder gets its name, then the pointer
-        # moves to it, and only then are older checkpoints removed.
-        shutil.rmtree(target, ignore_errors=True)
+        # moves to it, and only then are older checkpoints removed. A folder cannot replace another in one
+        # step, so one of the same epoch is set aside, where `latest` finds it.
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
         fresh.rename(target)
         write_text(folder / LATEST, target.name + "\n")
         sealed_files.sync_folder(folder)
         _remove_others(folder, target.name)
     except Exception as error:
+        if not target.exists():
+            with suppress(OSError):
+                aside.rename(target)
         return reason_of(error)
     return ""
 
@@ -218,8 +227,8 @@ def _remove_others(folder: Path, newest: str) -> None:
     # A folder of another name may be a user's copy.
     found = sorted((path.name for path in folder.glob("epoch-*") if NAME.fullmatch(path.name)), key=number_of)
     kept = [name for name in found if number_of(name) <= number_of(newest)][-KEEP:]
-    for name in set(found) - set(kept):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in (*(folder / name for name in set(found) - set(kept)), *folder.glob(ASIDE.format("epoch-*"))):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

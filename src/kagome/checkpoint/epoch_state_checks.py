@@ -8,23 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 FLOATS: Final = tuple(f"torch.{name}" for name in ("float64", "float32", "bfloat16", "float16"))
 ANY: Final = ""
 """Stands for any number type."""
-
-
-class TensorSpec(Protocol):
-    """A tensor as a checkpoint describes it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """The number type of the tensor."""
 
 
 @dataclass(frozen=True)

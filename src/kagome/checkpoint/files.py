@@ -23,6 +23,7 @@ PAGE: Final = "place.json"
 REST: Final = "rest.json"
 LATEST: Final = "latest"
 NAME: Final = re.compile(r"epoch-\d{6,12}")
+ASIDE: Final = ".{}.old"
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,19 @@ def latest(folder: str | Path) -> Path:
     with suppress(OSError, ValueError):
         name = pointer.open("rb").read(100).decode("ascii").strip() if pointer.is_file() else ""
         if NAME.fullmatch(name):
-            return place / name
+            named, aside = place / name, aside_of(place / name)
+            # A run that ended while it saved this epoch again, before the new one had the name.
+            return aside if aside.is_dir() and not named.exists() else named
     raise CheckpointError(
         f"the name of the newest checkpoint in {pointer}",
         "something else",
         hint=offer(place, ""),
     )
+
+
+def aside_of(folder: Path) -> Path:
+    """Return where a checkpoint is kept while another of the same epoch takes its place."""
+    return folder.with_name(ASIDE.format(folder.name))
 
 
 def whole_ones(place: Path, but: str = "") -> list[str]:

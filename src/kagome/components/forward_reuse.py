@@ -4,27 +4,31 @@ Where it sits: ``train.graph_engine`` asks it at each forward pass. After the we
 evaluation and the forward pass of epoch e + 1 use the same weights. They differ only if a model behaves
 differently in training.
 
-This is measured, not assumed. A forward pass in training must be *plain*: it draws no random number and
-writes to no buffer and to no number that a module keeps. Also, once, the scores of an evaluation must equal
-those of the forward pass after it, bit by bit, on all ranks. From then on the coming forward pass runs before
-the evaluation and is kept for its own backward. If one is not plain, reuse ends on all ranks, and evaluation
-runs on its own.
+This is measured, not assumed. A forward pass in training must be *plain*: it draws no random number, and
+writes to no buffer and to no number, text, tensor, list, dict or set that a module keeps. Also, once, the
+scores of an evaluation must equal those of the forward pass after it, bit by bit, on all ranks. From then on
+the coming forward pass runs before the evaluation and is kept for its own backward. If one is not plain,
+reuse ends on all ranks, and evaluation runs on its own.
 """
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kagome.model.sparse_buffers import laid_out
+
+DEPTH: Final = 8
+"""How deep nested lists and dicts are compared."""
 
 
 @dataclass
@@ -128,13 +132,8 @@ class ForwardReuse:
         found.append(before is not None and before == self._all())
 
     def _all(self) -> tuple[Any, ...]:
-        # Counters that a forward pass advances, such as a step number for a warm-up.
-        numbers = tuple(
-            (name, value)
-            for module in self.model.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, int | float | str)
-        )
+        # Counters that a forward pass advances, such as a step number for a warm-up, and what it keeps.
+        kept = [_contents(vars(module)) for module in self.model.modules()]
         devices = {p.device for p in self.model.parameters() if p.is_cuda}
         # A draw that no handler answered advances one of these generators. NumPy's state holds an array,
         # whose `==` is elementwise, so bytes are compared.
@@ -144,4 +143,29 @@ class ForwardReuse:
             random.getstate(),
             pickle.dumps(np.random.get_state()),
         )
-        return self.state(), numbers, draws
+        return self.state(), kept, draws
+
+
+class _Same:
+    """An object that equals itself alone; it is held, so that no other can have its address."""
+
+    def __init__(self, held: object) -> None:
+        self._held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._held is other._held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _contents(value: Any, depth: int = DEPTH) -> Any:
+    """Return what can be compared of an attribute: numbers and texts, which tensors, which objects."""
+    if value is None or isinstance(value, int | float | complex | str):
+        return value
+    if isinstance(value, Tensor):
+        return _Same(value), None if value.is_inference() else value._version
+    if isinstance(value, Mapping) and depth:
+        return [(_contents(key, depth - 1), _contents(each, depth - 1)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | deque) and depth:
+        return [_contents(each, depth - 1) for each in value]
+    return value.tobytes() if isinstance(value, np.ndarray) else _Same(value)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -71,17 +72,21 @@ def message_bytes(parameters: Sequence[nn.Parameter], notes: int) -> tuple[int, 
         parameters: In the order of registration.
         notes: The number of further values that are summed along.
     """
-    # Heads are numbers of the bucket's own type, which is that of the first parameter in most models.
-    size = _suited(parameters)
+    # Buckets are of one type in most models: that of the first parameter.
+    size, head = _suited(parameters), _head_type(parameters[0].dtype).itemsize if parameters else 0
     sums = [
-        sum(parameters[place].nbytes + parameters[0].element_size() for place in bucket)
-        for bucket in buckets_of(parameters, size)
+        sum(parameters[place].nbytes + head for place in bucket) for bucket in buckets_of(parameters, size)
     ]
-    return (*sums[:-1], sums[-1] + (notes + 1) * parameters[0].element_size()) if sums else ()
+    return (*sums[:-1], sums[-1] + (notes + 1) * head) if sums else ()
 
 
 def _suited(parameters: Sequence[nn.Parameter]) -> int:
     return max(BUCKET_BYTES, sum(p.nbytes for p in parameters) // MOST_BUCKETS)
+
+
+def _head_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the numbers that travel with gradients: the gradients', but float32 for halves."""
+    return dtype if dtype.itemsize > 2 else torch.float32
 
 
 # [Note: message of a bucket] The gradients of a bucket are summed in one message with a few numbers in front:
@@ -91,6 +96,9 @@ def _suited(parameters: Sequence[nn.Parameter]) -> int:
 # The 1 says that this rank has a gradient, so the sum says how many ranks have one. A parameter without any
 # keeps None, as on one rank: with zeros in its place Adam's moments and weight decay would move it. The notes
 # (the loss, requests to stop) travel along because a message of their own would cost another latency.
+#
+# bfloat16 has 8 significant bits: the loss would be rounded, and counts be wrong from 257 ranks on. So the
+# numbers in front of gradients of 16 bits are a message of their own, in float32.
 
 
 class Gradients:
@@ -140,7 +148,7 @@ class Gradients:
     def _begin(self, notes: Sequence[Tensor | float], action: str) -> None:
         self._notes, self._action = notes, action
         self._missing = [len(bucket) for bucket in self.buckets]
-        self._under_way: list[AllReduceWork] = []
+        self._under_way: list[list[AllReduceWork]] = []
         self._seen: set[int] = set()
         self._again = False
 
@@ -194,9 +202,9 @@ class Gradients:
             while len(self._under_way) < len(self.buckets):
                 self._set_off()
             # Begin the second rounds of all sums before the first wait, so that they travel together.
-            for pending in self._under_way:
+            for pending in chain.from_iterable(self._under_way):
                 pending.advance()
-            sums = [pending.wait() for pending in self._under_way]
+            sums = [[pending.wait() for pending in works] for works in self._under_way]
         finally:
             self._under_way = []
         notes: list[float] = []
@@ -205,12 +213,13 @@ class Gradients:
             # See [Note: message of a bucket]. The one more is `_again`, which `_set_off` puts behind the
             # notes.
             heads = len(bucket) + (len(self._notes) + 1 if number == self._bearer else 0)
-            head = (summed[:heads].real if summed.is_complex() else summed[:heads]).tolist()
+            row, flat = summed if len(summed) > 1 else (summed[0][:heads], summed[0][heads:])
+            head = (row.real if row.is_complex() else row).tolist()
             notes = head[len(bucket) :] or notes
-            offset = heads
+            offset = 0
             for place, owners in zip(bucket, head, strict=False):
                 parameter = self.parameters[place]
-                piece = summed[offset : offset + parameter.numel()].view(parameter.shape)
+                piece = flat[offset : offset + parameter.numel()].view(parameter.shape)
                 parameter.grad = piece if owners else None
                 offset += parameter.numel()
                 if owners != self.channel.size:
@@ -265,7 +274,8 @@ class Gradients:
         if number == self._bearer:
             head += [*self._notes, float(self._again)]
         # Notes that are tensors are copied on the device. A float() here would wait for the GPU.
-        row = torch.tensor([0.0 if isinstance(h, Tensor) else h for h in head], dtype=dtype, device=device)
+        known = [0.0 if isinstance(h, Tensor) else h for h in head]
+        row = torch.tensor(known, dtype=_head_type(dtype), device=device)
         for at, value in enumerate(head):
             if isinstance(value, Tensor):
                 row[at] = value.detach()
@@ -274,12 +284,17 @@ class Gradients:
             (p.new_zeros(p.numel()) if p.grad is None else p.grad.to_dense().reshape(-1)).detach()
             for p in held
         ]
-        values = torch.cat([row, *flat])
-        cast = CASTS.get(self.codec)
         # The codec applies behind the head: counts and notes must stay exact.
-        begun = self.channel.start_all_reduce(values, action=self._action, cast=cast, exact=row.numel())
-        self.uncoded += begun.uncast
-        self._under_way.append(begun)
+        exact, cast = row.numel(), CASTS.get(self.codec)
+        values = [(torch.cat([row, *flat]), exact)]
+        if row.dtype != dtype:
+            values = [(row, exact), (torch.cat(flat), 0)]
+        works = [
+            self.channel.start_all_reduce(each, action=self._action, cast=cast, exact=exact)
+            for each, exact in values
+        ]
+        self.uncoded += sum(work.uncast for work in works)
+        self._under_way.append(works)
 
 
 class GradientHooks:

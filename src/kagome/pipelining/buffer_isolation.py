@@ -74,8 +74,10 @@ class BufferIsolation:
         # A chunk in lockstep enters once for each piece, and finds its own tensors of the piece before.
         own |= {name: self._before[name].clone() for name in self._known if name not in own}
         theirs = self._swap(own)
-        yield
-        self._own[chunk] = self._swap(theirs)
+        try:
+            yield
+        finally:
+            self._own[chunk] = self._swap(theirs)
 
     def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Set buffers to these values; return the values that they had before."""

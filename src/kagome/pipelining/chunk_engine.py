@@ -377,7 +377,8 @@ class ChunkEngine:
         """Return how far rows of this part moved, if needed: the largest drift over the part's stages."""
         if not self._drifts:
             return []
-        mine, self._drifts = torch.tensor(self._drifts, device=self.mesh.device), ()
+        mine = torch.tensor(self._drifts, dtype=torch.float64, device=self.mesh.device)
+        self._drifts = ()
         # All stages of a part then add the same value to the sums over all ranks, so the mean is over parts.
         found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()
         return found
@@ -427,6 +428,8 @@ class ChunkEngine:
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
             stage_runs = self._trained(epoch, plan)
+        # Of the epoch's first pass: in a probe that is the one whose rows may be late.
+        self._drifts = self._drifts or self.exchange.drifts
         self._weighed.done()
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
@@ -468,8 +471,6 @@ class ChunkEngine:
     def _lose(self, stage_run: StageRun) -> None:
         """Compute the loss of a stage run after its forward, if its stage computes the output."""
         self.activations.sample_peak()
-        # Taken once an epoch, at the first call. In a probe that is the pass whose rows may be late.
-        self._drifts = self._drifts or self.exchange.drifts
         out = self._out(stage_run)
         if out is None:
             return
@@ -514,7 +515,9 @@ class ChunkEngine:
             A transfer of the scores from the last stage to the others.
         """
         self.model.train(False)
-        self.exchange.settle()  # any number of evaluations may follow
+        # A message that is not received blocks those sent long after it, and any number of evaluations may
+        # follow before the next epoch receives the late rows.
+        self.exchange.settle()
         if self.chunks.count > 1:
             stage_runs = self.chunk_passes.in_lockstep(epoch, training=False)
         else:

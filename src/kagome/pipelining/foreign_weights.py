@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kagome.components.task import forked
 from kagome.errors import ModelError
 from kagome.model.split.stages import Stage
 
@@ -31,7 +32,6 @@ _FACTS = frozenset(
             "names",
             "_version",
             "__hash__",
-            "__len__",
         ),
         *("dtype", "device", "layout", "shape", "ndim", "dim", "size", "numel", "nelement", "stride"),
         *("element_size", "itemsize", "nbytes", "data_ptr", "get_device", "is_contiguous", "is_same_size"),
@@ -184,7 +184,7 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
         for place, (theirs, ours) in enumerate(pairs):
             ours.grad = theirs.grad.clone() * (factor if place == 0 else 1.0)
         # An optimizer that draws (noisy updates) must draw the same in both steps.
-        with torch.random.fork_rng(devices=[]):
+        with forked():
             torch.manual_seed(0)
             copied.step()
         steps.append([ours.detach() for _, ours in pairs[1:]])

@@ -114,7 +114,6 @@ class GraphEngine:
             self.forward_reuse.allowed = False  # training reads approximate rows, evaluation exact ones
         self._checked = False
         self.saved: Mapping[str, int] | None = None
-        assert "edge_index" in inputs
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -435,7 +434,9 @@ class GraphEngine:
         Shapes:
             ``[n, ...]`` as the model returns it, or a nested structure of such tensors.
         """
-        self.exchange.settle()  # any number of evaluations may follow
+        # A message that is not received blocks those sent long after it, and any number of evaluations may
+        # follow before the next epoch receives the late rows.
+        self.exchange.settle()
         out = self.forward(epoch, training=False)
         if isinstance(out, Tensor):
             self.forward_reuse.evaluated(out)

@@ -457,7 +457,7 @@ class Trainer:
     # Epochs --------------------------------------------------------------------------------------
 
     def _one_epoch(self, loop: EpochLoop) -> bool:
-        """Train, evaluate, log and save one epoch; return whether another one follows."""
+        """Train, evaluate and log an epoch, and save it if it is not the last; return whether one follows."""
         self.epoch += 1
         loss, stop = self._train_epoch(loop)
         evaluates = self._evaluates(loop, stop)
@@ -466,14 +466,15 @@ class Trainer:
             higher = self.criteria.metric.higher
             optimizers.step_scheduler(self.scheduler, loss, val, higher=higher, seen=evaluates)
         stop |= self.world.size == 1 and bool(loop.asked)  # in this epoch; no other rank needs to know
-        saves = stop or bool(self.train.save_every and self.epoch % self.train.save_every == 0)
+        more = self.epoch < loop.epochs and not 0 < (self.train.patience or 0) <= self._best.waited
+        saves = stop or bool(more and self.train.save_every and self.epoch % self.train.save_every == 0)
         self.timer.flush(loop.noting, keep=loop.delays and not saves)
         if saves:
             self._save()
         if stop:
             self._log(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
             raise self._ended(loop.asked)
-        return not self.train.patience or self._best.waited < self.train.patience
+        return more
 
     def _train_epoch(self, loop: EpochLoop) -> tuple[float, bool]:
         """Make the epoch's weight update; return the loss before it, and whether a rank was asked to stop."""

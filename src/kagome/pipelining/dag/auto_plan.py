@@ -5,17 +5,20 @@ Where it sits: ``pipeline`` calls it for ``plan="auto"``. Rank 0 searches, and a
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
+from kagome.components.rank_zero import by_first
 from kagome.launch.host_memory import available_bytes
 from kagome.model.operators.graph import Branches
-from kagome.pipelining.dag.checks import of_first, too_few
+from kagome.pipelining.dag.checks import too_few
 from kagome.planner.stages.coarsen import coarsened, fused
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
@@ -77,7 +80,7 @@ def searched(
         plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes).whole()
         return graph.to_json(), whole.spelled_out(coarse.spelled_out(plan)).to_json()
 
-    operators, found = of_first(channel, "plan", search)
+    operators, found = by_first(channel, search, "plan")
     return OperatorGraph.from_json(operators), StagePlan.from_json(found)
 
 
@@ -97,8 +100,11 @@ def bandwidth(channel: Channel) -> float:
 
 
 def _memory(channel: Channel) -> float:
-    """Return the bytes of memory that each rank may use."""
-    if channel.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(channel.device)[0])
-    free = available_bytes()
-    return float("inf") if free is None else free / channel.size
+    """Return the bytes of memory that each rank may use: those of the rank with the least."""
+    alone = channel.device.type == "cuda"
+    free = torch.cuda.mem_get_info(channel.device)[0] if alone else available_bytes()
+    found: Any = channel.gather_objects((socket.gethostname(), free), "free memory")
+    # The ranks of one host share its memory.
+    ranks = Counter(host for host, _ in found)
+    shares = (bytes_ / (1 if alone else ranks[host]) for host, bytes_ in found if bytes_ is not None)
+    return min(shares, default=float("inf"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
+from kagome.components.rank_zero import by_first
 from kagome.components.wrappers import unwrapped
 from kagome.errors import CheckpointError, ConfigError, DataError, KagomeError, ModelError, PlanError
 from kagome.launch.os_errors import in_words
@@ -215,27 +216,7 @@ def rough_operators(
 ) -> OperatorGraph:
     """Return the operators with their costs for a few samples, measured on rank 0 so that all plans agree."""
 
-    def measure() -> tuple[str, ...]:
-        return (measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json(),)
+    def measure() -> str:
+        return measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json()
 
-    return OperatorGraph.from_json(of_first(channel, "operators", measure)[0])
-
-
-def of_first(channel: Channel, action: str, work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Run work on rank 0, and return its result on all ranks; they all raise its error if it fails.
-
-    Raises:
-        KagomeError: The error that ``work`` raised on rank 0.
-    """
-    answer: tuple[tuple[str, ...], KagomeError | None] = (), None
-    if channel.rank == 0:
-        try:
-            answer = work(), None
-        except KagomeError as error:
-            answer = (), error
-    told = channel.gather_objects(answer, action)[0]
-    assert isinstance(told, tuple)
-    found, failure = told
-    if failure is not None:
-        raise failure
-    return tuple(found)
+    return OperatorGraph.from_json(by_first(channel, measure, "operators"))

@@ -338,13 +338,15 @@ class Pipeline:
             if name in stage_run.outs and self._code.piece.output == name:
                 found[stage_run.samples.start] = stage_run.outs[name]
 
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             SamplePass(self._code, layout, program, self.channel, self._spans).run(
                 inputs, self._update, training=False, done=done
             )
         finally:
-            self.model.train()
+            for module, training in modes:
+                module.training = training
         # Ranks without output, and an empty batch, contribute zero rows to the gather.
         none = torch.zeros(fact.shape_of(0), dtype=fact.dtype, device=self.channel.device)
         own = torch.cat([none, *(found[start] for start in sorted(found))])

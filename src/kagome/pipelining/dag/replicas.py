@@ -87,7 +87,11 @@ class ReplicaWeights:
                 weight.grad = part.view_as(weight).clone() if count else None
 
     def average_buffers(self, update: int) -> None:
-        """Average the running statistics of batch norms over the replicas of each stage."""
+        """Average the running statistics of batch norms over the replicas of each stage.
+
+        All replicas count alike, as all batches do in a running statistic, though shares of a micro-batch may
+        differ by one sample.
+        """
         named = {
             f"{path}.{name}": buffer
             for path, module in self.model.named_modules()
