@@ -165,6 +165,47 @@ def test_a_write_that_was_cut_off_is_passed_over(tmp_path):
     assert not half.exists()
 
 
+class Crash(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("error", [Crash, OSError])
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_an_epoch_that_is_saved_again_is_never_lost(run, monkeypatch, error, renames):
+    """The folder was removed before the new one had its name: `latest` named nothing until then."""
+    rename, done = Path.rename, 0
+
+    def fails(path: Path, target: Path) -> Path:
+        nonlocal done
+        if done == renames:
+            raise error("no rename")
+        done += 1
+        return rename(path, target)
+
+    def save(bias: float) -> None:
+        mine = Gcn()
+        mine.last.bias.data.fill_(bias)
+        place = checkpoint.RunPosition(SAVED, 0, SAVED, None, 0, 1, "")
+        adam = torch.optim.Adam(mine.parameters())
+        checkpoint.save(run / "checkpoints", place, Channel(None, "cpu"), model=mine, optimizer=adam)
+
+    def bias() -> float:
+        return float(checkpoint.best_weights(latest(run))["last.bias"][0])
+
+    save(1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        if renames < 2:
+            with pytest.raises(Crash if error is Crash else CheckpointError):
+                save(2.0)
+        else:
+            save(2.0)
+    assert bias() == (1.0 if renames < 2 else 2.0)
+    save(3.0)
+    assert bias() == 3.0
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"epoch-{SAVED:06d}", "latest"]
+
+
 def test_a_fault_while_writing_leaves_the_last_one_and_reaches_every_rank(ranks, run):
     for found in ranks(2, writes_where_it_cannot, str(run)):
         assert "No space left" in found

@@ -151,3 +151,13 @@ def test_one_buffer_in_two_places_is_one():
         assert model[1].mean is model[0].mean
     assert model[1].mean is model[0].mean
     assert not model[0].mean.any()
+
+
+def test_after_an_error_in_a_chunk_the_model_has_its_own_buffers():
+    mine = Mean("written to")
+    own = mine.mean
+    isolation = BufferIsolation(Buffers(mine), {"mean"}, {"mean"}, watches=False)
+    with pytest.raises(RuntimeError), isolation.running(1, stays=False):
+        mine(torch.ones(2, HIDDEN + 1))
+    assert mine.mean is own
+    assert not own.any()

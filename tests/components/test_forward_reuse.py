@@ -19,6 +19,10 @@ from training import CLASSES, FEATURES, QUIET, graph, losses, settings
 EPOCHS = 8
 
 
+class Counts:
+    steps = forwards = 0
+
+
 class Plain(nn.Module):
     """Two layers, and one thing done otherwise in training."""
 
@@ -28,24 +32,30 @@ class Plain(nn.Module):
         self.first, self.last = pyg.GCNConv(FEATURES, 8), pyg.SAGEConv(8, CLASSES)
         self.norm = nn.BatchNorm1d(8) if what == "batch norm" else nn.LayerNorm(8)
         self.register_buffer("seen", torch.zeros(()))
-        self.what, self.steps, self.forwards = what, [0], [0]
-        self.steps_taken = 0
+        self.what, self.counts = what, Counts()
+        self.steps_taken, self.listed, self.kept = 0, [], torch.zeros(())
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        self.forwards[0] += 1
+        self.counts.forwards += 1
         x = self.norm(self.first(x, edge_index)).relu()
         if self.training:
-            self.steps[0] += 1  # a list: not seen from outside
+            self.counts.steps += 1  # an object of another kind: not seen from outside
             if self.what == "counter":
                 self.steps_taken += 1
-            if self.what == "buffer" or (self.what == "late buffer" and self.steps[0] > 4):
+            if self.what == "list":
+                self.listed.append(x.size(0))
+            if self.what == "tensor":
+                self.kept = torch.tensor(0.1 * self.counts.steps)
+            if self.what == "buffer" or (self.what == "late buffer" and self.counts.steps > 4):
                 self.seen += x.detach().mean() * 0 + 1
-            if self.what == "dropout" or (self.what == "late dropout" and self.steps[0] > 4):
+            if self.what == "dropout" or (self.what == "late dropout" and self.counts.steps > 4):
                 x = F.dropout(x, 0.4)
-            if self.what == "late noise" and self.steps[0] > 4:
+            if self.what == "late noise" and self.counts.steps > 4:
                 x = x * (1 + torch.rand(8))
         elif self.what == "mode":
             x = x * 1.0000001
+        if self.what in ("list", "tensor") and self.counts.steps > 4:  # alike until then
+            x = x * (1 + 0.1 * len(self.listed) + self.kept)
         return self.last(x, edge_index)
 
 
@@ -65,11 +75,11 @@ def run(channel: Channel, what: str, shares: bool, **given: Any) -> dict[str, An
         }
         again = trainer.fit(EPOCHS + 3)["test_metric"]
         found |= {"again": again, "all": losses(trainer)}
-    return {"found": found, "forwards": mine.forwards[0], "allowed": trainer.engine.forward_reuse.allowed}
+    return {"found": found, "forwards": mine.counts.forwards, "allowed": trainer.engine.forward_reuse.allowed}
 
 
 SHARED = {"nothing"}
-UNSHARED = {"batch norm", "counter", "buffer", "dropout", "mode"}
+UNSHARED = {"batch norm", "counter", "buffer", "dropout", "mode", "list", "tensor"}
 GIVEN_UP = {"late buffer", "late dropout", "late noise"}
 
 

@@ -105,6 +105,26 @@ def test_every_rank_has_the_ranks_gradients_added_in_their_order(ranks, world, s
         assert all(rank[1][0] >= 7 for rank in found)
 
 
+def halves(channel: Channel, dtype: torch.dtype) -> list[float]:
+    mine = nn.Linear(3, 2, dtype=dtype)
+    nn.init.ones_(mine.weight)
+    summing = Gradients(list(mine.parameters()), channel.beside(), size=1)
+    for _ in range(2):  # without and with overlap
+        with summing.during((1.0 + 2.0**-12, torch.tensor(70_000.0)), "a step"):
+            (mine.weight.sum() * (channel.rank + 1)).backward()
+        found = summing.finish()
+    assert mine.weight.grad.dtype == dtype
+    assert mine.bias.grad is None
+    assert set(mine.weight.grad.flatten().tolist()) == {sum(range(1, channel.size + 1))}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_is_not_rounded_to_the_type_of_the_gradients(ranks, dtype):
+    """The notes had the parameters' type: a loss of bf16 had 8 bits, and one of fp16 was infinite."""
+    assert ranks(2, halves, dtype) == [[2.0 + 2.0**-11, 140_000.0]] * 2
+
+
 def test_buckets_take_the_last_parameter_first_and_one_number_type_each():
     parameters = list(Odd().parameters())
     late = frozenset((6, 7))

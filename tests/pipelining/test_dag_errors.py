@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import operator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import kagome
 from dags import plan_of, sgd, task, trained
 from kagome.comm.channel import Channel
 from kagome.errors import CommError, ConfigError, DataError, ModelError, PlanError, ScheduleError
+from kagome.pipelining.dag import auto_plan
 from unseen import Made
 
 LOSS = nn.MSELoss(reduction="none")
@@ -279,6 +281,49 @@ def test_what_rank_0_fails_with_is_said_by_all(ranks):
     one, other = ranks(2, picky)
     assert one == other
     assert "NotImplementedError: no backward yet" in one
+
+
+def failed_search(channel: Channel) -> str:
+    def fails(*_args: Any, **_rest: Any) -> Any:
+        raise ZeroDivisionError("no cost")
+
+    before, auto_plan.measured = auto_plan.measured, fails
+    try:
+        with pytest.raises(ModelError) as caught:
+            made(Small(nn.ReLU()), plan="auto", channel=channel)
+    finally:
+        auto_plan.measured = before
+    return str(caught.value)
+
+
+def test_any_error_of_the_search_is_said_by_all(ranks):
+    """Only Kagome's own errors were: with another one rank 0 ended alone, and the others waited for it."""
+    for text in ranks(2, failed_search):
+        assert "ZeroDivisionError: no cost" in text
+
+
+def test_the_memory_of_a_host_is_shared_by_its_own_ranks(monkeypatch):
+    """It was divided by the number of all ranks."""
+    monkeypatch.setattr(auto_plan, "available_bytes", lambda: 8.0)
+
+    def told(free: Any) -> Any:
+        others = [("a", 8.0), ("a", free), ("b", 7.0), ("b", 6.0)]
+        return SimpleNamespace(device=torch.device("cpu"), size=4, gather_objects=lambda *_: others)
+
+    assert auto_plan._memory(told(8.0)) == 3.0
+    assert auto_plan._memory(told(2.0)) == 1.0
+    assert auto_plan._memory(told(None)) == 3.0
+
+
+def test_predict_leaves_each_layer_in_its_mode():
+    model, x = Small(nn.Dropout(0.5)), torch.randn(8, 4)
+    with made(model, x) as pipe:
+        for training in (True, False):
+            model.train(training)
+            model.between.train(not training)
+            pipe.predict(x)
+            assert model.training is training
+            assert model.between.training is not training
 
 
 def norms(channel: Channel) -> dict[str, Tensor]:

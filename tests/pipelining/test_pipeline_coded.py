@@ -247,6 +247,31 @@ def test_late_rows_through_stages_are_late_rows(ranks, guard, every):
         assert (count > 0) is guard
 
 
+def drifted(channel: Channel, parallel: dict[str, Any]) -> list[float]:
+    found: list[float] = []
+
+    class Drift:
+        all_ranks = True
+
+        def on_fit_start(self, trainer: Trainer) -> None:
+            self.rows = trainer.engine.exchange.known
+
+        def on_epoch_end(self, record: Any) -> None:
+            found.append(self.rows.drifted)
+
+    told(model("gcn"), data(), 5, parallel, plain_steps=True, callbacks=[Drift()])
+    return found
+
+
+def test_the_drift_of_all_stages_of_a_rank_counts_in_its_epoch(ranks):
+    """That of a rank's later stages counted an epoch late."""
+    late = {"graph": 2, "max_age": 1, "guard": False, "sync_every": "auto"}
+    whole = ranks(2, drifted, late)[0]
+    assert len({*whole}) > 3
+    for rank in ranks(4, drifted, {**late, "pipe": 2, "stages_per_rank": 2, "chunks": 1}):
+        assert rank == pytest.approx(whole, rel=1e-9)
+
+
 @pytest.mark.parametrize("name", ["max_age", "error_feedback", "adaptive_bits", "halo_sample"])
 def test_what_parts_alone_do_is_refused_with_chunks(name):
     value = {"max_age": 1, "halo_sample": 0.5}.get(name, True)

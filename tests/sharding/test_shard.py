@@ -452,6 +452,10 @@ def refused(channel: Channel, case: str) -> str:
         with kagome.shard(model, data, log=str) as net:
             if case == "twice":
                 kagome.shard(model, data, log=str)
+            elif case == "trainer":
+                data.y = torch.zeros(N, dtype=torch.int64)
+                data.train_mask = torch.ones(N, dtype=torch.bool)
+                kagome.Trainer(model, data).fit(1)
             elif case == "rows":
                 net(data.x, data.edge_index)
                 net(data.x[:-1], data.edge_index)
@@ -479,7 +483,8 @@ def refused(channel: Channel, case: str) -> str:
     ("case", "words"),
     [
         ("settings", "max_age=1"),
-        ("twice", "another kagome.shard still has"),
+        ("twice", "on a part of a graph already"),
+        ("trainer", "on a part of a graph already"),
         ("rows", "22 in shape"),
         ("rows at first", "x of shape [22, 5] for a layer"),
         ("layers", "the layers that the model had"),

@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 
 import kagome
 from kagome import Parallel, Trainer
+from kagome.checkpoint.best_weights import BestWeights, bits, copied, holds
 from kagome.errors import ConfigError, DataError, ModelError
 from training import CLASSES, FEATURES, QUIET, VERTICES, Gcn, graph, losses, model, settings
 
@@ -57,6 +58,38 @@ def test_early_stop_and_the_first_of_equal_best_weights():
     summary, mine, _ = scripted({2: 0.9, 4: 0.9}, epochs=50, patience=3)
     assert (summary["best_epoch"], summary["epochs"]) == (2, 5)
     assert mine.step.item() == pytest.approx(-2 * CLASSES)
+
+
+@pytest.mark.parametrize("higher", [True, False])
+def test_any_number_is_better_than_nan(higher: bool) -> None:
+    """The first NaN stayed the best for ever, and stopped the run early."""
+    best, mine, nan = BestWeights(), Gcn(), float("nan")
+    found = []
+    for epoch, metric in enumerate((nan, nan, 0.5, nan, 0.5, 0.7 if higher else 0.3), start=1):
+        best.observe(epoch, metric, mine, higher=higher)
+        found.append((best.epoch, best.waited))
+    assert found == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 2), (6, 0)]
+
+
+def test_weights_in_another_order_are_other_weights() -> None:
+    """The sum of the bits was compared, which is the same in any order."""
+    mine = nn.Linear(3, 2, dtype=torch.float64)
+    kept = copied(mine.state_dict())
+    assert holds(mine, kept)
+    with torch.no_grad():
+        mine.weight.copy_(mine.weight.flip(0))
+    assert not holds(mine, kept)
+    assert bits(mine.weight) != bits(kept["weight"])
+    with torch.no_grad():
+        mine.weight.copy_(kept["weight"])
+    assert holds(mine, kept)
+    for value in (torch.tensor(0.5).bfloat16(), torch.ones(0, 2), torch.eye(3, dtype=torch.cfloat).conj()):
+        assert bits(value) == bits(value.clone())
+    sparse = torch.eye(3).to_sparse_csr()
+    assert bits(sparse) != bits(torch.eye(3).flip(0).to_sparse_csr())
+    assert bits(torch.eye(3).t()) == bits(torch.eye(3))
+    nan = torch.tensor([float("nan")])
+    assert bits(nan) == bits(nan.clone())
 
 
 def test_patience_counts_epochs_not_evaluations():

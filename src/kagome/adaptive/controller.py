@@ -1,7 +1,7 @@
 """Epoch controller: how exactly each epoch reads rows, what it probes, and what follows from its loss.
 
-Where it sits: an engine asks it for a plan before each epoch, and tells it what came of it. The engine knows
-nothing of precision levels and careful epochs; ``precision`` and ``history`` decide on them.
+Where it sits: an engine asks it for a plan before each epoch, and reports the result to it. The engine does
+not know precision levels and careful epochs; ``precision`` and ``history`` decide on them.
 
 ::
 
@@ -72,9 +72,13 @@ class EpochController:
         self.exchange, self.stages = report.exchange, report.stages
         self._stage = "none" if self.stages is None else self.stages.codec.name
         self._halo = self.stages is None or not self.exchange.exact
-        """Whether levels are about the halo; else they are about what goes from stage to stage."""
+        """Whether levels are about the halo; else they are about values between stages."""
+        # The ladder of levels is built from settings. Where only values between stages are encoded, their
+        # codec takes the place of the halo's in made-up settings. A rank alone gets the exact settings, whose
+        # ladder has one level.
         watched = parallel if self._halo else Parallel(codec=self._stage, guard=parallel.guard)
         watched = Parallel() if alone else watched
+        # With history, its probes cover codecs too, so the precision controller measures nothing.
         self._watched = replace(watched, guard=watched.guard and history is None)
         self.precision = PrecisionController(self._watched)
 
@@ -86,10 +90,15 @@ class EpochController:
         if self.history is not None:
             kind = self.history.next()
         level = self.precision.level
+        # Compares everything that history epochs leave out, rows and codecs, with an exact epoch.
         if kind == "probe":
             return EpochPlan(kind, EXACT, EpochPlan("history", level))
+        # Compares the level alone: both gradients read rows of other chunks in the same way.
         if self.precision.probes():
             return EpochPlan(kind, EXACT, EpochPlan(kind, level))
+        # An exact epoch of the history controller fills tables or replaces epochs that are not trusted, so it
+        # is exact in every respect. With cross_chunk="exact" there is no such controller, and the codec was
+        # asked for.
         trusted = kind != "exact" or self.history is None
         return EpochPlan(kind, level if trusted else EXACT)
 
@@ -102,6 +111,8 @@ class EpochController:
             probes: Whether rows are late also where they would be waited for.
         """
         if self._halo:
+            # Values between stages have no ladder of their own here: the codec as set, or none in exact
+            # epochs.
             with self.exchange.using(plan.level.mode(probes=probes)), self._between_stages(plan.level):
                 yield
         else:
@@ -136,7 +147,7 @@ class EpochController:
             self._log(self.precision.observe(StalenessProbe(epoch, plan.guess.level, *agreed)))
 
     def observe(self, epoch: int, plan: EpochPlan, loss: float) -> Weights:
-        """Take the mean loss of an epoch whose weight step is still to come; return what the step is."""
+        """Take the mean loss of an epoch before its weight step; return what that step is to be."""
         self._log(self.precision.done(epoch))
         if self.history is None:
             return "step"
@@ -153,6 +164,7 @@ class EpochController:
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Continue with what an earlier run's controllers measured and decided."""
+        # Made anew, because the state may belong to other settings; the constructor then ignores it.
         self.precision = PrecisionController(self._watched, states.get("ladder"))
         if self.history is not None:
             self.history = HistoryController(

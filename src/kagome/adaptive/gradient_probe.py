@@ -26,6 +26,7 @@ def products(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
     for parameter, other in pairs:
         if parameter.grad is None:
             continue
+        # float64: the squares of millions of small numbers are summed.
         mine = parameter.grad.double().view(-1)
         its = torch.zeros_like(mine) if other is None else other.double().view(-1)
         found += torch.stack([mine @ mine, its @ its, mine @ its]).cpu()
@@ -42,4 +43,5 @@ def agreement(exact: float, other: float, both: float) -> tuple[float, float]:
     """
     if exact == other == 0:  # two gradients of no length agree
         return 1.0, 1.0
+    # If one gradient is zero, its cosine is 0, and the ratio is 0 or very large: no probe trusts it.
     return both / max((exact * other) ** 0.5, 1e-300), (other / max(exact, 1e-300)) ** 0.5

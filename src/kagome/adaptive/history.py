@@ -15,7 +15,7 @@ computes its gradient twice, with history and exactly, at the same weights and w
 Careful epochs differ from others in two ways. First, no row is older than one epoch: frozen rows have one
 draw of dropout for all that time, and are right only on the mean over draws. Second, what later chunks add to
 an earlier chunk's gradient comes too late in this epoch's backward. Careful epochs use what the later chunks
-added in the epoch before; other epochs count twice what comes in time. Rows computed from old rows are older
+added in the epoch before; others count twice what arrives in time. Rows computed from old rows are older
 than they look. In a deep model this error grows from one careful epoch to the next, and a probe, which is
 exact, ends that.
 
@@ -147,6 +147,8 @@ class HistoryController:
             return "exact"
         if self.watch and self._since_probe >= self._span:
             return "probe"
+        # Careful epochs read rows of the epoch before, so each one refreshes. Others freeze rows for a
+        # period.
         return "refresh" if self.careful or self._age + 1 >= self.period else "history"
 
     @property
@@ -155,7 +157,7 @@ class HistoryController:
         return self._age + 1
 
     def done(self, kind: Epoch, loss: float) -> Verdict:
-        """Note an epoch that has run; its weight step is still to come.
+        """Note an epoch that has run, before its weight step.
 
         Args:
             kind: How the epoch ran.
@@ -169,6 +171,7 @@ class HistoryController:
             self.oldest = max(self.oldest, self.age)
         elif self._exact_left:
             self._exact_left -= 1
+        # Refreshes, probes and exact epochs leave their own rows in the tables.
         self._age = self._age + 1 if kind == "history" else 0
         held, turn = self.plateau.held, self.plateau.observe(self.epochs, loss) if self.watch else Verdict()
         if self.plateau.held and not held:  # the exact epochs left now count to the plateau
@@ -186,10 +189,11 @@ class HistoryController:
         """Take the result of a probe.
 
         Returns:
-            A note, or nothing.
+            A note; an empty text if there is nothing to report.
         """
         before = self._trusted
         self.found.append(found)
+        # Without a rest of exact epochs, even at a low cosine: careful epochs may already be good enough.
         if found.cosine < HISTORY_GOOD and not self.careful:
             self.careful_from, self._span = found.epoch, 1
             return (
@@ -202,6 +206,7 @@ class HistoryController:
             if not before:
                 return f"epoch {found.epoch}: history is used again ({found.text()})"
             return ""
+        # 2, 4, 8, ... exact epochs; reset by the next fair probe.
         self._rest = min(2 * self._rest, self.period)
         self._exact_left = self._rest
         self.exact_epochs += self._rest
@@ -243,8 +248,9 @@ class HistoryController:
         return not self.found or self.found[-1].cosine >= HISTORY_FAIR
 
     def _spanned(self, cosine: float) -> int:
-        """Return after how many epochs the next probe comes."""
+        """Return the number of epochs until the next probe."""
         if cosine < HISTORY_FAIR:
+            # The span that has just failed was too long. Its half stays the limit for the rest of the run.
             self._most = max(self._span // 2, 1)
             return self._most
         if cosine >= HISTORY_GOOD:

@@ -28,7 +28,7 @@ from typing import Any, Final, Literal
 from kagome.adaptive.thresholds import BACK, BEGINS, BEGUN, LEARNS, PATIENT
 
 Weights = Literal["step", "keep", "undo"]
-"""What happens to the weights: a step; a step after a copy is saved; or the saved copy instead."""
+"""The change of the weights: a step; a step after a copy is saved; or the saved copy instead."""
 
 STATE: Final = (
     *("held_epochs", "undone", "first", "share", "learned", "above", "below", "back"),
@@ -41,8 +41,8 @@ class Verdict:
     """The consequence of an epoch's loss.
 
     Args:
-        text: A note, or nothing.
-        weights: What happens to the weights.
+        text: A note; empty if there is nothing to report.
+        weights: The change of the weights.
         released: Whether history is tried again.
     """
 
@@ -69,7 +69,7 @@ class ProgressMonitor:
         self.above = self.below = self.back = 0
         """Epochs in a row that had not begun, or got no further; below the goal; half the way back."""
         self.left = self.until = 0
-        """The most exact epochs still to come; the epoch before which there are no more."""
+        """The most exact epochs that are left; the epoch before which no further ones begin."""
         self.kept: float | None = None
         """Loss of the weights that were saved for a rollback."""
         self.last: list[float] = []
@@ -106,6 +106,7 @@ class ProgressMonitor:
         if first <= 0:  # shares of such a loss mean nothing
             return Verdict()
         goal = self.share * first
+        # Half of the way from this goal back to the one before it, goal / LEARNS.
         learns, half = loss < goal, goal * (1 + 1 / LEARNS) / 2
         self.below = self.below + 1 if learns else 0
         self.learned |= self.below >= (1 if self.held else BACK)  # one epoch may be chance
@@ -123,6 +124,8 @@ class ProgressMonitor:
         return Verdict()
 
     def _released(self, epoch: int, loss: float, learns: bool) -> Verdict:
+        # If the loss never fell, history is used for PATIENT epochs before the next exact ones: exact epochs
+        # did not help either.
         self.until = epoch if learns else epoch + PATIENT
         self.left = self.above = self.back = 0
         self.kept, self.last = loss, []
@@ -131,8 +134,11 @@ class ProgressMonitor:
         )
 
     def _holds(self, epoch: int, loss: float, first: float) -> Verdict:
+        # A model that has learned and fell back must get further than last time.
         self.share *= LEARNS if self.learned else 1.0
         self.left = PATIENT
+        # Only if each of the last losses is worse than that of the saved weights: a step back loses an epoch
+        # or more.
         undo = self.kept is not None and min(self.last) > self.kept
         self.undone += undo
         again = f"weights of a loss of {self.kept:.4g} again, and " if undo else ""

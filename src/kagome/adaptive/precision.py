@@ -104,6 +104,8 @@ class StalenessProbe:
     @property
     def off(self) -> float:
         """Length of the two gradients' difference over the exact one's."""
+        # |g - e| / |e| by the law of cosines, with ratio = |g| / |e|. Rounding may make the sum slightly
+        # negative.
         return math.sqrt(max(1 + self.ratio**2 - 2 * self.ratio * self.cosine, 0.0))
 
     @classmethod
@@ -124,6 +126,7 @@ def levels_of(settings: ExchangeSettings) -> tuple[PrecisionLevel, ...]:
     """Return the precision levels from what the settings say up to exact."""
     forward, backward = settings.codec, settings.codec_backward or settings.codec
     chooses = settings.halo_sample < 1 or settings.skip_drift > 0 or settings.adaptive_bits
+    # The ladder gives up the selection of rows first, then lateness, then coarse codecs one by one.
     levels = [PrecisionLevel(forward, backward, settings.max_age == 0, chooses)]
     if chooses:
         levels.append(PrecisionLevel(forward, backward, settings.max_age == 0))
@@ -131,6 +134,7 @@ def levels_of(settings: ExchangeSettings) -> tuple[PrecisionLevel, ...]:
         levels.append(PrecisionLevel(forward, backward, True))
     for step in range(1, len(FINER)):
         levels.append(PrecisionLevel(_finer(forward, step), _finer(backward, step), True))
+    # Levels may repeat, for example where the codec is already the finest.
     return tuple(dict.fromkeys(levels))
 
 
@@ -156,9 +160,11 @@ class PrecisionController:
         """The probes after which rows were exchanged more exactly."""
         self._span, self._since = 1, 0
         self._opening = self._opens()
-        """Whether the coming epoch is the first of a level that is to be trusted: nothing is late in it."""
+        """Whether the coming epoch is the first of a level that is to be trusted: no row is late in it."""
         self._stay, self._calm = 0, 0
         """Probes since the last change of level; the number of them after the longest wait."""
+        # An index is meaningful for the same ladder only. With other settings the run begins at its first
+        # level.
         if state and self.watch and state["rungs"] == [asdict(level) for level in self.levels]:
             self._go_on(state)
 
@@ -175,9 +181,10 @@ class PrecisionController:
         """Note an epoch that has run.
 
         Returns:
-            A note, or nothing.
+            A note; an empty text if there is nothing to report.
         """
         self._since += 1
+        # An exact level has no probes that could lead back, so time alone does.
         if not self.index or not self.level.exact:
             return ""
         # Stay for as long as a probed level does: probes after 1, 2, 4 ... epochs, then the longest waits.
@@ -208,13 +215,15 @@ class PrecisionController:
         """Take the result of a probe.
 
         Returns:
-            A note, or nothing.
+            A note; an empty text if there is nothing to report.
         """
         opening, self._opening = self._opening, False
         self.found.append(found)
         self._since, self._stay = 0, self._stay + (not opening)
         late = not self.level.waits
         far = self._far() if late else 0.0
+        # A long noisy gradient raises Adam's second moments for hundreds of epochs, so codecs need a higher
+        # cosine than late rows.
         least = CODED_FAIR if self.level.codes else ROWS_FAIR
         fair = found.cosine >= least and far <= CLOSE  # False for NaN
         if not fair:
@@ -225,6 +234,8 @@ class PrecisionController:
             return f"epoch {found.epoch}: rows cross with {self.level.text()} from now on ({why})"
         if opening:
             return ""  # the next epoch is probed too
+        # Spans to the next probe: halved after far late rows, doubled after a good probe, one longer after a
+        # fair one.
         if late and found.off > CLOSE:
             self._span = max(self._span // 2, 1)
         elif found.cosine >= ROWS_GOOD:
@@ -254,6 +265,7 @@ class PrecisionController:
     def _patience(self) -> int:
         """Return how many longest waits pass before the level below is tried: a failed try costs epochs."""
         below = self.levels[self.index - 1]
+        # Each failed try of that level doubles the wait, up to 32 times the longest span.
         return 1 << min(sum(probe.level == below for probe in self.climbed), 5)
 
     def _far(self) -> float:

@@ -23,7 +23,7 @@ OTHERS: Final = (
     *("max_age", "sync_every", "smoothing"),
     *("error_feedback", "halo_sample", "skip_drift", "adaptive_bits"),
 )
-"""Further settings of the rows that go to other parts, which the note at the end lists."""
+"""Further settings of the rows that are sent to other parts, which the note at the end lists."""
 
 
 class Found(Protocol):
@@ -83,6 +83,7 @@ class ExchangeReport:
     def uncounted(self) -> Iterator[None]:
         """Exclude from the report what a probe sends in a block: without codecs there would be no probe."""
         exchange, stages = self.exchange, self.stages
+        # Counts up to here are put back at the end, and those of the block are dropped.
         kept, summed = exchange.take_counts(), self.gradients.take_uncoded()
         before = None if stages is None else stages.take_counts()
         try:
@@ -95,6 +96,7 @@ class ExchangeReport:
 
     def take(self) -> dict[str, int]:
         """Return the bytes, by kind, that this rank would have sent without codecs since the last call."""
+        # Taken in exact runs too, so that counts do not accumulate.
         counts = self.exchange.take_counts()
         taken, summed = {"halo": counts}, self.gradients.take_uncoded()
         if self.stages is not None:
@@ -125,6 +127,8 @@ class ExchangeReport:
             (self.exchange.known.oldest, self._errors), "what was exchanged"
         )
         ages, errors = zip(*told, strict=True)
+        # Each rank measures the codec's error on a sample of the rows that it sends; sites are reported by
+        # their mean.
         by_site: defaultdict[str, list[float]] = defaultdict(list)
         for of_rank in errors:
             for site, error in of_rank.items():

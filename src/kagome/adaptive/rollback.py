@@ -84,8 +84,11 @@ class Rollback:
         tensors = self._tensors
         for name, (value, state) in self._kept.items():
             tensor = tensors[name]
+            # In place, because the optimizer and autograd refer to these tensors.
             tensor.copy_(value)
             if isinstance(tensor, nn.Parameter):
+                # A weight without state at that time must have none now. The copy keeps the saved state for a
+                # second rollback.
                 optimizer.state.pop(tensor, None)
                 if state:
                     optimizer.state[tensor] = deepcopy(state)
@@ -105,6 +108,7 @@ class Rollback:
         Returns:
             Whether it had all of them; true for a rank without weights.
         """
+        # All or nothing: weights of one epoch beside optimizer state of another would be no state of the run.
         found = {name: resumed_rows.take(KIND, name, epoch) for name in self._tensors}
         self._kept = {
             name: (state["value"], {key[6:]: each for key, each in state.items() if key != "value"})

@@ -79,11 +79,14 @@ class StageCodec:
 
     def size(self, value: Value, shape: tuple[int, ...]) -> int | None:
         """Return the bytes of an encoded message; None where the value is sent unencoded."""
+        # Draws follow from the ids of vertices, so only rows of vertices can be encoded. Sender and receiver
+        # compute this size independently, from the survey alone.
         dtype = value.dtype
         if self.exact or value.kind != "rows" or dtype is None or not dtype.is_floating_point:
             return None
         width = _width(shape)
         size = self.codec.size(shape[0], width, dtype)
+        # Narrow rows may be longer when encoded: each row has a header.
         return size if size < shape[0] * width * dtype.itemsize else None
 
     def encode(
@@ -116,6 +119,7 @@ class StageCodec:
         site = f"{name} (stage) {'backward' if backward else 'forward'}"
         if epoch % MEASURED_EVERY == 1 or site not in self._measured:
             self._measured.add(site)
+            # About MEASURED_ROWS rows, evenly spaced.
             some = torch.arange(0, flat.size(0), max(flat.size(0) // MEASURED_ROWS, 1), device=flat.device)
             lost = lost_share(self.codec, flat[some], row_ids[some], key, where)
             if lost is not None:
@@ -124,6 +128,8 @@ class StageCodec:
 
     def _draws(self, name: str, epoch: int, *, backward: bool) -> int:
         """Return a 64-bit key: a value's readers get the same rows; each gradient has its own draws."""
+        # Forward, the key lacks the reader, so that a value read by two stages is the same in both. Backward,
+        # it has the sending stage: the errors of two gradients that are added must be independent.
         text = repr((self.seed, epoch, name, backward, self.stage if backward else -1)).encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 

@@ -56,14 +56,17 @@ def here(ranks: int, rate: float, kept: MeasurementCache | None = None) -> Clust
         kept: The cache to look up earlier measurements in.
     """
     free = available_bytes()
+    # Ranks of one host share what is free. If the system does not say, no plan is refused for memory.
     memory = (64 * GIB if free is None else float(free)) / ranks
     free_cores = len(cores())
     crowded = crowding(min(ranks, free_cores), kept or MeasurementCache())
+    # Bandwidth within and between hosts is the same: there is one host. 1e-4 is the latency in seconds.
     return Cluster("this machine", 1, ranks, memory, 1.0, rate, rate, 1e-4, crowded, free_cores)
 
 
 def _threads(ranks: int) -> int:
     """Return the number of threads that ``launch`` would give each local rank."""
+    # OMP_NUM_THREADS, or a share of the cores.
     return chosen_threads(os.environ) or local(ranks)
 
 
@@ -88,7 +91,7 @@ def studied(
 
     Raises:
         PlanError: If a graph is given by one of its two numbers alone.
-        KagomeError: What loading the graph or building the model raises.
+        KagomeError: Any error of loading the graph or building the model.
     """
     alone = Channel(None, "cpu")
     if (asked.vertices is None) is not (asked.edges is None):
@@ -115,6 +118,8 @@ def studied(
             first = decouple(model, few_rows(part, CPU))
         except ModelError as error:
             notes.append(f"not decoupled: {error}")
+    # Rates are those of one rank among all: with its share of the cores here, or one core,
+    # which a cluster's `speed` is relative to.
     torch.set_num_threads(_threads(asked.devices) if asked.cluster is None else 1)
     run = asked.model
     options = PartOptions.of(asked.train, fast=run.fast, recompute=run.recompute)
@@ -142,8 +147,9 @@ def planned(
 
     Raises:
         PlanError: If no plan fits, or if a graph is given by one of its two numbers alone.
-        KagomeError: What loading the graph or building the model raises.
+        KagomeError: Any error of loading the graph or building the model.
     """
+    # Before anything is measured, which takes a minute: a wrong name of a cluster ends here.
     named = None if asked.cluster is None else Cluster.load(asked.cluster)
     kept = opened(asked.reuse)
     study, notes = studied(asked, build, kept, data=data)
@@ -217,6 +223,7 @@ def plan(
         allow=allow,
         reuse=reuse,
     )
+    # As a function of the API this must leave the caller's threads as they were.
     data, threads = validate(data)[0], torch.get_num_threads()
     try:
         return planned(asked, lambda part, meta, channel: copied(model), data=data)
@@ -241,6 +248,7 @@ def chosen(
     Raises:
         PlanError: If no plan fits.
     """
+    # A saved partition has a fixed number of parts, and planning needs the edges of the whole graph.
     if settings.data.partition is not None:
         raise PlanError(
             "a graph that plan='auto' can cut",
@@ -258,6 +266,7 @@ def chosen(
     )
     found = planned(asked, build)
     best = found.fitting[0]
+    # Someone who asked for 8 ranks and sees 4 wants to know why.
     fewer = f" {_fewer(best, found.fitting, ranks)}" if best.ranks < ranks else ""
     print(f"kagome: {best.name}: {best.reason}.{fewer}", file=sys.stderr)
     mesh: dict[str, Any] = dict(best.settings)
@@ -279,6 +288,7 @@ def _fewer(best: Candidate, fitting: Sequence[Candidate], ranks: int) -> str:
 def like(graph: GraphSize, features: int, classes: int, seed: int) -> Data:
     """Make a small random graph with the given mean degree, number of features and number of classes."""
     generator = torch.Generator().manual_seed(seed)
+    # The model must run on it, and its attributes must have the right widths; its edges matter little.
     n = min(graph.vertices, 2_000)
     e = max(1, round(graph.edges * n / max(graph.vertices, 1)))
     third = torch.arange(n) % 3

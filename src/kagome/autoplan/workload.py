@@ -143,6 +143,8 @@ class Workload:
             METIS cuts of it into two and four parts.
         """
         models = [(model, False)] + ([] if decoupled is None else [(decoupled, True)])
+        # Facts are the key of the cache: everything that a measurement depends on and nothing else, so that
+        # the next plan of the same model and graph finds it.
         same, own = [identity(each) for each, _ in models], kept or MeasurementCache()
         if None in same:  # a model without an identity cannot be a cache key
             own = MeasurementCache()
@@ -151,6 +153,7 @@ class Workload:
         runs = [options.seed, options.fast, options.recompute, options.amp]
         facts = tuple([*size, each, place, step, runs, most] for place, each in enumerate(same))
         found = []
+        # `measure` has this turn's values as defaults; a closure would see those of the last.
         for about, (each, first) in zip(facts, models, strict=True):
 
             def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
@@ -166,6 +169,7 @@ class Workload:
             counts, uncertain = self.graph.counts(number, self.options.seed)
             return [[list(astuple(each)) for each in counts], uncertain]
 
+        # The first four facts are about the graph; a cut does not depend on the model.
         facts = [*self.facts[0][:4], self.options.seed, number]
         counts, uncertain = self.kept.value("parts", facts, measure)
         return tuple(PartSize(*each) for each in counts), uncertain
@@ -201,6 +205,7 @@ class Workload:
         def measure() -> list[Any]:
             parallel = Parallel(pipe=ranks, stages_per_rank=dealt, chunks=chunks)
             model = self.models[0].model
+            # [] stands for a model that cannot be cut, because JSON's null would be measured again.
             cut = None if self.steps is None else _cut(model, self.steps, self.part, self.graph, parallel)
             if cut is None:
                 return []
@@ -228,9 +233,11 @@ class Workload:
             A METIS cut for each number of parts, once per workload.
         """
         size = cluster.size
+        # Divisors of the number of devices: every axis of a mesh is one.
         numbers = [number for number in range(1, size + 1) if size % number == 0]
         found: list[Candidate] = []
         for place, each in enumerate(self.models):
+            # Encoding is timed only if some plan encodes.
             rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
             for number in numbers:
                 counts, uncertain = self.parts(number)
@@ -239,8 +246,11 @@ class Workload:
                     more = {"decoupled": each.decoupled, **way}
                     found.append(parts(number, loads, rates, cluster, uncertain, **more))
             if each.transposed is not None:
+                # All divisors but the last: `number` parts leave size /
+                # number slices, which must be more than one.
                 some = [number for number in numbers[:-1] if size // number <= MOST_SLICES]
                 found += [self._slices(each, number, cluster) for number in some]
+        # The decoupled model has no stages: all of its hops come last.
         for ranks in numbers[1:]:
             cut = self.stages(ranks, 1, default_chunks(ranks, 1))
             if cut is None:
@@ -256,6 +266,7 @@ class Workload:
         own, found = self.models[0], []
         size = cluster.size // cut.ranks
         for tensor in (number for number in range(1, size + 1) if size % number == 0):
+            # Slices within stages: the whole graph passes as one chunk.
             if tensor > MOST_SLICES or (tensor > 1 and own.transposed is None):
                 continue
             groups = size // tensor
@@ -283,6 +294,7 @@ class Workload:
 
     def _dealt(self, ranks: int) -> list[tuple[PipeCut, int]]:
         """Return the cuts into one and into several stages per rank, each with its number of chunks."""
+        # The first way is the default of a run: one stage a rank, four chunks for each.
         ways = [(dealt, ceil(chunks * ranks)) for dealt, chunks in DEALT]
         cuts = [(self.stages(ranks, dealt, chunks), chunks) for dealt, chunks in ways]
         return [(cut, chunks) for cut, chunks in cuts if cut is not None]
@@ -299,15 +311,19 @@ class Workload:
 
         facts = [*self.facts[0][:4], self.options.seed, groups, size]
         ranks = [PartSize(*one) for one in self.kept.value("shares", facts, measure)]
+        # Data and activations are those of the fullest rank of a part; rows, edges and halo those of the
+        # whole part, since slices read all of it.
         loads = []
         for part, count in enumerate(counts):
             group_size = GroupSize(count.rows, count.edges, count.halo, size)
+            # One estimated size stands for all ranks if the graph is not at hand.
             own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
             fullest = max(
                 (each.held.at(one, group_size=group_size) for one in own), key=lambda one: one.total
             )
             loads.append(_load(count, fullest))
         shared, common = each.transposed
+        # a (T - 1) / T + b (T - 1) bytes a vertex, see profile.epoch_costs.transposes.
         sent = (shared / size + common) * (size - 1) * self.graph.vertices
         two, four = ((one.seconds, one.row, one.edge) for one in each.sliced)
         return Sliced(size, two, four, each.sliced[0].meetings, sent), loads
@@ -329,6 +345,7 @@ def _measured(
     most: int,
 ) -> MeasuredWorkload:
     transposed = transposes(model, part, options)
+    # On tiny graphs, so a model that fails is refused before the long measurements.
     held = rates_of(model, optimizer, part, options, slices=() if transposed is None else (2, 4))
     if held.fault:
         raise PlanError("a model that runs on small graphs, to be measured", held.fault, hint="kagome check")
@@ -337,10 +354,12 @@ def _measured(
     forward, backward = halo_bytes(model, part, options)
     took = asdict(timed(model, cuts_of(graph, part, options.seed), options))
     rates = CostRates(**took, forward=forward, backward=backward, weights=weights)
+    # Ranks were timed with their share of the threads; a single rank may have all.
     times, apart = alone(model, samples[0], rates, options, most)
     rates = replace(rates, alone=times, spread=max(rates.spread, apart))
     if transposed is None:
         return MeasuredWorkload(model, decoupled, rates, held, None)
+    # Slices of all ranks are timed one after another, which takes long on a large graph.
     small = [sample for sample in samples if sample.edge_index.size(1) <= SLICED]
     two, four = (
         timed(model, [shares_of(each, count) for each in small], options, slices=count) for count in (2, 4)
@@ -387,7 +406,10 @@ def _cut(
         return None
     spent = [sum(staging.seconds.get(step.name, 0.0) for step in stage.steps) for stage in staging.stages]
     total = sum(spent) or 1.0
+    # A stage's reads of neighbours, in proportion to its seconds; at least
+    # one, which costs the fixed time of a chunk.
     reads = sum(isinstance(module, MessagePassing) for module in model.modules())
+    # Only shares of memory are asked for, so a part without halo will do.
     whole = PartSize(graph.vertices, 0, graph.edges, 0, 0, 0, 0)
     widths = [staging.read_by(rank) for rank in range(parallel.pipe)]
     return PipeCut(
@@ -404,6 +426,7 @@ def _cut(
 def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
     """List the variants of a plan: rows whole or at one bit, then gradients in bf16 or not; late or not."""
     halved = (False, True) if "onebit" in allow else ()
+    # bf16 gradients go with one bit only: by themselves they save little.
     few = [{"onebit": True, "halved": each} for each in halved]
     late = (False, True) if "stale" in allow else (False,)
     return [{**bits, "late": old} for bits, old in product([{}, *few], late)]

@@ -6,8 +6,10 @@ marks.
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ class BestWeights:
             model: The model with its weights.
             higher: Whether more of the metric is better.
         """
+        # Without a metric this branch is never taken: each epoch replaces the last one as the best.
         if metric is not None and self.metric is not None and not _better(metric, self.metric, higher):
             self.waited = epoch - self.epoch
             return
@@ -72,13 +75,12 @@ class BestWeights:
 
 
 def _better(metric: float, before: float, higher: bool) -> bool:
-    return metric > before if higher else metric < before
+    # Comparisons with NaN are false, so any number is better than NaN, and NaN is better than nothing.
+    return not math.isnan(metric) and not (before >= metric if higher else before <= metric)
 
 
 Mark = tuple[Any, ...]
-"""How often each tensor of a model was written to, and a sum of its bits; the numbers that modules keep."""
-
-_WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""How often each tensor of a model was written to, and its checksum; the numbers that modules keep."""
 
 
 def copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +92,8 @@ def holds(model: nn.Module, weights: Mapping[str, Tensor]) -> bool:
     """Return whether a model's state equals this one, bit by bit."""
     state = state_of(model)
     return state.keys() == weights.keys() and all(
-        value.shape == weights[name].shape and bits(value) == bits(weights[name])
+        (value.shape, value.dtype) == (weights[name].shape, weights[name].dtype)
+        and all(map(torch.equal, _as_bytes(value), _as_bytes(weights[name])))
         for name, value in state.items()
     )
 
@@ -104,6 +107,8 @@ def mark(model: nn.Module) -> Mark:
         One pass over them.
     """
     tensors = (*model.parameters(), *model.buffers())
+    # Plain attributes that forward may depend on, such as a temperature. `training` changes in every
+    # evaluation.
     numbers = (
         (name, value)
         for module in model.modules()
@@ -114,12 +119,17 @@ def mark(model: nn.Module) -> Mark:
 
 
 def bits(tensor: Tensor) -> int:
-    """Return the sum of a tensor's bits as whole numbers: the same on all ranks for the same values."""
+    """Return a checksum of a tensor's values in their order: the same on all ranks for the same values."""
     found = 0
-    for plain in laid_out(tensor.detach()):
-        numbers = torch.view_as_real(plain) if plain.is_complex() else plain
-        found += int(numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=torch.int64))
+    for plain in _as_bytes(tensor):
+        found = zlib.crc32(plain.cpu().numpy().data, found)
     return found
+
+
+def _as_bytes(tensor: Tensor) -> list[Tensor]:
+    """Return the bytes of a tensor, in which NaN equals itself; of a sparse one, also of its indices."""
+    plain = (each.resolve_conj().resolve_neg() for each in laid_out(tensor.detach()))
+    return [each.contiguous().view(-1).view(torch.uint8) for each in plain]
 
 
 def unlike_on_ranks(model: nn.Module, sums: Sequence[Sequence[int]]) -> ModelError:
@@ -127,7 +137,7 @@ def unlike_on_ranks(model: nn.Module, sums: Sequence[Sequence[int]]) -> ModelErr
 
     Args:
         model: The model whose weights they are.
-        sums: For each rank, :func:`bits` of each parameter; not all alike.
+        sums: For each rank, :func:`bits` of each parameter; not all are equal.
     """
     names = [name for name, _ in model.named_parameters()]
     rank, name = next(

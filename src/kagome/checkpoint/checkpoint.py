@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -28,12 +28,14 @@ from torch.optim import Optimizer
 
 from kagome.checkpoint.epoch_state import SECTION, EpochState, Named, RestoredState, checked
 from kagome.checkpoint.files import (
+    ASIDE,
     FORMAT,
     LATEST,
     NAME,
     PAGE,
     REST,
     RunPosition,
+    aside_of,
     damaged,
     number_of,
     offer,
@@ -97,11 +99,13 @@ def save(
     # Without a shared disk, the first host's checkpoint is whole but lacks the other hosts' rows.
     writers = [rank for rank, sees in enumerate(channel.gather_objects(fresh.is_dir(), "disk")) if sees]
     writes = channel.rank in writers
+    # A rank that does not write has its rows in no file, so it names none.
     plain = None if epoch_state is None or not writes else epoch_state.plain(file)
     kept = channel.gather_objects(plain, "what epochs hand on", [Named])
     state: dict[str, Tensor] = {}
     fault, seal = "", None
     try:
+        # Every rank has the whole state, so ranks need no message to divide the writing.
         state = _state(model, optimizer, best)
         if writes:
             mine = {each: state[each] for each in _shares(state, len(writers))[writers.index(channel.rank)]}
@@ -130,8 +134,9 @@ def _publish(
     epoch_state: EpochState | None,
     kept: list[Any],
 ) -> str:
-    """Write all but the tensors, and make the checkpoint the latest; return what went wrong, or nothing."""
+    """Write all but the tensors, and make the checkpoint the latest; return the fault, or an empty text."""
     fresh, target = _places(folder, place.epoch)
+    aside = aside_of(target)
     try:
         rest = {
             "scheduler": None if scheduler is None else _without_functions(scheduler.state_dict()),
@@ -141,12 +146,20 @@ def _publish(
             "carried": [rank for rank in kept if rank is not None],
         }
         _finish(fresh, place, rest, files)
-        shutil.rmtree(target, ignore_errors=True)
+        # Steps in the order in which a crash is harmless: the whole folder gets its name, then the pointer
+        # moves to it, and only then are older checkpoints removed. A folder cannot replace another in one
+        # step, so one of the same epoch is set aside, where `latest` finds it.
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
         fresh.rename(target)
         write_text(folder / LATEST, target.name + "\n")
         sealed_files.sync_folder(folder)
         _remove_others(folder, target.name)
     except Exception as error:
+        if not target.exists():
+            with suppress(OSError):
+                aside.rename(target)
         return reason_of(error)
     return ""
 
@@ -167,7 +180,7 @@ def _make_room(fresh: Path) -> str:
 
 
 def _agree(channel: Channel, fault: str, target: Path) -> None:
-    """Raise on every rank what any of them met, so that none waits for a rank that has given up."""
+    """Raise an error on every rank if any has a fault, so that no rank waits for one that has given up."""
     whole = whole_ones(target.parent)[:1] if fault else []
     faults: list[Any] = channel.gather_objects((fault, whole), "checkpoint")
     met, last = next((each for each in faults if each[0]), ("", []))
@@ -188,6 +201,7 @@ def _finish(fresh: Path, place: RunPosition, rest: Mapping[str, Any], files: dic
         files[f"{_KEPT}.safetensors"] = sealed_files.write_tensors(fresh / f"{_KEPT}.safetensors", held)
     files[REST] = sealed_files.write_text(fresh / REST, json.dumps(tree, allow_nan=False))
     facts = {"format": FORMAT, **_as_json(place), "files": sealed_files.told_of(files)}
+    # The page is written last. It has the checksums of all other files, so a folder with a page is complete.
     sealed_files.write_page(fresh / PAGE, facts)
     sealed_files.sync_folder(fresh)
 
@@ -200,6 +214,7 @@ def _shares(state: Mapping[str, Tensor], count: int) -> list[list[str]]:
     """Divide names among some ranks so that bytes are about equal; the same on all of them."""
     shares: list[list[str]] = [[] for _ in range(count)]
     sizes = [0] * count
+    # Largest first, each to the rank with the fewest bytes. Names decide ties, so all ranks divide alike.
     for name in sorted(state, key=lambda name: (-state[name].nbytes, name)):
         least = sizes.index(min(sizes))
         shares[least].append(name)
@@ -212,13 +227,14 @@ def _remove_others(folder: Path, newest: str) -> None:
     # A folder of another name may be a user's copy.
     found = sorted((path.name for path in folder.glob("epoch-*") if NAME.fullmatch(path.name)), key=number_of)
     kept = [name for name in found if number_of(name) <= number_of(newest)][-KEEP:]
-    for name in set(found) - set(kept):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    for path in (*(folder / name for name in set(found) - set(kept)), *folder.glob(ASIDE.format("epoch-*"))):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _state(model: nn.Module, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Return all tensors that are the same on all ranks, by section and name."""
     state = {f"model.{name}": value for name, value in state_of(model).items()}
+    # state_dict numbers parameters in the order of the groups, which is equal on all ranks.
     for index, values in optimizer.state_dict()["state"].items():
         found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
         state.update({f"optimizer.{index}/{key}": value for key, value in found.items()})
@@ -328,8 +344,8 @@ def load(
         model: A model of the same shapes.
         optimizer: An optimizer of the same class.
         scheduler: The scheduler, if the run has one.
-        seed: The run's seed: draws follow from it; None takes any.
-        graph: The run's graph, by its content; None takes any.
+        seed: The run's seed: draws follow from it; None allows any.
+        graph: The run's graph, by its content; None allows any.
 
     Returns:
         The position of the run, the weights of its best epoch, and the state of its last epoch.
@@ -343,9 +359,11 @@ def load(
     folder = Path(folder)
     place, files = _verified(folder, channel)
     _refuse_other_run(folder, place, seed, graph)
+    # All is read and compared before anything is loaded, so an error leaves model and optimizer unchanged.
     try:
         rest, sections = _read(folder, files)
         state: dict[int, dict[str, Any]] = {index: dict(values) for index, values in rest["state"].items()}
+        # Names are "index/key", as `_state` makes them.
         for name, value in sections["optimizer"].items():
             index, _, key = name.partition("/")
             state.setdefault(int(index), {})[key] = value
@@ -432,6 +450,8 @@ def _verified(folder: Path, channel: Channel) -> tuple[RunPosition, dict[str, Se
     try:
         found = read_page(folder)
         for number, (name, seal) in enumerate(found[1].items()):
+            # Checksums are divided among the ranks; each rank then reads what it needs without checking
+            # again.
             if number % channel.size == channel.rank:
                 sealed_files.verify(folder / name, seal)
     except SealError as error:
@@ -452,6 +472,7 @@ def _read(folder: Path, files: Mapping[str, Seal]) -> tuple[Any, dict[str, dict[
             held = sealed_files.read_tensors(folder / name)[0]
             kept = [held[f"{_KEPT}.{number}"] for number in range(len(held))]
         elif name.endswith(".safetensors"):
+            # SECTION holds rows of single ranks, which RestoredRows reads when they are asked for.
             shared = sealed_files.read_tensors(folder / name, but=SECTION)[0]
             for path, tensor in shared.items():
                 section, _, short = path.partition(".")

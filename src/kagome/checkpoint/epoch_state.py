@@ -87,6 +87,7 @@ class StateLayout:
             steps: The steps of the model that this rank runs.
         """
         rest: dict[str, Any] = {name: getattr(settings, name) for name in DECIDES}
+        # A hash: the layouts of all ranks are stored in ``rest.json``, which every rank reads.
         rows = blake2b(ids.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
         return cls(stage, part, tuple(steps), {**rest, "fingerprint": fingerprint, "rows": rows})
 
@@ -129,6 +130,7 @@ class EpochState:
         return {**asdict(self.layout), "entries": entries}
 
     def _path(self, place: int, name: str) -> str:
+        # `place` numbers the entries: keys of sites are no valid names in a file.
         return f"{SECTION}.{self.layout.part}/{self.layout.stage}/{place}/{name}"
 
     def _named(self, file: str, place: int, name: str, value: Any) -> Any:
@@ -180,6 +182,8 @@ class RestoredRows:
             CheckpointError: If its rows cannot be read.
         """
         state = self.entries.get((kind, key))
+        # Later epochs have newer rows in memory. The evaluation between resume and the first epoch counts as
+        # epoch - 1.
         if state is None or not self.epoch - 1 <= epoch <= self.epoch:
             return None
         named = {name: value for name, value in state.items() if isinstance(value, Named)}
@@ -229,6 +233,7 @@ class RestoredState:
         """
         entries = self.entries(layout)
         whole = len(self.ranks) == world.size
+        # A rank that resumes rows exchanges in another way than one that does not, so all do or none does.
         if not all(world.gather_objects(whole and entries is not None, "rows of the last epoch")):
             return None
         assert entries is not None
@@ -243,6 +248,7 @@ class RestoredState:
         ranks = [rank for rank in self.ranks if rank["part"] == layout.part]
         if not ranks or any(rank["rest"] != layout.rest for rank in ranks):
             return None
+        # The same steps on the same stage: its own entries. Otherwise the entries of all stages of this part.
         same = [rank for rank in ranks if (rank["stage"], rank["steps"]) == (layout.stage, layout.steps)]
         found = [(kind, key, state) for rank in same or ranks for kind, key, state in rank["entries"]]
         if not same and _ambiguous(found):
@@ -266,6 +272,7 @@ def checked(rank: Any, files: Collection[str]) -> dict[str, Any]:
         raise ValueError("a rank's layout is none")
     for entry in rank["entries"]:
         kind, key, state = entry
+        # Raises a TypeError for a key that no entry could be looked up by.
         hash(key)
         if not isinstance(kind, str) or not isinstance(state, dict):
             raise ValueError(f"a rank's rows hold {str(kind)[:40]!r}")
@@ -290,4 +297,5 @@ def said_of(resumed_rows: ResumedRows | None, *, late: bool, history: bool = Fal
 def _ambiguous(entries: Sequence[tuple[str, Any, State]]) -> bool:
     """Return whether sites share a name, so that their order depends on where a rank's stages begin."""
     keys = [(kind, key) for kind, key, _ in entries if kind in AT]
+    # A site key is (name, how often the name has come). A second one of a name may be first on another rank.
     return len(set(keys)) < len(keys) or any(AT[kind](key)[1] > 1 for kind, key in keys)

@@ -8,23 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 FLOATS: Final = tuple(f"torch.{name}" for name in ("float64", "float32", "bfloat16", "float16"))
 ANY: Final = ""
 """Stands for any number type."""
-
-
-class TensorSpec(Protocol):
-    """A tensor as a checkpoint describes it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """The number type of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +50,7 @@ class EntryForm:
             if not isinstance(shape, tuple) or (axes and len(shape) != axes):
                 return f"{name} is no tensor{f' of {axes} axes' if axes else ''}"
             wanted = self.types.get(name)
+            # A tensor without an entry in `types` must be floating point; ANY allows each type.
             if dtype not in FLOATS if wanted is None else wanted not in (ANY, dtype):
                 return f"{name} is {dtype}"
         for name, fits in self.plain.items():
@@ -76,6 +65,7 @@ class EntryForm:
         return ""
 
 
+# bool is a subclass of int. Up to 2**53 a number survives JSON readers that use floats.
 def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
@@ -100,6 +90,8 @@ def _counts(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(map(_count, value))
 
 
+# `goes` and `comes` are about the rows of the next epoch: bits of each row where bits are fitted, a mask
+# where rows are skipped.
 _NEXT: Final = {"goes": 1, "comes": 1}
 FORMS: Final[Mapping[str, tuple[EntryForm, ...]]] = {
     "crossing": (

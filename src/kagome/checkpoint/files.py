@@ -23,6 +23,7 @@ PAGE: Final = "place.json"
 REST: Final = "rest.json"
 LATEST: Final = "latest"
 NAME: Final = re.compile(r"epoch-\d{6,12}")
+ASIDE: Final = ".{}.old"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def latest(folder: str | Path) -> Path:
         return folder
     place = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     pointer = place / LATEST
+    # A run that ended between the rename of its checkpoint and the pointer, or a copied folder without it.
     if not pointer.exists():
         found = sorted((p.parent for p in place.glob(f"epoch-*/{PAGE}")), key=lambda p: number_of(p.name))
         if not found:
@@ -74,12 +76,19 @@ def latest(folder: str | Path) -> Path:
     with suppress(OSError, ValueError):
         name = pointer.open("rb").read(100).decode("ascii").strip() if pointer.is_file() else ""
         if NAME.fullmatch(name):
-            return place / name
+            named, aside = place / name, aside_of(place / name)
+            # A run that ended while it saved this epoch again, before the new one had the name.
+            return aside if aside.is_dir() and not named.exists() else named
     raise CheckpointError(
         f"the name of the newest checkpoint in {pointer}",
         "something else",
         hint=offer(place, ""),
     )
+
+
+def aside_of(folder: Path) -> Path:
+    """Return where a checkpoint is kept while another of the same epoch takes its place."""
+    return folder.with_name(ASIDE.format(folder.name))
 
 
 def whole_ones(place: Path, but: str = "") -> list[str]:
@@ -122,6 +131,7 @@ def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
         raise SealError(f"{PAGE} is of another version of Kagome; this one reads format {FORMAT}")
     files = sealed_files.seals_of(facts.pop("files", None))
     hints = get_type_hints(RunPosition)
+    # A metric may be nan or inf, which JSON does not have: `pack` writes such a float as a dict.
     try:
         given = unpack({"dict": [[name, value] for name, value in facts.items()]}, [])
     except ObjectError as error:
@@ -131,6 +141,7 @@ def read_page(folder: Path) -> tuple[RunPosition, dict[str, Seal]]:
     for name, value in given.items():
         if not fits(value, hints[name]) or (isinstance(value, int) and value < 0 and name != "seed"):
             raise SealError(f"{PAGE} is damaged: {name} is {str(value)[:40]!r}")
+    # A folder that was renamed by hand to another epoch; other names are left to the user.
     if folder.name != f"epoch-{given['epoch']:06d}" and NAME.fullmatch(folder.name):
         raise SealError(f"{PAGE} is of epoch {given['epoch']}, and the folder is {folder.name}")
     return RunPosition(**given), files

@@ -40,6 +40,7 @@ def weights_at(where: str | Path) -> dict[str, Tensor]:
     path = path_of(where, "the place of weights")
     if path.is_dir():
         alone, saved = path / f"model{SUFFIX}", path / "checkpoints"
+        # Checkpoints are sealed and checked, so they are preferred to model.safetensors beside them.
         if not alone.exists() or (saved.is_dir() and any(saved.iterdir())):
             return checkpoint.best_weights(latest(path))
         path = alone
@@ -71,6 +72,7 @@ def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:
         give(model, weights_at(where), where)
     except CheckpointError as error:
         fault = error
+    # Other ranks must not go on with weights that this one could not load.
     faults: Any = world.gather_objects(fault and str(fault), "load weights")
     found = next((each for each in faults if each), None)
     if fault is not None or found is not None:
@@ -121,7 +123,10 @@ def columns_of(weights: Mapping[str, Tensor], make: Callable[[int], nn.Module]) 
         saved = weights.get(name)
         if saved is None or saved.dim() != len(shape):
             continue
+        # A size grows linearly with the number of columns c: size = one + step * (c - PROBES[0]). Two models
+        # with 7 and 11 columns give `step`, and the saved size gives c.
         for one, other, size in zip(shape, more.get(name, ()), saved.shape, strict=False):
+            # Sizes that do not change with the columns have step 0 and say nothing.
             step, rest = divmod(other - one, PROBES[1] - PROBES[0])
             if step > 0 and rest == 0:
                 count, rest = divmod(size - one, step)

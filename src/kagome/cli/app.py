@@ -67,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = _run(args[0], args[1:])
     except KeyboardInterrupt:
+        # 128 + SIGINT, as a shell reports a process that Ctrl-C ended.
         code = 130
     except Exception as error:
         found = in_words(error)
+        # An unexpected error, a fault of Kagome, keeps its traceback.
         if found is None:
             raise
         code = _told(found)
@@ -120,6 +122,7 @@ def _parse(kind: Any, args: list[str], name: str, default: Any = None) -> Any:
                 f"a flag and its value to have up to {LONGEST_WORD:,} characters each",
                 f"one with {len(word):,}: {word[:60]}...",
             )
+    # With a default, tyro shows and keeps the values of a file or of a resumed run.
     extra = {} if default is None else {"default": default}
     found = tyro.cli(kind, args=args, prog=f"kagome {name}", description=str(kind.__doc__), **extra)
     for flag, value in vars(found).items():  # config sections check their own values
@@ -147,11 +150,15 @@ def _train(args: list[str]) -> int:
             f"no folder {resume}, and no settings that say what to train",
             hint="ls runs/",
         )
+    # After a restart the folder holds this very run.
     if command.out is not None and environment().restarts == 0:
         refuse_taken(command.out, resume=resume, overwrite=command.overwrite)
     out = command.out or (None if resume is None else str(_run_folder(resume)))
+    # Ranks run already (torchrun, Slurm, or our own launcher), and this is one of them.
     if environment().source != "single":
         return train_rank(settings, out, resume, command.overwrite)
+    # The number of ranks: the flag, else that of the resumed run, else what the mesh asks for. Without any
+    # flag two ranks show what Kagome does.
     nproc = command.nproc or _saved_ranks(settings, resume, args) or _ranks(settings)
     nproc = nproc or (1 if args else DEFAULT_RANKS)
     if settings.parallel.plan == "auto":
@@ -162,9 +169,11 @@ def _train(args: list[str]) -> int:
         nproc = plans.fitting[0].ranks
         out = out or _new_folder(settings)
         Path(out).mkdir(parents=True, exist_ok=True)
+        # Ranks get the settings of the plan; the folder keeps how they were chosen.
         (Path(out) / "plan.json").write_text(plans.to_json())
         write_plans(Path(out) / "plan.html", plans)
     settings.parallel.fit(nproc)
+    # One rank needs no process of its own, unless it is to be started again after its death.
     if nproc == 1 and command.max_restarts == 0:
         return train_rank(settings, out, resume, command.overwrite)
     from kagome.launch.launcher import start_local
@@ -204,6 +213,7 @@ def _saved_ranks(settings: config.Run, resume: str | None, args: list[str]) -> i
     """Return the number of ranks of a resumed run whose split is unchanged; None if it is set elsewhere."""
     import json
 
+    # As many ranks as the run had, so that it continues bit for bit, unless a flag or a file says otherwise.
     resumed = _resumed(args)
     if resume is None or resumed is None or any(word.startswith(MESH_FLAGS) for word in args):
         return None
@@ -221,6 +231,7 @@ def _ranks(settings: config.Run) -> int | None:
     parallel = settings.parallel
     if parallel.tensor > 1:
         return (parallel.graph or 1) * parallel.pipe * parallel.tensor
+    # A saved partition has as many parts as it has; without one, ranks decide.
     parts = parallel.graph or _parts(settings.data.partition)
     return parts if parts is None and parallel.pipe == 1 else (parts or 1) * parallel.pipe
 
@@ -238,6 +249,7 @@ def _parts(folder: str | None) -> int | None:
 def _run_folder(resume: str) -> Path:
     """Return the run folder, given that folder, its checkpoints folder or one of the checkpoints."""
     folder = Path(resume)
+    # RUN, RUN/checkpoints and RUN/checkpoints/epoch-10 all name the run RUN.
     above = list(folder.resolve().parents)[:2]
     names = [folder.resolve().name, *(found.name for found in above)]
     inside = names.index("checkpoints") if "checkpoints" in names[:2] else None
@@ -259,6 +271,7 @@ def parse_train(args: list[str]) -> TrainCommand:
         if environment().source != "single" or any(word.startswith(MESH_FLAGS) for word in args):
             # The split does not change what the run learns, so the ranks at hand decide it.
             run = replace(run, parallel=replace(run.parallel, graph=None))
+    # The only positional argument. A value of a flag cannot come first.
     if args and not args[0].startswith("-"):
         run = toml_io.from_toml(args[0], over=run)
         args = args[1:]
@@ -268,9 +281,11 @@ def parse_train(args: list[str]) -> TrainCommand:
 
 def _resumed(args: list[str], flag: str = "--resume") -> Path | None:
     """Return the settings file of the run that a flag names; None if there is none."""
+    # By hand, before tyro parses: the settings of that run are tyro's defaults.
     for place, word in enumerate(args):
         follows = word == flag and place + 1 < len(args)
         folder = args[place + 1] if follows else word.partition(f"{flag}=")[2]
+        # --checkpoint may name a file of weights, whose folder may be a run's.
         folder = str(Path(folder).parent) if folder and Path(folder).is_file() else folder
         if folder and (_run_folder(folder) / "config.toml").exists():
             return _run_folder(folder) / "config.toml"
@@ -289,6 +304,7 @@ def _new_folder(settings: config.Run) -> str:
     for number in range(1, 10_000):
         folder = Path("runs") / f"{name}-{number:03d}"
         try:
+            # mkdir is atomic, so two runs that start at once get different folders.
             folder.mkdir(parents=True)
         except FileExistsError:
             continue
@@ -313,10 +329,12 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
     ranks = environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid(), signal.SIGTERM)  # torchelastic does not signal its ranks if it is killed
+    # A restarted run continues in its own folder.
     folder = resume or (out if ranks.restarts else None)
     with Trainer.from_settings(
         settings,
         _builder(settings.model, settings.train),
+        # A function, because rank 0 alone makes the folder, once the ranks are connected.
         out=out or (lambda: _new_folder(settings)),
         overwrite=overwrite or _begins_again(folder, out),
     ) as trainer:
@@ -331,6 +349,8 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
 
 def _begins_again(folder: str | None, out: str | None) -> bool:
     """Return whether a run that ended before its first checkpoint may be overwritten."""
+    # A folder with a checkpoint is continued, whatever is returned here. Without checkpoint and summary its
+    # files are those of a run that died early.
     if folder is None or out is None or not continues_run(Path(out), folder):
         return False
     return not (Path(out) / "summary.json").exists()
@@ -340,6 +360,7 @@ def _goes_on(trainer: Trainer, folder: str | None) -> str | None:
     """Return the folder to resume from; None if it has no checkpoint yet, so that a new run begins."""
     if folder is None:
         return None
+    # Rank 0 decides for all, since other hosts may not see the folder yet, or at all.
     from kagome.components.rank_zero import by_first
 
     if by_first(trainer.world, lambda: _checkpoint(folder) is not None, "look for a checkpoint"):
@@ -359,6 +380,7 @@ def _predict(args: list[str]) -> int:
     if command.nproc is not None and command.nproc < 1:
         raise ConfigError("--nproc to be a number from 1 up", f"{command.nproc}")
     out = Path(command.out)
+    # Before any data is loaded, because scoring a large graph and then failing to write is a waste of hours.
     if out.suffix not in (".npz", ".npy") or out.is_dir() or not out.resolve().parent.is_dir():
         raise ConfigError("--out to be a .npz or .npy file in a folder that is there", repr(command.out))
     if not Path(command.checkpoint).exists():
@@ -382,6 +404,7 @@ def _parse_predict(args: list[str]) -> PredictCommand:
     run, found = config.Run(), _resumed(args, "--checkpoint")
     if found is not None:
         run = toml_io.from_toml(found, trains=False)
+        # The split does not change the scores, so ranks at hand decide the number of parts.
         free = replace(run.parallel, plan="manual", graph=None)
         words = any(word.startswith(MESH_FLAGS) for word in args) or environment().source != "single"
         run = replace(run, parallel=free if words else run.parallel)
@@ -417,6 +440,7 @@ def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
         def make(columns: int) -> nn.Module:
             return _builder(settings.model, settings.train, columns)(part, meta, channel)
 
+        # The graph may have no labels, so the width of the output is read off the saved weights.
         return make(columns_of(weights_at(checkpoint), make) or meta.num_classes)
 
     with Trainer.from_settings(settings, build) as trainer:
@@ -449,6 +473,7 @@ def _builder(
             in_channels=meta.features,
             out_channels=wide,
             num_nodes=meta.num_nodes,
+            # PNA scales by degrees of the whole graph; all ranks take part in counting them.
             degree_histogram=degree_histogram(part, channel) if settings.name == "pna" else None,
         )
 
@@ -527,6 +552,7 @@ def _report(args: list[str]) -> int:
     for fault in run.faults:
         print(f"kagome: {fault}", file=sys.stderr)
     try:
+        # A provisional summary has figures that only look final.
         print_summary(run.summary if run.finished else {}, page)
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         print(

@@ -53,19 +53,23 @@ def checked(
     """
     cut, seed = settings.parallel, settings.train.seed
     refuse_slices_by_pyg(settings, torch.device("cuda"))  # the device of the run's ranks, not of this check
+    # One process without peers: the ranks of the check are threads on a sample.
     alone = Channel(None, "cpu")
     found = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
     part, meta = for_model(settings.model.name, *found)
     torch.manual_seed(seed)
     model = build(part, meta, alone)
+    # A decoupled model is another model, which is compared with itself, whole.
     if cut.decouple:
         materialise(model, part, torch.device("cpu"))
         model = decouple(model, few_rows(part, torch.device("cpu")))
+    # `parts` counts ranks: with slices each part has `tensor` of them.
     parts = (cut.graph or 1) * cut.tensor if cut.tensor > 1 else cut.graph or PARTS
     result = check(
         model, part, parts=parts, vertices=vertices, seed=seed, tensor=cut.tensor, fast=settings.model.fast
     )
     notes = left_out(cut)
+    # The estimate of memory that needs no ranks covers parts only.
     if cut.tensor == 1 and cut.pipe == 1:
         notes = (*notes, foresee_split(model, part, settings, cut.graph or 1))
     return result, notes
@@ -76,6 +80,7 @@ def left_out(cut: Parallel) -> tuple[str, ...]:
     usual = {field.name: field.default for field in fields(Parallel)}
     notes = []
     for why, names in LEFT_OUT.items():
+        # Chunks read rows of an earlier epoch, unless they are exact.
         if "max_age" in names and cut.cross_chunk != "exact":
             names = ("chunks", *names)
         found = [f"{name}={getattr(cut, name)!r}" for name in names if getattr(cut, name) != usual[name]]

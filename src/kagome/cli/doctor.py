@@ -48,6 +48,7 @@ def examine() -> int:
     limit, _ = quota()
     _line("cores", f"{len(cores())}" + ("" if limit is None else f", time for {limit:.3g} of them"))
     asked = chosen(os.environ)
+    # What the launcher would give each rank.
     share = ", ".join(f"{local(n)} with {n}" for n in (1, 2, 4))
     _line("threads a rank", f"{share} ranks here" if asked is None else f"{asked}, by OMP_NUM_THREADS")
     memory = psutil.virtual_memory()
@@ -59,8 +60,10 @@ def examine() -> int:
     )
     _line("started by", environment().source)
     _line("KAGOME_DATA", os.environ.get("KAGOME_DATA", "not set: data sets are looked up under --data.root"))
+    # Under torchrun or Slurm this process is itself a rank, and two more would inherit its environment.
     if environment().source == "single":
         try:
+            # Ranks 0 and 1: the sum is 1.
             total = start_local(2, talk)
             fine = total == 1.0
             _line("two local ranks", "exchange rows and sums" if fine else f"got {total} instead of 1.0")
@@ -90,4 +93,5 @@ def _version(name: str) -> str | None:
     try:
         return version(name)
     except PackageNotFoundError:
+        # A package without metadata, such as one on PYTHONPATH. Its version is unknown.
         return "there" if importlib.util.find_spec(name.replace("-", "_")) else None

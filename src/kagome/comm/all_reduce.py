@@ -53,6 +53,8 @@ class Values:
 
     def size(self, begin: int, end: int) -> int:
         """Return the number of bytes that the values from ``begin`` to ``end`` take in a message."""
+        # The exact values are the first of all values, so a piece has exact values only if it begins before
+        # ``self.exact``.
         exact = self._exact(begin, end)
         return exact * self.dtype.itemsize + (end - begin - exact) * self.cast.itemsize
 
@@ -73,6 +75,8 @@ class Values:
         if self.cast == self.dtype:
             return aligned(message, self.dtype)
         split = self._exact(begin, end) * self.dtype.itemsize
+        # The message holds the exact values and then the cast ones, both as bytes. It may begin at any byte
+        # of the received buffer, so each half is aligned by itself.
         exact, others = aligned(message[:split], self.dtype), aligned(message[split:], self.cast)
         return torch.cat([exact, others.to(self.dtype)])
 
@@ -113,11 +117,15 @@ class AllReduceWork:
     def uncast(self) -> int:
         """Bytes that this rank would send if nothing were cast."""
         channel = self.first.channel
+        # The process group's own all-reduce: a ring sends 2 (n - 1) / n of the values.
         if self.values is None:
             return 2 * (channel.size - 1) * self.first.rows.nbytes // channel.size
         count = self.bounds[-1][1]
         if self.rounds == 1:
             return count * (channel.size - 1) * self.values.dtype.itemsize
+        # First round: every value but this rank's own piece. Second round: the sum of that piece to n - 1
+        # peers.
+        #     count - piece + piece (n - 1) = count + piece (n - 2)
         begin, end = self.bounds[channel.rank]
         return (count + (end - begin) * (channel.size - 2)) * self.values.dtype.itemsize
 
@@ -129,6 +137,8 @@ class AllReduceWork:
         if self.rounds == 2 and self.second is None and self.values is not None:
             first, values = self.first, self.values
             begin, end = self.bounds[first.channel.rank]
+            # Every rank, this one included, reads the sum from the packed message. Otherwise this rank would
+            # keep the bits that a cast removes, and the sums would differ between ranks.
             piece = values.pack(self._added(first.wait(), begin, end), begin).to(first.channel.send_device)
             sizes = [values.size(*bounds) for bounds in self.bounds]
             same = [piece] * first.channel.size
@@ -163,6 +173,7 @@ class AllReduceWork:
         """Return the sum of all ranks' values of one piece."""
         assert self.values is not None
         rows = come.view(self.first.channel.size, self.values.size(begin, end))
+        # Out of place at first, because without a cast ``unpack`` returns a view of the received buffer.
         total = self.values.unpack(rows[0], begin, end) + self.values.unpack(rows[1], begin, end)
         for row in rows[2:]:
             total += self.values.unpack(row, begin, end)
@@ -198,9 +209,12 @@ def start_all_reduce(
     if size == 1:
         return AllReduceWork(ChannelWork(flat, channel, action, kind))
     values = Values.of(flat, cast, exact)
+    # nccl's own all-reduce works in place, so it gets a copy. With a cast it would also add in the short
+    # type; then the rounds below run on nccl too, by its all-to-all.
     if not channel.lanes and values.cast == values.dtype:
         return AllReduceWork(channel.begin_all_reduce(flat.clone(), "sum", action, kind))
     whole = values.size(0, count)
+    # Two ranks send the same bytes in one round as in two, and one round has half the latency.
     if size == 2 or size * whole <= ONE_ROUND_BYTES:
         message = values.pack(flat, 0).to(channel.send_device)
         first = channel.start_parts([message] * size, [whole] * size, action, kind)
@@ -213,5 +227,7 @@ def start_all_reduce(
         values.pack(part, first).to(channel.send_device)
         for part, (first, _) in zip(parts, bounds, strict=True)
     ]
+    # In the first round this rank receives its own piece from every rank, so all messages to it have one
+    # size.
     mine = values.size(*bounds[channel.rank])
     return AllReduceWork(channel.start_parts(messages, [mine] * size, action, kind), values, bounds)

@@ -47,6 +47,7 @@ class Channel(PeerGroup):
         :attr:`lanes` is True. Point-to-point messages go through this channel only, not through the returned
         one.
         """
+        # ``back`` is left out: point-to-point messages, which need it, go by the channel itself.
         return Channel(
             self._group,
             self.device,
@@ -108,6 +109,8 @@ class Channel(PeerGroup):
         if self.size == 1:
             return ChannelWork(request.selected(rows), self, action, kind)
         with self.timed(kind):
+            # The header is a message of its own and is waited for. Only then is it known that the peers' rows
+            # have the sizes for which the buffers below are made.
             if request.header is not None:
                 streamed_exchange.compare(self, request.header, send_counts, recv_counts, action)
             rows = rows.detach()
@@ -121,6 +124,8 @@ class Channel(PeerGroup):
         """Copy the selected rows into one block for sending, in shared memory if a peer reads them there."""
         buffer, size = None, rows[:1].nbytes * index.numel()
         if self._transport is not None and rows.device.type == "cpu" and size:
+            # Peers of this host then read the rows where they are packed, and ``SharedMemory.write`` copies
+            # nothing.
             buffer = self._transport.buffer(size, send_counts)
         if buffer is None:
             return rows.index_select(0, index)
@@ -163,6 +168,7 @@ class Channel(PeerGroup):
                 work = transport.send(peer, _as_bytes(rows), backward=backward)
             except RuntimeError as error:
                 raise self._fault(error, [peer], action, collective=False) from error.with_traceback(None)
+        # None: the peer can read the bytes in shared memory, or there are none. The tensor need not be kept.
         if work is None:
             pending.kept = []
         else:
@@ -203,6 +209,7 @@ class Channel(PeerGroup):
             work = transport.receive(peer, _as_bytes(pending.rows), backward=backward)
         except RuntimeError as error:
             raise self._fault(error, [peer], action, collective=False) from error.with_traceback(None)
+        # None: an empty message, which the peer does not send.
         if work is not None:
             pending.works.append((peer, work))
         return pending
@@ -235,6 +242,8 @@ class Channel(PeerGroup):
         result = tensor.detach().clone().contiguous()
         if self.size == 1:
             return result
+        # A maximum or minimum has the same bits in any order of ranks, so gloo's own all-reduce serves for
+        # it.
         if op == "sum" and self.lanes and self.size * result.nbytes <= summing.ONE_ROUND_BYTES:
             # Through shared memory this takes 0.1 ms; gloo's own all-reduce takes 2.3 ms.
             return self.start_all_reduce(result.view(-1), action=action, kind=kind).wait().view(result.shape)
@@ -244,6 +253,8 @@ class Channel(PeerGroup):
     def begin_all_reduce(self, values: Tensor, op: Op, action: str, kind: Kind) -> ChannelWork:
         """Begin the process group's own all-reduce in place. The values must be on its transport device."""
         assert self._group is not None
+        # The bytes of a ring: n - 1 steps of reduce-scatter and n - 1 of all-gather, each with 1 / n of the
+        # values.
         self._add(kind, 2 * (self.size - 1) * values.nbytes // self.size)
         reduce = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
         work = self._group.allreduce([values], reduce, timedelta(seconds=self.timeout))
@@ -294,6 +305,8 @@ class Channel(PeerGroup):
             return [rows]
         rows = rows.detach().to(self.send_device).contiguous()
         counts = swap_counts(self, [rows.size(0)] * self.size, f"{action} (row counts)")
+        # Ranks that want no rows take part all the same, with counts of 0: an exchange is a step of every
+        # rank.
         gets = [dst in (None, rank) for rank in range(self.size)]
         parts = [rows if get else rows[:0] for get in gets]
         counts = counts if gets[self.rank] else [0] * self.size
@@ -322,6 +335,7 @@ class Channel(PeerGroup):
         found = []
         for rank, part in enumerate(parts):
             try:
+                # Not torch's ``all_gather_object``: it unpickles what a peer sends.
                 found.append(serialization.from_bytes(part.cpu(), kinds))
             except serialization.ObjectError as error:
                 raise CommError(
@@ -355,8 +369,11 @@ class Channel(PeerGroup):
         counts of the segments that go to each peer and come from it; each segment is a message of its own.
         """
         received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]))
+        # received   [ from rank 0 | from rank 1 | ... ]   ``slots`` are views that messages arrive in
+        # parts      [ to rank 0 ], [ to rank 1 ], ...     the one for this rank is copied, not sent
         slots = torch.split(received, list(recv_counts))
         if fill is not None:
+            # This rank's own part is not streamed, so one call writes all its segments.
             fill(self.rank, 0)
         slots[self.rank].copy_(parts[self.rank])
         pending = ChannelWork(received, self, action, kind, kept=parts)
@@ -365,6 +382,8 @@ class Channel(PeerGroup):
         sent, come = _cut(parts, out), _cut(slots, into)
         assert self._transport is not None
         try:
+            # The transport yields a function in place of a message begun, so that an error names the right
+            # peer.
             for peer, begin in self._transport.post(sent, come, fill):
                 work = begin()
                 if work is not None:

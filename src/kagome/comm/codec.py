@@ -71,6 +71,7 @@ class Codec:
 
         For narrow rows the header may cost more than it saves.
         """
+        # Eight rows fill whole bytes with any number of bits, so the rounding in ``size`` does not count.
         return self.size(8, width, dtype) < 8 * width * dtype.itemsize
 
     def size(self, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -86,6 +87,8 @@ class Codec:
 
         The encoded segments together take as many bytes as a message of all rows.
         """
+        # A function of rows, width and type alone: the receiver posts its buffers before any byte has
+        # arrived.
         count = min(max(self.size(rows, width, dtype) // LEAST_SEGMENT, 1), SEGMENTS)
         step = -(-rows // count)
         step += -step % 8  # rows that share bytes must be in one segment
@@ -116,12 +119,17 @@ class Codec:
         count, width = row_ids.numel(), rows.size(1)
         if self.bits is None:
             picked = rows if index is None else rows.index_select(0, index)
+            # "none" is in no table, so it keeps the rows' own type here, in ``size`` and in ``decode``.
             cast = picked.to(CASTS.get(self.name, rows.dtype)).contiguous()
             if self.name in CASTS and not bool(cast.isfinite().all()):
                 raise self._refusal(int((~cast.isfinite()).any(1).sum()), count, where)
             message.copy_(cast.view(-1).view(torch.uint8))
             return
+        # head   [ low: float32 x R ][ span: int16 x R ]
+        # body   [ ceil(R x bits / 8), W ]: one byte holds the codes of 8 / bits rows in one column
         head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
+        # The kernel reads float32. ``rows.float()`` below would otherwise convert the whole table for a few
+        # rows.
         if rows.dtype != torch.float32 and index is not None:
             rows, index = rows.index_select(0, index), None
         low, span, bad = ops.encode(rows.float(), index, row_ids, key, self.bits, body)
@@ -146,6 +154,7 @@ class Codec:
         head, body = message[: HEADER * count], message[HEADER * count :].view(-1, width)
         low = aligned(head[: 4 * count], torch.float32)
         span = aligned(head[4 * count :], torch.int16)
+        # The kernel writes float32; rows of other types are restored beside ``out`` and converted.
         if out.dtype == torch.float32:
             ops.decode(body, low, span, self.bits, out)
             return out
@@ -170,6 +179,7 @@ def lost_share(codec: Codec, sample: Tensor, row_ids: Tensor, key: int, where: s
 
 def lost_squares(codec: Codec, sample: Tensor, row_ids: Tensor, key: int, where: str) -> tuple[float, float]:
     """Return the squared norm of a codec's error on sample rows, and that of the rows."""
+    # In double, because the squares of large float32 numbers overflow.
     whole = float(sample.double().square().sum())
     if whole == 0:
         return 0.0, 0.0

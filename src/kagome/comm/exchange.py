@@ -1,4 +1,4 @@
-"""Exchange: the one interface by which rows go from rank to rank, its request and its handle.
+"""Exchange: the one interface that sends rows from rank to rank, its request and its handle.
 
 Where it sits: ``channel`` and the in-process channels carry a request out. ``halo``, ``historical`` and
 ``profile`` have wrappers with the same interface, which encode, delay, record or replace the rows and pass
@@ -30,6 +30,16 @@ SegmentSizes = Sequence[Sequence[int]]
 """Bytes of each segment of each peer's message."""
 
 
+# [Note: directions] One number says what an exchange does and in which pass. It keeps the codecs' draws and
+# the kept rows of a site's exchanges apart, and ranks compare it in headers.
+#
+#                                           forward   its backward
+#     read halo rows                           0           3
+#     send sums to their owners                2           1
+#     vertex slices to feature slices          4           5
+#     feature slices to vertex slices          6           7
+#
+# The backward of a read is a sum at the owners and the other way round, so 1 is a read and 3 a sum.
 @dataclass(frozen=True, slots=True)
 class SiteExchange:
     """The identity of an exchange in a model, for wrappers that encode or delay rows.
@@ -37,10 +47,10 @@ class SiteExchange:
     Args:
         site: Key of the site, the same in every forward pass.
         direction: 0 and 1 send rows to the ranks that read them; 2 and 3 send values at read rows back to the
-            rows' owners. Odd directions belong to the backward pass.
+            rows' owners; 4 to 7 exchange slices. Odd directions belong to the backward pass.
         epoch: The training epoch, from 1.
         training: Whether the exchange belongs to the forward and backward pass of a training epoch.
-        row_ids: A number for each row that is sent, the same for any number of ranks: the vertex id.
+        row_ids: A number for each sent row, the same for any number of ranks: the vertex id.
         reads: Number of local edges that read each received row; None if that is not known.
         blocks: Rows and columns of the block sent to each peer and of the block received from each. Given
             only if blocks of different widths are exchanged instead of rows of one width.
@@ -61,6 +71,7 @@ class SiteExchange:
     @property
     def name(self) -> str:
         """Site and direction in words, with the call's number if a module is called more than once."""
+        # A site's key is (module path, number of the call); tests use plain names.
         module, call = self.site if isinstance(self.site, tuple) else (self.site, 1)
         times = f", call {call}" if call != 1 else ""
         return f"{module}{times} {'backward' if self.backward else 'forward'}"
@@ -89,7 +100,7 @@ class ExchangeRequest:
             They and the row counts are compared before any row is sent. Either all ranks give a header or
             none does.
         index: Indices of the rows to send, in this order; all rows if None.
-        site: Which exchange of a model this is; None for an exchange that is no part of a model's pass.
+        site: Which exchange of a model this is; None for an exchange outside of a model's pass.
     """
 
     send_counts: Sequence[int]
@@ -130,7 +141,7 @@ class BytesRequest:
 
 
 class Work(ABC):
-    """Rows that were asked for and will be waited for, as torch's ``Work``."""
+    """Rows that were requested and will be waited for, as torch's ``Work``."""
 
     @abstractmethod
     def wait(self) -> Tensor:
@@ -160,6 +171,8 @@ class DeferredWork(Work):
     def wait(self) -> Tensor:
         """Return the rows; the first call computes them."""
         if self._compute is not None:
+            # The function is dropped because it may hold what was sent: a message, a table, a clone of the
+            # rows.
             self.rows, self._compute = self._compute(), None
         assert self.rows is not None
         return self.rows
@@ -216,6 +229,7 @@ class BytesExchange(Exchange, Protocol):
 
 def swap_counts(exchange: Exchange, counts: Sequence[int], action: str) -> list[int]:
     """Tell each rank a number, and return the number that each rank tells this one."""
+    # One row of one column for each pair of ranks.
     ones = [1] * exchange.size
     counted = torch.tensor(counts, dtype=torch.int64).unsqueeze(1)
     return exchange.start(counted, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()

@@ -60,16 +60,23 @@ class MeshGroups:
             late: Whether rows may be used one epoch after they were sent.
 
         Returns:
-            The channels of the world, of this rank's stage, and of its part.
+            The channels of the world, of this rank's stage, and of its part (with its slice).
         """
+        # Two stages of three ranks (here ``parts`` counts the slices too):
+        #
+        #     rows        [0 1 2]  [3 4 5]      one group a stage: the graph channel
+        #     columns     [0 3]  [1 4]  [2 5]   one group a part and slice: the pipe channel
         everyone = dist.group.WORLD if dist.is_initialized() else None
         stage, part = divmod(self.rank, self.parts)
         rows = [list(range(s * self.parts, (s + 1) * self.parts)) for s in range(self.stages)]
         columns = [[s * self.parts + p for s in range(self.stages)] for p in range(self.parts)]
+        # With a single axis, its group is the world: a second group would only cost connections.
         split = self.stages > 1 and self.parts > 1
         in_stage = self._own(rows) if split else None
         in_part = self._own(columns) if split else None
         native = self._device.type != "cpu" and not self._staged
+        # nccl orders the messages of a group on one stream. Two stages that send to each other at once, one
+        # forward and one backward, would then wait for ever. gloo's tags keep the two passes apart.
         back = self._own(columns) if self.stages > 1 and native else None
         world: Channel | None = None
 
@@ -79,11 +86,13 @@ class MeshGroups:
                 self._device,
                 timeout=self._timeout,
                 watch=watch,
+                # The first channel makes the counters, and the others add to them.
                 traffic=None if world is None else world.traffic,
                 back=back,
                 name=self.rank,
                 staged=self._staged,
             )
+            # Before anything that may fail, so that an error in the next lines leaves no channel open.
             channels.append(opened)
             memory = open_shared_memory(
                 opened, wanted=shared_memory, beside=None if world is None else world.shared_memory
@@ -92,6 +101,7 @@ class MeshGroups:
             return opened
 
         world = channel(everyone, None if split else back)
+        # An axis of a single rank has the group None: its channel is the identity.
         graph = world if self.stages == 1 else channel(in_stage)
         pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, back)
         assert (graph.rank, pipe.rank) == (part, stage)
@@ -112,6 +122,8 @@ class MeshGroups:
         """Create several groups, in one order on all ranks, and return the one that contains this rank."""
         (mine,) = [each for each in members if self.rank in each]
         for each in members:
+            # torch names a group by how many were made before it, so each rank makes also those that it is
+            # not in.
             group = dist.new_group(each, timeout=timedelta(seconds=self._timeout))
             if each == mine:
                 self._created.append(group)
@@ -125,7 +137,7 @@ def open_shared_memory(
 
     Args:
         channel: The channel of the group.
-        wanted: Whether this rank takes part.
+        wanted: Whether this rank offers its memory; it takes part in the exchanges in either case.
         beside: This rank's shared memory for a larger group. Both share one allowance.
 
     Returns:
@@ -133,6 +145,12 @@ def open_shared_memory(
     """
     if channel.size == 1:
         return None
+    # Two ranks share memory only if each can open the mailbox of the other, and both learn that:
+    #
+    #     a ──offer: process id, descriptor, cookie──> b tries to open it ──seen──> a
+    #     b ──offer───────────────────────────────────> a tries to open it ──seen──> b
+    #
+    # A rank that cannot or may not share takes part in both exchanges, because they are collectives.
     mailbox: Mailbox | None = None
     if wanted and channel.send_device.type == "cpu":
         with suppress(OSError):
@@ -153,6 +171,7 @@ def open_shared_memory(
     mailbox.keep(tuple(peers))
     if beside is not None:
         return SharedMemory(mailbox, peers, beside.allowance)
+    # 256 MiB where the system does not tell its free memory.
     free = available_bytes()
     return SharedMemory(
         mailbox, peers, MemoryAllowance(2**28 if free is None else int(SHARE * free / (len(peers) + 1)))

@@ -62,7 +62,7 @@ class Mesh:
         pipe: The channel of the ranks that hold this rank's part, in the order of their stages.
         threads: Number of compute threads of each rank.
         watch: The watchdog, which knows what each rank is doing; None with one rank.
-        notes: What the user should know about the ranks' devices.
+        notes: Texts that tell the user about the ranks' devices.
     """
 
     size: int
@@ -124,6 +124,7 @@ def open_mesh(
         LaunchError: If the environment is invalid, or some ranks have a GPU and some have none.
     """
     close_waiting()
+    # A default group that no open mesh has created is the user's own.
     given = dist.is_initialized() and current() is None
     ranks = _given_ranks() if given else environment()
     fitted = (parallel or Parallel()).fit(ranks.size)
@@ -137,10 +138,13 @@ def open_mesh(
     stack = ExitStack()
     try:
         if store is not None and ranks.size > 1:
+            # Before the channels, whose first exchanges may already wait for a late rank.
             watch = Watchdog(_of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, log=log)
         world, graph, pipe = groups.open(
             channels, watch, shared_memory=fitted.shared_memory, late=fitted.max_age > 0
         )
+        # Closed like the others, although it shares the group and the memory of ``graph``: closing twice is
+        # harmless.
         channels.append(weights := graph.beside())
         keep_freed_memory()
         counts = stack.enter_context(_fitting_threads(world))
@@ -148,8 +152,10 @@ def open_mesh(
         lanes = (world, graph, weights, pipe)
         notes = devices.notes
         yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, counts, watch, notes)
+        # Only without an error will the peers read the rest of what was sent.
         patience = TAKEN_WITHIN
     except KagomeError as error:
+        # Peers that wait for this rank then raise the same error, not one about a closed connection.
         if watch is not None:
             watch.report_error(error)
         raise
@@ -161,7 +167,7 @@ def open_mesh(
 def _met(
     ranks: Ranks, given: bool, timeout: float, always_group: bool
 ) -> tuple[torch.device, JoinedGroup | None, Store | None, Agreement]:
-    """Return this rank's device, the group that was joined, the store, and what ranks agreed of devices."""
+    """Return this rank's device, the joined group, the store, and the ranks' agreement on their devices."""
     device = own_device(ranks, _bound() if given else None)
     if given:
         if backend_of(dist.group.WORLD, device) == "gloo":
@@ -181,10 +187,11 @@ def _leave(
     joined: JoinedGroup | None,
     patience: float,
 ) -> None:
-    """Close what was opened, in reverse order.
+    """Close the watchdog, then the channels in reverse order, then the groups.
 
     Peers have some seconds to read the rest of the shared memory.
     """
+    # First, because its thread uses the store. Its last record shows the peers where this rank stopped.
     if watch is not None:
         watch.close()
     limit = time.monotonic() + patience
@@ -202,6 +209,7 @@ def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
     The compiled kernels use the same count.
     """
     before = torch.get_num_threads()
+    # Ranks of a host may share cores, which no rank can find out by itself.
     found: Any = channel.gather_objects(seat(before), "cores of each rank", [CpuShare])
     counts = threads(found)
     torch.set_num_threads(counts[channel.rank])
@@ -213,6 +221,7 @@ def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
 
 def _bound() -> int | None:
     """Return the GPU of a script that created its process group itself; None if LOCAL_RANK decides."""
+    # The device of ``init_process_group(device_id=...)``.
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None:
         return int(bound.index)
@@ -230,6 +239,7 @@ def _given_agreement(store: Store | None, ranks: Ranks, device: torch.device) ->
     """
     if store is None or ranks.size == 1:
         return Agreement(backend_of(dist.group.WORLD, device))
+    # The store outlives a mesh. With the number, a mesh does not read the keys of an earlier one.
     number = store.add(f"kagome-given/{ranks.rank}", 1)
     found = agree(store, f"kagome-given-devices/{number}", ranks, device)
     if found.staged and backend_of(dist.group.WORLD, HOST) != "gloo":

@@ -58,6 +58,7 @@ class PeerGroup:
     ) -> None:
         self.device, self.timeout, self.watch = torch.device(device), timeout, watch
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        # Errors and the watchdog name ranks of the world; all else uses ranks of the group.
         self.names = [name] if group is None else dist.get_process_group_ranks(group)
         self.lane, self._group = lane, group
         # gloo's point-to-point operations support host memory only.
@@ -92,6 +93,8 @@ class PeerGroup:
 
     def streams(self, peer: int) -> bool:
         """Return whether data to and from a peer may be split into several messages."""
+        # gloo sends segment by segment. Shared memory takes a message in one piece, and nccl takes all peers'
+        # messages in one grouped call.
         return (
             self._transport is not None
             and self._gloo
@@ -139,6 +142,7 @@ class PeerGroup:
         """
         works, action, begun = pending.works, pending.action, time.monotonic()
         asked = len(works) if most is None else most
+        # A collective has no peer of its own: it waits for all others.
         others = [peer for peer in range(self.size) if peer != self.rank]
         awaited = sorted({peer for peer, _ in works if peer is not None}) or others
         names = [self.names[peer] for peer in awaited]
@@ -181,12 +185,15 @@ class PeerGroup:
 
         If a rank reported its own error, that error is returned unchanged.
         """
+        # The peer that ended published its error first. It says more than the closed connection that it left.
         reported = None if self.watch is None else self.watch.reported()
         if reported is not None:
             return reported
         late = failures.is_late(error)
         if late:
             elsewhere = [peer for peer in peers if self._elsewhere(action, peer)]
+            # A peer that waits in the same action is a victim of the late rank as well. A message between two
+            # ranks was late because of its sender in any case.
             blamed = (elsewhere or peers) if collective else [peers[0], *elsewhere]
         else:
             dead = self._transport.dead_peers(peers) if self._transport is not None and collective else []

@@ -86,6 +86,8 @@ def to_bytes(value: object, kinds: Sequence[type] = ()) -> Tensor:
     Cost: one copy of its tensors.
     """
     tree, tensors = pack(value, kinds)
+    # [ 8 bytes: length of head ][ head: tree, types and shapes as JSON, spaces ][ tensor ][ zeros ][ tensor ]
+    #                                                                            ^ a multiple of ALIGNED
     head = json.dumps([tree, [[str(t.dtype), list(t.shape)] for t in tensors]], allow_nan=False).encode()
     head += b" " * (-(len(head) + 8) % ALIGNED)
     pieces = [torch.frombuffer(bytearray(len(head).to_bytes(8, "little") + head), dtype=torch.uint8)]
@@ -111,6 +113,8 @@ def from_bytes(packed: Tensor, kinds: Sequence[type] = ()) -> Any:
         tree, facts = head
         tensors, place = [], 8 + size
         for name, shape in facts:
+            # The shape is checked before memory is allocated for it: damaged bytes must not exhaust the
+            # memory.
             tensor = torch.empty(0, dtype=dtype_of(name)).new_empty(_sizes(shape, packed.numel()))
             if place + tensor.nbytes > packed.numel():
                 raise ObjectError(f"a tensor of {tensor.nbytes:,} bytes in {packed.numel():,}")
@@ -165,10 +169,12 @@ def _reached(kinds: tuple[type, ...]) -> tuple[type, ...]:
     ahead = list(kinds)
     while ahead:
         kind = ahead.pop()
+        # Type hints also name plain types, unions and containers; only records have fields to follow.
         if kind in found or not _is_record(kind):
             continue
         found[kind] = None
         ahead += [each for hint in typing.get_type_hints(kind).values() for each in _named_in(hint)]
+    # Records are written by class name alone, so two classes of one name would be mistaken for each other.
     names = Counter(kind.__name__ for kind in found)
     assert all(count == 1 for count in names.values()), names
     return tuple(found)
@@ -202,13 +208,17 @@ class _Packing:
 
         A value of a type that JSON lacks becomes an object whose only key is its kind.
         """
+        # Exact types, not ``isinstance``: an instance of a subclass (an ``IntEnum``) would be read back as
+        # its base.
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
+        # JSON has no infinities and no NaN.
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if kind is list:
             return [self.tree(each) for each in value]
+        # By identity: a class of the same name in another module is not the record that the caller named.
         if self.kinds.get(kind.__name__) is kind:
             return {"record": [kind.__name__, *(self.tree(getattr(value, name)) for name in _fields(kind))]}
         for name, container in _CONTAINERS.items():
@@ -216,6 +226,7 @@ class _Packing:
                 return {name: [self.tree(each) for each in value]}
         for name, mapping in _MAPPINGS.items():
             if kind is mapping:
+                # Pairs, because keys of a JSON object can only be strings.
                 return {name: [[self.tree(key), self.tree(each)] for key, each in value.items()]}
         return self._other(value)
 
@@ -228,6 +239,8 @@ class _Packing:
             return {type(value).__name__: str(value)}
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
             form = "array" if isinstance(value, np.ndarray) else "number"
+            # ``ascontiguousarray`` makes a vector of a 0-d array, so the shape is restored. ``frombuffer``
+            # refuses an empty buffer, so an empty array borrows one byte, which is cut off again.
             held = np.ascontiguousarray(value).reshape(value.shape)
             memory = torch.frombuffer(bytearray(held.tobytes()) or bytearray(1), dtype=torch.uint8)
             return {form: [value.dtype.str, list(value.shape), self._aside(memory[: held.nbytes])]}
@@ -236,13 +249,16 @@ class _Packing:
         if isinstance(value, Path):
             return {"path": str(value)}
         if isinstance(value, KagomeError):
+            # A subclass that another module defines is written as its nearest base in ``kagome.errors``.
             leaf = next(k for k in type(value).__mro__ if getattr(errors, k.__name__, None) is k)
             return {"error": [leaf.__name__, value.expected, value.got, value.where, value.hint]}
         raise ObjectError(f"a {type(value).__module__}.{type(value).__qualname__} instead of plain data")
 
     def _aside(self, tensor: Tensor) -> int:
+        # A FakeTensor has no memory to read.
         if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor).__name__ == "FakeTensor":
             raise ObjectError(f"a tensor of layout {tensor.layout} instead of plain data")
+        # ``conj()`` and the imaginary part of a conjugate only set a bit; the bytes in memory are unchanged.
         self.tensors.append(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous())
         return len(self.tensors) - 1
 
@@ -260,6 +276,7 @@ class _Unpacking:
             return tree
         if isinstance(tree, list):
             return [self.value(each) for each in tree]
+        # Every object that ``_Packing`` writes has one key, the kind of the value.
         if not isinstance(tree, dict) or len(tree) != 1:
             raise ObjectError("an object of one key was expected")
         ((kind, held),) = tree.items()
@@ -304,6 +321,7 @@ class _Unpacking:
         given = dict(zip(_fields(kind), map(self.value, values), strict=True))
         if hasattr(kind, "_fields"):
             return kind(**given)
+        # Fields with ``init=False`` are set afterwards, past the guard of a frozen dataclass.
         of_init = {field.name for field in dataclasses.fields(kind) if field.init}
         instance = kind(**{name: value for name, value in given.items() if name in of_init})
         for name in given.keys() - of_init:

@@ -51,6 +51,10 @@ class Traffic:
         Overlapping exchanges are not counted twice: late rows of all layers are in progress at once for a
         whole epoch, and the computation of one epoch can hide at most the epoch's length.
         """
+        # The length of the union of the intervals [begun, ended], as exchanges end in order:
+        #
+        #     a  ├──────────┤              adds  ├──────────┤
+        #     b      ├─────────────┤       adds             ├──┤    from _until, the end of a
         self.under_way[kind] += max(ended - max(begun, self._until[kind]), 0.0)
         self._until[kind] = ended
 

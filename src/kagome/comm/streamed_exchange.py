@@ -30,7 +30,7 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
 
     Args:
         channel: The channel to send through.
-        request: What is written and expected.
+        request: The function that writes the bytes, and the sizes in both directions.
 
     Returns:
         The exchange in progress; :meth:`ChannelWork.parts` yields each peer's bytes as they arrive.
@@ -48,6 +48,13 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
                 [sum(each) for each in expected],
                 action,
             )
+    # [Note: segments] The segments s0 .. s3 of a message, by the way that it takes:
+    #
+    #     gloo             [ s0 ] [ s1 ] [ s2 ] [ s3 ]    a message each; s1 is encoded while s0 is sent
+    #     shared memory    [ s0   s1   s2   s3 ]          encoded in one go, one token
+    #     nccl             [ s0   s1   s2   s3 ]          one grouped call for all peers
+    #
+    # The bytes are the same in all three, so both ends only have to agree on the way.
     totals = [sum(each) for each in sizes]
     parts = list(torch.empty(sum(totals), dtype=torch.uint8, device=channel.send_device).split(totals))
     streamed_peers = {peer for peer in range(channel.size) if channel.streams(peer)}
@@ -56,6 +63,8 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
         places = parts[peer].split(list(sizes[peer]))
         for number in (segment,) if peer in streamed_peers else range(len(places)):
             place = places[number]
+            # Encoded in the buffer that is sent. With a GPU behind gloo, the GPU encodes and the bytes are
+            # copied.
             if place.numel() and channel.send_device == channel.device:
                 request.write(peer, number, place)
             elif place.numel():
@@ -64,6 +73,8 @@ def start_bytes(channel: Channel, request: BytesRequest) -> ChannelWork:
                 place.copy_(written)
 
     def posted(segments: SegmentSizes) -> SegmentSizes:
+        # A message that is not streamed is posted as its first segment; the others are empty, so that all
+        # peers have the same number.
         return [
             each if peer in streamed_peers else (sum(each), *[0] * (len(each) - 1))
             for peer, each in enumerate(segments)

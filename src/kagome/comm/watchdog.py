@@ -108,6 +108,7 @@ class Watchdog:
     def waiting(self, action: str, peers: Sequence[int]) -> Iterator[None]:
         """Mark this rank as waiting in ``action`` for ``peers`` (ranks of the world) inside the block."""
         before = self._now
+        # A new object in one assignment: the thread that publishes takes no lock.
         self._now = _Doing(before.number + 1, action, time.monotonic(), tuple(peers))
         try:
             yield
@@ -131,8 +132,11 @@ class Watchdog:
 
     def report_error(self, error: BaseException) -> None:
         """Publish the error that ends this rank, so that ranks waiting for it raise the same error."""
+        # A CommError is usually the consequence of another rank's end, and would hide the cause. Errors that
+        # are not Kagome's may hold data that cannot be packed.
         if self._thread is None or not isinstance(error, KagomeError) or isinstance(error, CommError):
             return
+        # This rank only repeats what another one has published.
         if error.told_by is not None:
             return
         word = json.dumps(serialization.pack(error)[0])
@@ -162,6 +166,7 @@ class Watchdog:
             return f"rank {rank}, of which nothing was seen{gone}"
         now = time.time()
         text = f"rank {rank}, which was last seen in '{seen.action}' {max(0.0, now - seen.begun):.0f} s ago"
+        # Two publications may be late on a busy host; after three the process is stopped or gone.
         if now - seen.alive > 3 * self._every:
             text += f" and has given no sign of life for {now - seen.alive:.0f} s"
         return text
@@ -193,6 +198,8 @@ class Watchdog:
             RuntimeError: If the store does not answer, or once failed to answer in time: nobody waits for it
                 twice.
         """
+        # A wait that failed asks about several ranks. With a dead host each question would cost
+        # ``ANSWERS_WITHIN``.
         if self._silent:
             raise SilentError("the store is silent")
         try:
@@ -223,9 +230,11 @@ class Watchdog:
     def _warn(self) -> None:
         doing = self._now
         waited = time.monotonic() - doing.since
+        # The number tells one wait from the next, so each long wait is reported once.
         if not doing.peers or waited < self._warn_after or self._warned == doing.number:
             return
         self._warned = doing.number
+        # If all peers wait in the same action, no single one is to blame, so all are described.
         late = self.late(doing.action, doing.peers) or list(doing.peers)
         names = " and for ".join(self.describe(peer) for peer in late[:NAMED_PEERS])
         more = f" and for {len(late) - NAMED_PEERS} others" if len(late) > NAMED_PEERS else ""

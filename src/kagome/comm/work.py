@@ -72,6 +72,8 @@ class ChannelWork(Work):
         Raises:
             CommError: If a peer was late or its connection was lost.
         """
+        # Rows can be read in place only if one message holds all of them, this rank's own part being empty.
+        # Empty messages are not posted, so at most one is as large as all rows.
         comings = [work for _, work in self.works if isinstance(work, IncomingMessage)]
         whole = [coming for coming in comings if coming.place.numel() == self.rows.nbytes]
         if not whole or self.channel.device.type != "cpu":
@@ -106,6 +108,8 @@ class ChannelWork(Work):
         ]
 
         def segments(peer: int) -> range:
+            # At least one: the reader expects the first segment of every peer, also of one that sends
+            # nothing.
             return range(max(sum(1 for size in expected[peer] if size), 1))
 
         comes = sum(
@@ -114,12 +118,15 @@ class ChannelWork(Work):
             if sum(expected[peer]) and peer != channel.rank
         )
         awaited = [peer for peer, _ in self.works[:comes]]  # receives were started first
+        # nccl: one work for all peers, after which every slot is filled.
         if None in awaited:
             self.wait()
             awaited = []
+        # First what needs no wait: this rank's own part, and the empty segments of peers that send nothing.
         for there in (rank for rank in range(channel.size) if rank not in awaited):
             for segment in segments(there):
                 yield there, segment, slots[there][segment].to(channel.device)
+        # Segments of a peer arrive in the order in which they were posted, so their number is a count.
         come = Counter[int]()
         for peer in (peer for peer in awaited if peer is not None):
             with channel.timed(self.kind):
@@ -127,6 +134,7 @@ class ChannelWork(Work):
             for segment in (come[peer],) if peer in self.streamed_peers else segments(peer):
                 yield peer, segment, slots[peer][segment].to(channel.device)
             come[peer] += 1
+        # The sends, which come after the receives among the works.
         self.wait()
 
     def arrived(self) -> Tensor:

@@ -4,27 +4,31 @@ Where it sits: ``train.graph_engine`` asks it at each forward pass. After the we
 evaluation and the forward pass of epoch e + 1 use the same weights. They differ only if a model behaves
 differently in training.
 
-This is measured, not assumed. A forward pass in training must be *plain*: it draws no random number and
-writes to no buffer and to no number that a module keeps. Also, once, the scores of an evaluation must equal
-those of the forward pass after it, bit by bit, on all ranks. From then on the coming forward pass runs before
-the evaluation and is kept for its own backward. If one is not plain, reuse ends on all ranks, and evaluation
-runs on its own.
+This is measured, not assumed. A forward pass in training must be *plain*: it draws no random number, and
+writes to no buffer and to no number, text, tensor, list, dict or set that a module keeps. Also, once, the
+scores of an evaluation must equal those of the forward pass after it, bit by bit, on all ranks. From then on
+the coming forward pass runs before the evaluation and is kept for its own backward. If one is not plain,
+reuse ends on all ranks, and evaluation runs on its own.
 """
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from kagome.model.sparse_buffers import laid_out
+
+DEPTH: Final = 8
+"""How deep nested lists and dicts are compared."""
 
 
 @dataclass
@@ -35,7 +39,7 @@ class Forward:
         epoch: The epoch whose weight update it is for.
         out: Scores of own rows, with their autograd graph.
         token: The scalar that makes backward visit every site.
-        plain: Whether it did nothing that evaluation would not do.
+        plain: Whether it drew no random number and changed no state, like an evaluation.
         state: The state of the weights and buffers that it ran with.
     """
 
@@ -44,6 +48,16 @@ class Forward:
     token: Tensor
     plain: bool
     state: tuple[Any, ...] = field(repr=False)
+
+
+# [Note: states of reuse] `allowed` has three values, the same on all ranks:
+#
+#     None, no scores    an evaluation ran on its own          -> None, scores known
+#     None, scores       the next training pass is plain and
+#                        has the same scores on all ranks      -> True, else False
+#     True               a pass run ahead is not plain         -> False
+#     True               `anew`: the user's code has run       -> None, no scores
+#     False              stays; evaluation runs on its own
 
 
 class ForwardReuse:
@@ -76,11 +90,14 @@ class ForwardReuse:
         if self._scores is None:
             return True
         (scores, state), self._scores = self._scores, None
+        # Equal states: no weight was written between evaluation and forward pass, so equal scores say
+        # something.
         return not (forward.plain and state == forward.state and torch.equal(scores, forward.out.detach()))
 
     def anew(self) -> None:
         """Forget the comparison after the user's code has run: reuse must be established again."""
         self._kept = self._scores = None
+        # A refusal stays. A permission was found with the old code or weights.
         self.allowed = None if self.allowed else self.allowed
 
     # Keeping -------------------------------------------------------------------------------------
@@ -103,6 +120,7 @@ class ForwardReuse:
     def state(self) -> tuple[Any, ...]:
         """Return which weights and buffers there are, and how often each was written to."""
         tensors = (*self.model.parameters(), *self.model.buffers())
+        # `_version` counts writes in place, the address shows a tensor that was replaced through `.data`.
         return tuple((id(t), laid_out(t.detach())[-1].data_ptr(), t._version) for t in tensors)
 
     @contextmanager
@@ -114,17 +132,40 @@ class ForwardReuse:
         found.append(before is not None and before == self._all())
 
     def _all(self) -> tuple[Any, ...]:
-        numbers = tuple(
-            (name, value)
-            for module in self.model.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, int | float | str)
-        )
+        # Counters that a forward pass advances, such as a step number for a warm-up, and what it keeps.
+        kept = [_contents(vars(module)) for module in self.model.modules()]
         devices = {p.device for p in self.model.parameters() if p.is_cuda}
+        # A draw that no handler answered advances one of these generators. NumPy's state holds an array,
+        # whose `==` is elementwise, so bytes are compared.
         draws = (
             torch.get_rng_state().numpy().tobytes(),
             *(torch.cuda.get_rng_state(device).numpy().tobytes() for device in devices),
             random.getstate(),
             pickle.dumps(np.random.get_state()),
         )
-        return self.state(), numbers, draws
+        return self.state(), kept, draws
+
+
+class _Same:
+    """An object that equals itself alone; it is held, so that no other can have its address."""
+
+    def __init__(self, held: object) -> None:
+        self._held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._held is other._held
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _contents(value: Any, depth: int = DEPTH) -> Any:
+    """Return what can be compared of an attribute: numbers and texts, which tensors, which objects."""
+    if value is None or isinstance(value, int | float | complex | str):
+        return value
+    if isinstance(value, Tensor):
+        return _Same(value), None if value.is_inference() else value._version
+    if isinstance(value, Mapping) and depth:
+        return [(_contents(key, depth - 1), _contents(each, depth - 1)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set | deque) and depth:
+        return [_contents(each, depth - 1) for each in value]
+    return value.tobytes() if isinstance(value, np.ndarray) else _Same(value)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -50,6 +51,8 @@ def buckets_of(
     backwards = range(len(parameters) - 1, -1, -1)
     order = [p for p in backwards if p not in late] + [p for p in backwards if p in late]
     done: list[tuple[int, ...]] = []
+    # One open bucket per number type, and per "late" or not: values of two types cannot share a message, and
+    # a bucket waits for its latest gradient.
     open_: dict[tuple[torch.dtype, bool], list[int]] = {}
     for place in order:
         key = (parameters[place].dtype, place in late)
@@ -57,6 +60,7 @@ def buckets_of(
         held.append(place)
         if sum(parameters[p].nbytes for p in held) >= size:
             done.append(tuple(open_.pop(key)))
+    # Buckets in the order of their last parameter, which is the order in which backward completes them.
     at = {place: number for number, place in enumerate(order)}
     return sorted([*done, *map(tuple, open_.values())], key=lambda bucket: at[bucket[-1]])
 
@@ -68,16 +72,21 @@ def message_bytes(parameters: Sequence[nn.Parameter], notes: int) -> tuple[int, 
         parameters: In the order of registration.
         notes: The number of further values that are summed along.
     """
-    size = _suited(parameters)
+    # Buckets are of one type in most models: that of the first parameter.
+    size, head = _suited(parameters), _head_type(parameters[0].dtype).itemsize if parameters else 0
     sums = [
-        sum(parameters[place].nbytes + parameters[0].element_size() for place in bucket)
-        for bucket in buckets_of(parameters, size)
+        sum(parameters[place].nbytes + head for place in bucket) for bucket in buckets_of(parameters, size)
     ]
-    return (*sums[:-1], sums[-1] + (notes + 1) * parameters[0].element_size()) if sums else ()
+    return (*sums[:-1], sums[-1] + (notes + 1) * head) if sums else ()
 
 
 def _suited(parameters: Sequence[nn.Parameter]) -> int:
     return max(BUCKET_BYTES, sum(p.nbytes for p in parameters) // MOST_BUCKETS)
+
+
+def _head_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the numbers that travel with gradients: the gradients', but float32 for halves."""
+    return dtype if dtype.itemsize > 2 else torch.float32
 
 
 # [Note: message of a bucket] The gradients of a bucket are summed in one message with a few numbers in front:
@@ -87,6 +96,9 @@ def _suited(parameters: Sequence[nn.Parameter]) -> int:
 # The 1 says that this rank has a gradient, so the sum says how many ranks have one. A parameter without any
 # keeps None, as on one rank: with zeros in its place Adam's moments and weight decay would move it. The notes
 # (the loss, requests to stop) travel along because a message of their own would cost another latency.
+#
+# bfloat16 has 8 significant bits: the loss would be rounded, and counts be wrong from 257 ranks on. So the
+# numbers in front of gradients of 16 bits are a message of their own, in float32.
 
 
 class Gradients:
@@ -99,7 +111,7 @@ class Gradients:
 
     Args:
         parameters: Those that need a gradient, the same on all ranks; they may be frozen later.
-        channel: The mesh's lane for weights. With one rank nothing is done to a gradient.
+        channel: The mesh's lane for weights. With one rank gradients stay as they are.
         size: Bytes of a bucket; by default what suits the parameters.
         codec: How gradients are encoded in messages; counts and notes are sent uncompressed.
         pieces: Whether backward runs chunk by chunk, so that a gradient is complete after the last chunk.
@@ -126,6 +138,8 @@ class Gradients:
         self._begin((), "")
 
     def _cut(self, late: frozenset[int]) -> None:
+        # The same on all ranks, because `late` comes from sums: rank 0's third message is every rank's third
+        # message.
         self.buckets = buckets_of(self.parameters, self.size, late)
         self._home = {place: number for number, b in enumerate(self.buckets) for place in b}
         # The notes' type is that of the first parameter, whatever the buckets.
@@ -134,7 +148,7 @@ class Gradients:
     def _begin(self, notes: Sequence[Tensor | float], action: str) -> None:
         self._notes, self._action = notes, action
         self._missing = [len(bucket) for bucket in self.buckets]
-        self._under_way: list[AllReduceWork] = []
+        self._under_way: list[list[AllReduceWork]] = []
         self._seen: set[int] = set()
         self._again = False
 
@@ -144,8 +158,10 @@ class Gradients:
 
         Args:
             notes: Numbers to be summed along, known before backward.
-            action: What this is, for errors.
+            action: The description of the sum, for errors.
         """
+        # Freed before backward: gradients are views of the last messages, which would stay in memory beside
+        # the new ones.
         for parameter in self.parameters:
             parameter.grad = None
         self._begin(notes, action)
@@ -186,27 +202,35 @@ class Gradients:
         if self.channel.size == 1:
             return [float(note) for note in self._notes]
         try:
+            # Buckets that backward did not complete are sent now: those with a parameter without a gradient
+            # here, or all of them if sums do not overlap with backward.
             while len(self._under_way) < len(self.buckets):
                 self._set_off()
-            for pending in self._under_way:
+            # Begin the second rounds of all sums before the first wait, so that they travel together.
+            for pending in chain.from_iterable(self._under_way):
                 pending.advance()
-            sums = [pending.wait() for pending in self._under_way]
+            sums = [[pending.wait() for pending in works] for works in self._under_way]
         finally:
             self._under_way = []
         notes: list[float] = []
         late: set[int] = set()
         for number, (bucket, summed) in enumerate(zip(self.buckets, sums, strict=True)):
+            # See [Note: message of a bucket]. The one more is `_again`, which `_set_off` puts behind the
+            # notes.
             heads = len(bucket) + (len(self._notes) + 1 if number == self._bearer else 0)
-            head = (summed[:heads].real if summed.is_complex() else summed[:heads]).tolist()
+            row, flat = summed if len(summed) > 1 else (summed[0][:heads], summed[0][heads:])
+            head = (row.real if row.is_complex() else row).tolist()
             notes = head[len(bucket) :] or notes
-            offset = heads
+            offset = 0
             for place, owners in zip(bucket, head, strict=False):
                 parameter = self.parameters[place]
-                piece = summed[offset : offset + parameter.numel()].view(parameter.shape)
+                piece = flat[offset : offset + parameter.numel()].view(parameter.shape)
                 parameter.grad = piece if owners else None
                 offset += parameter.numel()
                 if owners != self.channel.size:
                     late.add(place)
+        # Decided once, after the first sums: no overlap if any rank saw a parameter twice. Parameters without
+        # a gradient on some rank move to the last buckets, so that the others need not wait for them.
         if self.overlaps is None:
             self.overlaps = not notes[-1]
             self._cut(frozenset(late))
@@ -224,6 +248,8 @@ class Gradients:
     def _hook(self, place: int) -> object:
         def arrived(_: Tensor) -> None:
             number = self._home[place]
+            # A reentrant checkpoint runs a backward of its own for each of its blocks, and visits a shared
+            # weight once in each: the gradient was not complete at the first visit.
             if place in self._seen:
                 self._again = True
                 if number < len(self._under_way):
@@ -249,21 +275,31 @@ class Gradients:
         held = [self.parameters[place] for place in self.buckets[number]]
         dtype, device = held[0].dtype, held[0].device
         head: list[Tensor | float] = [float(p.grad is not None) for p in held]
+        # The notes are in the bucket of the first parameter only.
         if number == self._bearer:
             head += [*self._notes, float(self._again)]
-        row = torch.tensor([0.0 if isinstance(h, Tensor) else h for h in head], dtype=dtype, device=device)
+        # Notes that are tensors are copied on the device. A float() here would wait for the GPU.
+        known = [0.0 if isinstance(h, Tensor) else h for h in head]
+        row = torch.tensor(known, dtype=_head_type(dtype), device=device)
         for at, value in enumerate(head):
             if isinstance(value, Tensor):
                 row[at] = value.detach()
+        # Embeddings may have sparse gradients, whose indices differ between ranks. Their sum is dense.
         flat = [
             (p.new_zeros(p.numel()) if p.grad is None else p.grad.to_dense().reshape(-1)).detach()
             for p in held
         ]
-        values = torch.cat([row, *flat])
-        cast = CASTS.get(self.codec)
-        begun = self.channel.start_all_reduce(values, action=self._action, cast=cast, exact=row.numel())
-        self.uncoded += begun.uncast
-        self._under_way.append(begun)
+        # The codec applies behind the head: counts and notes must stay exact.
+        exact, cast = row.numel(), CASTS.get(self.codec)
+        values = [(torch.cat([row, *flat]), exact)]
+        if row.dtype != dtype:
+            values = [(row, exact), (torch.cat(flat), 0)]
+        works = [
+            self.channel.start_all_reduce(each, action=self._action, cast=cast, exact=exact)
+            for each, exact in values
+        ]
+        self.uncoded += sum(work.uncast for work in works)
+        self._under_way.append(works)
 
 
 class GradientHooks:
@@ -282,7 +318,7 @@ class GradientHooks:
         self._after: dict[int, Hooks] = {}
 
     def take_off(self) -> None:
-        """Take the hooks off before a backward: none runs until :meth:`run`."""
+        """Take the hooks off before a backward; they run in :meth:`run`."""
         for place, parameter in enumerate(self._parameters):
             for name, taken in (
                 ("_backward_hooks", self._of_tensor),
@@ -309,6 +345,8 @@ class GradientHooks:
             parameter = self._parameters[place]
             if parameter.grad is None:
                 continue
+            # Autograd runs tensor hooks before the accumulation, whose result they may replace, and the
+            # others after it.
             for hook in self._of_tensor.get(place, {}).values():
                 changed = hook(parameter.grad)
                 parameter.grad = parameter.grad if changed is None else changed

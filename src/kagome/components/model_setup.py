@@ -1,7 +1,7 @@
 """Model setup: prepare a user's model for training: lazy shapes, decoupling if asked, rank 0's weights.
 
-Where it sits: ``train.trainer`` calls :func:`ready` once it has its part; ``train.admission`` gives copies of
-a model their shapes.
+Where it sits: ``train.trainer`` calls :func:`set_up_model` once it has its part; ``train.admission`` gives
+lazy layers their shapes with it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
     Returns:
         The suggestion; empty where all types are those of weights.
     """
+    # Masks (bool) and labels are never multiplied by a weight.
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
     given = {**tensors_of(part.shared), **part.nodes, **part.edges}
     found = [name for name in names if name in given and given[name].dtype not in types and name != "y"]
@@ -79,6 +80,7 @@ def unlike(model: nn.Module, part: Partition, names: Collection[str]) -> str:
 def refused_input(model: nn.Module, part: Partition, names: Collection[str], error: Exception) -> Exception:
     """Return the error of a failed forward pass; it explains input types that differ from the weights'."""
     cure = unlike(model, part, names)
+    # Words of torch's messages about number types that do not fit. Any other error has another cause.
     words = ("dtype", "Long", "Double", "Half", "Int", "expected scalar type", "not implemented for")
     if not cure or not any(word in str(error) for word in words):
         return error
@@ -141,6 +143,8 @@ def _short(dtype: torch.dtype) -> str:
 def unlabelled(part: Partition) -> Partition:
     """Add placeholder labels and masks to a part without labels, which is only scored."""
     count = part.own.numel()
+    # All vertices count as training vertices, because a loss over none is refused; the loss is never
+    # computed.
     none = {name: torch.zeros(count, dtype=torch.bool) for name in ("val_mask", "test_mask")}
     whole = {"train_mask": torch.ones(count, dtype=torch.bool), "y": torch.zeros(count, dtype=torch.int64)}
     return replace(part, nodes={**part.nodes, **none, **whole})
@@ -156,11 +160,13 @@ def broadcast_weights(model: nn.Module, channel: Channel) -> None:
         return
     held = (*model.named_parameters(), *model.named_buffers())
     with torch.no_grad():
+        # gloo aborts if a broadcast has another size on one rank, so the sizes are compared first.
         counts = {name: t._nnz() for name, t in held if t.layout != torch.strided}
         each = channel.gather_objects(counts, "entries of sparse tensors")
         if any(found != each[0] for found in each):
             raise ModelError("the same model on all ranks", f"sparse tensors with {each} entries")
         for name, tensor in held:
+            # The pieces share the tensor's memory.
             for piece in laid_out(tensor.detach()):
                 piece.copy_(channel.broadcast(piece, 0, action=f"broadcast of {name}"))
 
@@ -171,6 +177,7 @@ def materialise(model: nn.Module, part: Partition, device: torch.device) -> None
         return
     inputs = few_rows(part, device)
     training = model.training
+    # In eval mode the pass draws nothing, and BatchNorm does not count these made-up rows.
     model.eval()
     with torch.no_grad(), told():
         ForwardCall.of(model, set(inputs)).call(model, inputs)
@@ -184,6 +191,7 @@ def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
         for name, value in (*part.nodes.items(), *part.edges.items())
     }
     shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
+    # An edge in each direction: layers may expect an undirected graph.
     edge_index = torch.tensor([[0, 1], [1, 0]], device=device)
     return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}
 
@@ -202,6 +210,7 @@ def model_copy(model: nn.Module) -> nn.Module:
             f"{type(error).__name__}: {error}",
             hint="let copy.deepcopy(model) work",
         ) from error
+    # A cached layer keeps the normalised edges of the user's graph, which do not fit another one.
     for module in own_copy.modules():
         forget(module)
     return own_copy

@@ -37,6 +37,7 @@ class _InHost:
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
+        # Always a copy: a tensor on the host itself may be written to before backward.
         self.copy = tensor.detach().to("cpu", copy=True)
 
     def back(self) -> Tensor:
@@ -76,8 +77,8 @@ class Offload:
     """The offload of one rank's saved activations.
 
     Args:
-        memory: Where to move them; ``device`` moves nothing, and so does ``host`` where the device is the
-            host.
+        memory: Where to move them; ``device`` leaves them where they are, and so does ``host`` where the
+            device is the host.
         device: The device that runs the model.
         stays: Returns whether a tensor is held anyway.
     """
@@ -117,10 +118,13 @@ class Offload:
         with torch._C.DisableTorchFunction():  # it is not the user's computation
             if tensor.numel() * tensor.itemsize < LEAST or tensor.layout != torch.strided:
                 return tensor
+            # Linear layers save a transposed view of their weight. The weight stays on the device, so moving
+            # the view would only add a copy.
             whole = tensor if tensor._base is None else tensor._base
             if (whole.is_leaf and whole.requires_grad) or self.stays(tensor):
                 return tensor
             storage = tensor.untyped_storage()
+            # The version is part of the key: after a write in place the same address holds other values.
             key = (
                 *(storage.data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()),
                 *(tensor.dtype, tensor._version),
@@ -131,6 +135,7 @@ class Offload:
             if kept is None:
                 kept = _InHost(tensor) if self.where == "host" else _InFile(tensor, self.folder)
                 self._moved += tensor.numel() * tensor.itemsize
+                # Weak references only: autograd alone decides how long the copy lives.
                 self._known[key] = StorageWeakRef(storage), weakref.ref(kept)
             return kept
 

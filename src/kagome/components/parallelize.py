@@ -28,13 +28,13 @@ from torch import nn
 from kagome.comm.exchange import Exchange
 from kagome.config import Parallel, Train
 from kagome.deferred.lazy_tensor import EscapeError
-from kagome.errors import KagomeError
+from kagome.errors import KagomeError, ModelError
 from kagome.feature_parallel.tiled_reduce import TileBound
 from kagome.graph.partition.partition import Partition
 from kagome.halo.exchange import HaloExchange
 from kagome.halo.forward_pass import ForwardPass
 from kagome.intercept.gather_scatter import Handler
-from kagome.intercept.hooks import install
+from kagome.intercept.hooks import install, is_installed
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.buffers import Buffers
 from kagome.model.exact.handlers import HANDLERS
@@ -109,7 +109,7 @@ def parallelize(
         channel: The channel to the other parts, or a wrapper that encodes or delays rows.
         options: How the model runs.
         handlers: The torch calls that are answered in place of torch, by name.
-        tell: As :class:`ParallelModel` takes it.
+        tell: See :class:`ParallelModel`.
     """
     scope = interceptor_of(part, channel, options, handlers=handlers)
     return ParallelModel(model, scope, options, tell=tell)
@@ -179,6 +179,7 @@ class ParallelModel:
         self._tell, self._depth, self._trained, self._undo = tell, 0, False, ExitStack()
 
     def __enter__(self) -> Self:
+        # `fit` holds a block open over all epochs; methods of the engine that enter it again only count.
         if not self._depth:
             self._undo = self._put_on()
         self._depth += 1
@@ -187,6 +188,7 @@ class ParallelModel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Peers are told before anything else, as they wait in a collective that this rank will not reach.
         if error is not None and self._tell is not None:
             self._tell(error)
         self._depth -= 1
@@ -194,11 +196,19 @@ class ParallelModel:
             self._undo.close()
 
     def _put_on(self) -> ExitStack:
-        """Put everything on the model; return what takes it off. An error leaves the model unchanged.
+        """Put everything on the model; return what removes it. An error leaves the model unchanged.
 
         Hooks wrap methods that rules have set, and recomputation wraps the hooks' methods. Each restores what
         it found, so the last is taken off first.
         """
+        # If a rule refuses a layer, leaving this block takes off what is on so far. `pop_all` keeps it on
+        # otherwise.
+        if is_installed(self.model):
+            raise ModelError(
+                "a model that runs nowhere else",
+                "one that is on a part of a graph already, by kagome.shard or by a Trainer",
+                hint="net.close(), or leave its `with` block, first",
+            )
         with ExitStack() as undo:
             if not self.scope.plain:
                 undo.callback(apply_rules(self.model, self.scope))
@@ -248,6 +258,8 @@ class ParallelModel:
             call: Calls the model; by default with the part's inputs, by their names.
         """
         call = call or self._call_by_name
+        # Only the first training pass can abandon a pass that has written to buffers: an escape depends on
+        # the model's code, and shows up then.
         buffers = Buffers(self.model) if training and not self._trained and self.scope.forward.fast else None
         before = None if buffers is None else (buffers.now(), buffers.copies())
         try:

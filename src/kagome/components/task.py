@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -58,6 +58,7 @@ def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "number
     Raises:
         ModelError: If no tensor has a row a vertex, or the output holds something else.
     """
+    # A leaf is either rows [own, ...], a tensor of another shape (`rowless`), or a number (0-dim or plain).
     leaves = tree_leaves(out)
     fits = [has_rows(leaf, own) for leaf in leaves]
     rowless = [
@@ -78,12 +79,17 @@ def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "number
     return out
 
 
+def forked() -> AbstractContextManager[None]:
+    """Restore torch's generators after a block: that of the CPU, and those of all accelerators."""
+    return torch.random.fork_rng(devices=range(torch.accelerator.device_count()))
+
+
 @contextmanager
 def draws_of(seed: int, epoch: int) -> Iterator[None]:
     """Seed torch's generator for a block, so that its draws depend on the epoch and not on the ranks."""
     # Seeding absent devices formats the whole stack for each device type: half a millisecond.
     seeds = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
-    with torch.random.fork_rng(devices=[]):
+    with forked():
         # Far from the small numbers that people choose, so that a seed set in forward differs from this.
         seeds((seed * 1_000_003 + epoch + 0x5851F42D4C957F2D) % 2**63)
         yield
@@ -92,9 +98,10 @@ def draws_of(seed: int, epoch: int) -> Iterator[None]:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Restore all random generators after a block, whatever it draws."""
+    # User code and PyG's transforms also draw from Python's and NumPy's generators.
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with forked():
             yield
     finally:
         random.setstate(python)

@@ -1,4 +1,4 @@
-"""Wrappers: take off what wraps a model for another way of running it, such as ``DistributedDataParallel``.
+"""Wrappers: remove what other ways of running put around a model, such as ``DistributedDataParallel``.
 
 Where it sits: ``train.trainer``, ``verify.check``, ``autoplan.plan`` and ``pipelining.dag`` pass a user's
 model through here first.
@@ -45,6 +45,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             no numbers.
     """
     refuse_no_module(model, "this place")
+    # Wrappers may be nested: torch.compile(DistributedDataParallel(model)).
     while (held := _attribute(model)) is not None:
         model = getattr(model, held)
     for name, module in model.named_modules():
@@ -98,4 +99,6 @@ def _attribute(model: nn.Module) -> str | None:
 
 
 def _classes(module: nn.Module) -> set[str]:
+    # By name, so that FSDP is not imported for models that do not use it. The bases count because fully_shard
+    # gives a module a new class that derives from FSDPModule.
     return {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch")}

@@ -133,6 +133,8 @@ class PlanCommand:
     def __post_init__(self) -> None:
         check_kinds("plan", self)
         config.at_least("plan", self, devices=1, vertices=1, edges=1, features=1, classes=1)
+        # A sample graph with all features and classes is made, and
+        # each divisor of the devices is planned for.
         for name, most in MOST.items():
             value = getattr(self, name)
             if value is not None and value > most:

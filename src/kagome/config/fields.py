@@ -46,6 +46,7 @@ def check_kinds(section: str, settings: Any) -> None:
         value, hint = getattr(settings, field.name), hints[field.name]
         if not fits(value, hint):
             raise ConfigError(f"{section}.{field.name} to be {takes(hint)}", shown(value))
+        # Python's integers and texts have no limits; torch, JSON and file systems do.
         if odd := oddity(value):
             raise ConfigError(f"{section}.{field.name} to be {odd}", shown(value))
 
@@ -66,6 +67,7 @@ def check_kind(what: str, value: object, hint: Any, *, least: float | None = Non
     odd = odd or oddity(value)
     if odd:
         raise ConfigError(f"{what} to be {odd}", shown(value))
+    # `not >=` rather than `<`, so that NaN is refused.
     if least is not None and isinstance(value, Real) and not float(value) >= least:
         raise ConfigError(f"{what} to be {least} or more", shown(value))
 
@@ -75,6 +77,7 @@ def oddity(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return next(filter(None, map(oddity, value)), "")
     if isinstance(value, str):
+        # A path with NUL is a ValueError in every call of the system, without a word about the setting.
         if "\0" in value:
             return "a text without the character NUL"
         return f"a text without names of over {LONGEST_NAME} bytes" if _too_long(value) else ""
@@ -82,10 +85,12 @@ def oddity(value: object) -> str:
         return ""
     if isinstance(value, Integral):
         return "" if -LARGEST - 1 <= int(value) <= LARGEST else "a whole number of 64 bits"
+    # NaN and inf fail the comparison too.
     return "" if abs(float(value)) <= LARGEST_FLOAT else f"a finite number, up to {LARGEST_FLOAT:.3g}"
 
 
 def _too_long(text: str) -> bool:
+    # A character has four bytes at most, so short texts, which are most, need no encoding.
     return len(text) > LONGEST_NAME // 4 and any(
         len(name.encode(errors="replace")) > LONGEST_NAME for name in text.split("/")
     )
@@ -111,6 +116,8 @@ def path_of(text: str | Path, what: str) -> Path:
 def shown(value: object, most: int = 200) -> str:
     """Return the text of any value for an error message."""
     try:
+        # repr of an integer of thousands of digits is a ValueError; of a list
+        # that holds itself it is shortened by Python.
         return shortened(repr(value), most)
     except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__} that is too large to show"
@@ -125,8 +132,10 @@ def fits(value: object, hint: Any) -> bool:
         return isinstance(value, str) and value in get_args(hint)
     if origin is tuple:
         return isinstance(value, (tuple, list)) and all(fits(each, get_args(hint)[0]) for each in value)
+    # bool is a subclass of int, and True is no number of ranks.
     if isinstance(value, bool):
         return hint is bool
+    # NumPy's numbers are Integral and Real, but not int and float.
     kinds: dict[Any, type] = {int: Integral, float: Real, NoneType: NoneType}
     return isinstance(value, kinds.get(hint, hint))
 
@@ -153,5 +162,6 @@ def at_least(section: str, settings: object, **lows: float) -> None:
     """
     for name, low in lows.items():
         value = getattr(settings, name)
+        # `not >=` rather than `<`, so that NaN is refused.
         if value is not None and not value >= low:
             raise ConfigError(f"{section}.{name} to be {low} or more", f"{value!r}")

@@ -25,12 +25,18 @@ def named_module(name: str) -> ModuleType:
     Raises:
         Exception: The error that the import raised.
     """
+    # Order of search:
+    #    the named module          the current folder, then Python's path
+    #    imports within it         Python's path, then the current folder (appended, not put first)
+    # So a user's module "utils" is found, and a numba.py beside it does not replace numba.
     here, top = os.getcwd(), name.partition(".")[0]
     if here not in sys.path:
         sys.path.append(here)
+    # A package of the current folder is loaded by its top; import_module finds the rest through it.
     if top not in sys.modules:
         spec = PathFinder.find_spec(top, [here])
         if spec is not None and spec.loader is not None:
+            # Before it is executed, as the import system does it, for modules that import each other.
             module = sys.modules[top] = module_from_spec(spec)
             try:
                 spec.loader.exec_module(module)
@@ -42,5 +48,6 @@ def named_module(name: str) -> ModuleType:
 
 def leave_current_folder() -> None:
     """Move the current folder, which ``python -m`` has put first, to the end of Python's path."""
+    # With -P or PYTHONSAFEPATH Python has not put the folder there.
     if sys.path and sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path:
         sys.path.append(sys.path.pop(0))

@@ -158,6 +158,7 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
     """
 
     def __post_init__(self) -> None:
+        # A plan's file stands for settings, so it is read before they are checked.
         if self.plan not in ("manual", "auto"):
             self._take(plan_io.load(self.plan))
         check_kinds("parallel", self)
@@ -183,12 +184,14 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, value in settings.items():
+            # A default cannot be told from the same value written out, so both give way to the plan.
             if getattr(self, name) not in (defaults[name], value):
                 raise ConfigError(
                     f"{name}={value!r}, as the plan in {self.plan} has it",
                     f"{name}={getattr(self, name)!r}, which was set as well",
                     hint="one of the two",
                 )
+            # The dataclass is frozen; this runs in its __post_init__, before anyone has seen the object.
             object.__setattr__(self, name, value)
         object.__setattr__(self, "plan", "manual")
 
@@ -204,6 +207,7 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
                 f"{world_size} ranks that have started",
                 hint="kagome plan --json > plan.json, then plan='plan.json' (--parallel.plan plan.json)",
             )
+        # Rounded down: if the ranks do not divide, check_mesh refuses the product with its numbers.
         parts = world_size // (self.pipe * self.tensor) if self.graph is None else self.graph
         chunks = self.chunks or default_chunks(self.pipe, self.tensor)
         fitted = dataclasses.replace(self, graph=max(parts, 1), chunks=chunks)
@@ -213,6 +217,7 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
     @property
     def pattern(self) -> Schedule:
         """The schedule, with ``auto`` resolved."""
+        # Under 1F1B a chunk's backward precedes later chunks' forward, so chunks must not read each other.
         alone = self.cross_chunk == "drop" and self.stages_per_rank == 1
         return ("1f1b" if alone else "fill-drain") if self.schedule == "auto" else self.schedule
 
@@ -224,7 +229,9 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
         if self.tensor == 1:
             return self.partitioner
         if ranks == self.tensor:
+            # One part for all ranks: no cut to find, only equal shares of it.
             return "contiguous" if self.partitioner == "auto" else self.partitioner
+        # For example "metis/2": parts by METIS, each dealt to 2 ranks.
         return f"{self.partitioner}/{self.tensor}"
 
 

@@ -46,6 +46,7 @@ def load(file: str) -> dict[str, int | bool | str]:
     if unknown:
         raise ConfigError(f"a plan to set {', '.join(KINDS)}", f"{unknown[0]!r}", where=where)
     for name, value in settings.items():
+        # `is`, because True is an instance of int.
         if type(value) is not KINDS[name]:
             raise ConfigError(f"a plan's {name} to be {WORDS[KINDS[name]]}", shown(value), where=where)
     return dict(settings)
@@ -53,6 +54,7 @@ def load(file: str) -> dict[str, int | bool | str]:
 
 def _first(plans: Any) -> dict[str, Any] | None:
     """Return the first plan's settings, or None."""
+    # A user may edit the file, so each level is tested before it is looked into.
     found = plans.get("plans") if isinstance(plans, dict) else None
     first = found[0] if isinstance(found, list) and found else None
     settings = first.get("settings") if isinstance(first, dict) else None

@@ -31,6 +31,7 @@ OWN: Final = "python:"
 
 def own_name(given: object) -> str:
     """Return how settings name a function of the user's: by its module and its name."""
+    # A function, a partial of one, a module or another callable: its class names the last two.
     code = getattr(given, "func", given)  # what a partial calls
     code = code if hasattr(code, "__qualname__") else type(code)
     return f"{OWN}{getattr(code, '__module__', None) or 'builtins'}:{code.__qualname__}"
@@ -41,10 +42,11 @@ def to_toml(run: Run, own: Mapping[str, str] | None = None) -> str:
 
     Args:
         run: The settings.
-        own: What is written of the losses and metrics of ``train`` that are functions: :func:`own_name`.
+        own: The texts that stand for losses and metrics that are functions; see :func:`own_name`.
     """
     lines: list[str] = []
     for section, values in as_dict(run).items():
+        # A function has no value in TOML, so its name is written, which from_toml refuses if it is needed.
         values |= (own or {}) if section == "train" else {}
         lines.append(f"[{section}]")
         lines += [f"{key} = {_toml_value(value)}" for key, value in values.items()]
@@ -79,6 +81,7 @@ def from_toml(path: str | Path, *, over: Run | None = None, trains: bool = True)
         raise ConfigError(
             f"{path} to be a settings file of TOML", f"one that cannot be read: {error}"
         ) from None
+    # from_dict refuses a section that is no table; here it must only not fail.
     train = table.get("train")
     train = train if isinstance(train, dict) else {}
     for key in [key for key in ("loss", "metric") if _is_own(train.get(key))]:
@@ -128,6 +131,7 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
                 known = ", ".join(hints)
                 raise ConfigError(f"a setting of [{section}]: {known}", f"{key!r}", where=where)
             given[name] = _typed(f"{section}.{name}", value, hints[name], where)
+        # replace() calls __post_init__, so values out of range are refused with their names.
         parts[section] = dataclasses.replace(getattr(over, section), **given)
     return dataclasses.replace(over, **parts)
 
@@ -138,4 +142,6 @@ def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
         raise ConfigError(f"{name} to be {takes(hint)}", shown(value), where=where)
     if get_origin(hint) is tuple:
         return tuple(value)
+    # "lr = 1" in TOML is an integer; the setting is a float, as in Python's own dataclass. True is an int
+    # too, but fits() has refused it.
     return float(value) if float in (hint, *get_args(hint)) and type(value) is int else value

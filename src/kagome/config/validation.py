@@ -32,6 +32,7 @@ def check(cut: Parallel) -> None:
         raise ConfigError("parallel.smoothing to be 0 or more, and below 1", f"{cut.smoothing}")
     if not 0 < cut.halo_sample <= 1:
         raise ConfigError("parallel.halo_sample to be above 0, and 1 or less", f"{cut.halo_sample}")
+    # A chunk's backward would start before later chunks, which read its rows, have run forward.
     if cut.schedule in ("1f1b", "kfkb") and cut.cross_chunk != "drop":
         raise ConfigError(
             f"chunks that know nothing of each other for schedule={cut.schedule!r}",
@@ -60,6 +61,8 @@ def _planned(cut: Parallel) -> None:
         raise ConfigError(
             "plan='auto' for allow, which says what it may take", f"plan={cut.plan!r}", hint="plan='auto'"
         )
+    # What the planner chooses, each with its default; other settings
+    # (partitioner, guard, timeouts) go together with it.
     mesh = {
         "graph": None,
         "pipe": 1,
@@ -99,6 +102,7 @@ def _lateness(cut: ExchangeSettings) -> None:
 
 
 def _choice_of_rows(cut: ExchangeSettings) -> None:
+    # A row that is not sent again is one epoch older each time, so an age above 1 must be allowed.
     if cut.skip_drift > 0 and cut.max_age < 2:
         raise ConfigError(
             "rows that may be old for skip_drift, which does not send all of them again",
@@ -106,6 +110,8 @@ def _choice_of_rows(cut: ExchangeSettings) -> None:
             hint="max_age=2 or more",
         )
     others = {"halo_sample": cut.halo_sample < 1, "skip_drift": cut.skip_drift > 0}
+    # The error belongs to a row of the last message; with drawn or skipped
+    # rows there is no such row in the next one.
     for name in (name for name, chosen in others.items() if chosen and cut.error_feedback):
         raise ConfigError(
             "the same rows next for error_feedback, which adds what a codec lost to them",
@@ -118,6 +124,7 @@ def _choice_of_rows(cut: ExchangeSettings) -> None:
             f"codec={cut.codec!r}, which loses nothing",
             hint="codec='int2'",
         )
+    # Each decides on its own which rows are sent, or how; there is no rule for two of them.
     chosen = [cut.halo_sample < 1, cut.skip_drift > 0, cut.adaptive_bits]
     if sum(chosen) > 1:
         raise ConfigError(
@@ -144,6 +151,7 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
     axes = {"pipe": cut.pipe, "tensor": cut.tensor, "graph": cut.graph}
     need = cut.pipe * cut.tensor * cut.graph
     if need != world_size:
+        # Axes of size 1 are left out of the message, except `graph`, which is what most users set.
         mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1 or axis == "graph")
         set_here = [f"--parallel.{axis}" for axis, size in axes.items() if size > 1] or ["--parallel.graph"]
         raise ConfigError(
@@ -151,6 +159,7 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
             f"{world_size}",
             hint=f"start {need} ranks (--nproc {need}), or change {', '.join(set_here)}",
         )
+    # Chunks keep tables of historical rows, which know nothing of late or selected rows.
     for name, without in WHOLE_PARTS.items():
         if cut.chunks > 1 and getattr(cut, name) != without:
             raise ConfigError(
@@ -173,6 +182,8 @@ def _codecs(cut: Parallel, world_size: int) -> None:
     codes = [name for name in ("codec", "codec_backward") if getattr(cut, name) not in ("none", None)]
     others = [name for name, without in WHOLE_PARTS.items() if getattr(cut, name) != without]
     for name in (*codes, *others):
+        # With a single part no rows cross between parts. A codec that does
+        # nothing is probably meant for the stages.
         if cut.pipe > 1 and cut.graph == 1 and cut.tensor == 1:
             value = getattr(cut, name)
             raise ConfigError(
@@ -180,6 +191,7 @@ def _codecs(cut: Parallel, world_size: int) -> None:
                 f"graph=1, which has none, and pipe={cut.pipe}, which sends rows from stage to stage",
                 hint=f"codec_stage={value!r}" if name in codes else f"leave {name} out, or graph=2",
             )
+    # On one rank nothing is sent at all, and any codec is allowed, so that a run can be tried on one.
     if cut.codec_stage not in ("none", None) and cut.pipe == 1 and world_size > 1:
         raise ConfigError(
             f"several stages for codec_stage={cut.codec_stage!r}, which codes what goes between them",

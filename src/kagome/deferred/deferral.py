@@ -1,4 +1,4 @@
-"""Deferral: which reads, softmaxes and reductions of a part's neighbours are put off, and as what.
+"""Deferral: which reads, softmaxes and reductions of neighbours are deferred, and as which expressions.
 
 Where it sits: the handlers of ``intercept.gather_scatter`` and the layer rules ask it first. It finds the
 constant edge lists, builds their kernels' structure once, and answers gathers, softmaxes and reductions by an
@@ -75,6 +75,8 @@ class Deferral:
             key = ("sparse", address(rows), tuple(rows.shape))
             found = self.constants.cached(key)
             if found is None:
+                # An empty tuple records that the rows are dense. None would mean that nothing is known yet,
+                # and the rows would be counted again in each forward pass.
                 found = self.constants.cache(key, sparse_of(rows) or ())
         return found if isinstance(found, SparseFeatures) else rows
 
@@ -96,11 +98,13 @@ class Deferral:
             if placement is not None and placement.kind in (PlacementKind.SOURCE, PlacementKind.TARGET)
             else None
         )
+        # Edges that forward itself makes (DropEdge) are new in each pass, so sorting them would not pay.
         if not self.forward.fast or edges is None or transformed() or not self.constants.has(edges):
             return None
         if edges not in self._edge_sets:
             ends = self.placements.get(edges)
             assert ends is not None
+            # ``swapped`` edges hold targets in row 0, as an adjacency matrix does.
             halo_exchange = self._views[ends.view].rows
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
             structure = Structure(source, target, halo_exchange.own, halo_exchange.own + halo_exchange.halo)
@@ -128,6 +132,8 @@ class Deferral:
         every: Tensor | None = self.constants.cached(key)
         if every is None:
             with torch._C.DisableTorchFunction(), self.constants.once():
+                # Words follow their edges: into the order of ``walked``, or to the ranks that compute some
+                # heads of them.
                 if edge_layout is None:
                     every = counters[edges.structure.by_target.edge.long()]
                 else:
@@ -141,8 +147,10 @@ class Deferral:
     def defer(self, base: Tensor, index: Tensor, placement: Placement) -> Tensor | None:
         """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""
         edges = self.edge_set(placement)
+        # Rows of another number, such as an embedding's, are no rows of vertices: torch gathers them.
         if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
             return None
+        # Ids of some edges only, ``edge_index[0][mask]``: the kernels sum over all edges of the structure.
         if index.numel() != edges.structure.edges:
             return None
         return rewrite_rules.gathered(edges, base, placement.kind, self.forward.site(base))
@@ -158,8 +166,11 @@ class Deferral:
         ):
             return False
         fits = self.axes.of_each_vertex(x) and self.axes.of(x) == 0 and x.size(0) == self.own and supports(x)
+        # Under autocast torch would multiply in another type than that of the rows.
         if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False
+        # A widening map goes after the sum, which then reads and sends fewer columns. The sum of constant
+        # rows is computed once: see [Note: why a linear map computes the sum] in ``rewrite_rules``.
         return weight.size(1) < weight.size(0) or self.constants.is_constant(x)
 
     def maps_late(self, x: Tensor, weight: Tensor) -> bool:
@@ -186,6 +197,8 @@ class Deferral:
     def edge_softmax(self, value: Tensor, index: Any, dim: int) -> Tensor | None:
         """Return the softmax over each row's in-edges if ``index`` holds the graph's targets; else None."""
         edges = self._by_target(value, index, dim)
+        # A sample of halo rows changes the total of a softmax, so its result is biased, with kernels or
+        # without.
         if self.axes.names_targets(index):
             self.reads.refuse_sample("a softmax over neighbours")
         if edges is None:
@@ -221,6 +234,7 @@ class Deferral:
         edges = self.edge_set(placement)
         if edges is None or dim % value.dim() != 0 or value.size(0) != edges.structure.edges:
             return None
+        # A deferred message knows its edges. Numbers per edge are taken to belong to the edges of ``index``.
         if not isinstance(value, LazyTensor):
             return edges if supports(value) else None
         held = self.placements.get(value)  # a message along other edges is computed first

@@ -81,10 +81,12 @@ class EdgeMap(Versioned):
         """
         self.check()
         heads, columns = self.heads
+        # W^T q_i of each head: [own, H, K], where K is the number of edge features.
         turned = torch.einsum("nhc,hck->nhk", own, self.weight.view(heads, columns, -1))
         out = edge_features.dots(turned, self.x, edges)
         if self.bias is None:
             return out
+        # <q_i, b> is one number per row and head, and the same for all in-edges of a row.
         return out + edge_sum.gather((own * self.bias.view(heads, columns)).sum(-1), edges, "target")
 
     def summed(self, weight: Tensor | None, edges: Structure) -> Tensor:
@@ -94,6 +96,7 @@ class EdgeMap(Versioned):
             weight ``[E]`` or ``[E, H]`` -> ``[own, *inner]``.
         """
         self.check()
+        # Weights [E, H]; without weights, one head of ones.
         each = self.x.new_ones(self.x.size(0), 1) if weight is None else weight
         each = each.unsqueeze(1) if each.dim() == 1 else each
         heads = (each.size(1), prod(self.inner) // max(each.size(1), 1))
@@ -101,6 +104,7 @@ class EdgeMap(Versioned):
             "nhk,hck->nhc", edge_features.sums(each, self.x, edges), self.weight.view(*heads, -1)
         )
         if self.bias is not None:
+            # The bias is counted once per edge, times the weight: sum of a_ij * b.
             out = out + edge_sum.edge_sum(each, edges).unsqueeze(-1) * self.bias.view(heads)
         return out.reshape(edges.own, *self.inner)
 
@@ -170,6 +174,7 @@ def answer(
     what = name.strip("_")
     if what in ("view", "reshape") and not kwargs:
         return _viewed(placements, args)
+    # Sums and products commute: the edge map or term is put first.
     if what in ("add", "radd", "mul", "rmul") and len(args) == 2 and not kwargs:
         one, two = args if expression(args[1]) is None else (args[1], args[0])
         found = (_added if what.endswith("add") else _multiplied)(placements, one, two)
@@ -209,6 +214,7 @@ def _added(placements: Placements, one: Any, two: Any) -> EdgeTerm | None:
     if not isinstance(edge, EdgeMap) or message is None or isinstance(two, LazyTensor) is False:
         return None
     fits = message.one_ended and message.source is not None and tuple(message.shape) == tuple(edge.shape)
+    # In feature slices a rank sums some columns over all edges, but has the features of its own edges only.
     if not fits or message.edges.deferral.sliced.on or message.parts[0].dtype != edge.x.dtype:
         return None
     return EdgeTerm(message, edge)
@@ -220,6 +226,8 @@ def _multiplied(placements: Placements, one: Any, two: Any) -> EdgeMap | EdgeTer
     if term is not None:
         term.check()
     if isinstance(term, EdgeMap):
+        # ``att * W e`` with att [1, H, C]: the factor of each column is multiplied into the rows of W and
+        # into b.
         plain = isinstance(two, Tensor) and not isinstance(two, LazyTensor) and placements.get(two) is None
         if not plain or two.dim() > len(term.inner) + 1 or (two.dim() > len(term.inner) and two.size(0) != 1):
             return None
@@ -235,7 +243,9 @@ def _multiplied(placements: Placements, one: Any, two: Any) -> EdgeMap | EdgeTer
         fits = message.one_ended and message.source is None and message.edges is term.message.edges
         if not fits or message.shape != term.shape:
             return None
+        # ``q_i * (k_j + W e)``, the scores of TransformerConv before their sum over columns.
         return replace(term, target=message.target, versions=term.versions + message.versions)
+    # ``alpha * (v_j + W e)``: one weight per edge, or one per edge and head.
     placement = placements.get(two)
     if placement is None or placement.kind is not PlacementKind.PAIRS or two.dim() != len(term.shape):
         return None
@@ -264,6 +274,7 @@ def _contracted(placements: Placements, args: tuple[Any, ...], kwargs: dict[str,
     edge = term if isinstance(term, EdgeMap) else term.edge
     heads, columns = edge.heads
     if isinstance(term, EdgeMap):
+        # A sum over columns of W e is a product with W's rows summed over the columns of each head.
         weight = edge.weight.view(heads, columns, -1).sum(1)
         out = dense.linear(
             edge.x, weight, None if edge.bias is None else edge.bias.view(heads, columns).sum(1)
@@ -271,6 +282,7 @@ def _contracted(placements: Placements, args: tuple[Any, ...], kwargs: dict[str,
     elif term.target is None:
         return NotImplemented
     else:
+        # <q_i, k_j> + <W^T q_i, e>: the two scores are computed apart.
         s, own = term.message.edges.structure, term.target.reshape(-1, heads, columns)
         with_halo = term.message.with_halo().reshape(-1, heads, columns)
         out = edge_softmax.dots(own, with_halo, s) + edge.dots(own, s)

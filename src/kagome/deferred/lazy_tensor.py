@@ -58,6 +58,8 @@ class Versioned:
 
     def __post_init__(self) -> None:
         """Note the versions of tensors that were given to it now; others keep what was noted before."""
+        # ``dataclasses.replace`` runs this again. Versions noted before must stay, or a write in between
+        # would be missed.
         there = {id(tensor) for tensor, _ in self.versions}
         new = [
             t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there
@@ -81,12 +83,16 @@ class LazyTensor(Tensor):
 
     expr: Any
     value: Tensor | None
+    # The interceptor is a mode and sees each call first. Torch's default would wrap the results of all calls
+    # in this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, expr: Expression) -> LazyTensor:
         """Make a stand-in for the result of an expression."""
         first = expr.parts[0]
         grad = torch.is_grad_enabled() and any(part.requires_grad for part in expr.parts)
+        # A wrapper has no storage, so a call that reaches the dispatcher cannot read wrong numbers: see
+        # ``__torch_dispatch__``.
         self: LazyTensor = Tensor._make_wrapper_subclass(
             cls, tuple(expr.shape), dtype=first.dtype, device=first.device, requires_grad=grad
         )
@@ -124,6 +130,7 @@ def supports(rows: Tensor) -> bool:
 
 def refuse_in_function(args: tuple[Any, ...]) -> None:
     """Refuse a lazy tensor inside a user's autograd function, where its gradient would be lost."""
+    # Autograd runs the forward of a user's function with gradients off. Only then is the stack worth a walk.
     if torch.is_grad_enabled() or not any(isinstance(v, LazyTensor) and v.requires_grad for v in args):
         return
     frame = sys._getframe()

@@ -62,7 +62,7 @@ class EdgeSet:
         return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS))
 
     def factors(self, weight: Tensor | None) -> Tensor | None:
-        """Return one factor per row that edges read, whose products are the weights; None if there are none.
+        """Return factors of rows that edges read, whose products are the weights; else None.
 
         Shapes:
             weight ``[E]`` -> ``[num_sources]``.
@@ -76,6 +76,7 @@ class EdgeSet:
             with constants.once():
                 found = factors_of(weight, self.structure)
             constants.cache(key, found)
+        # An empty tensor records that the weights have no factors.
         return found if found.numel() == self.structure.num_sources else None
 
 
@@ -130,6 +131,17 @@ class Linear(Versioned):
         )
 
 
+# [Note: life of a message] The logits of GAT, as PyG writes them, and the weighted sum that follows:
+#
+#     a[target] + b[source]    Message(target=a, source=Source(b))     one row per vertex at each end
+#     leaky_relu(...)          the same with form="leaky"              no longer linear in a and b
+#     softmax(..., index)      reads the halo of b, H numbers a row    alpha [E, H], from one kernel
+#     x[source] * alpha        Message(source=Source(x), weight=alpha)
+#     scatter(..., index)      sums over own rows, reads the halo of x, adds the sum over it
+#
+# ``Source.has_halo`` becomes True when an operation that does not narrow rows needs all of them: see
+# ``widened``. From then on the rows are [n + H, ...], and no later step exchanges them again. With a
+# single part it is True from the start.
 @dataclass(frozen=True, eq=False)
 class Message(Versioned):
     """A message along edges, expressed by the rows at their ends.
@@ -155,7 +167,7 @@ class Message(Versioned):
     att: Tensor | None = None
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return weight and factors; who gathers rows notes those."""
+        """Return the weight and the factor per column; a gather notes the versions of its rows itself."""
         return (self.weight, self.att)
 
     @property
@@ -198,6 +210,7 @@ class Message(Versioned):
         """Compute the tensor with one row per edge."""
         self.check()
         s = self.edges.structure
+        # The fallback where no rule and no kernel fits: what PyG would have computed.
         if self.source is None:
             assert self.target is not None
             out = edge_sum.gather(self.target, s, "target")
@@ -257,6 +270,7 @@ class SoftmaxShare:
         """Compute the softmax over each row's in-edges."""
         edges, logits = self.logits.edges, self.logits.compute()
         out = edge_softmax.edge_softmax(flat(logits), edges.structure)
+        # Each column is a head of its own: [E, F].
         return edges.pairs(out.view(logits.shape))
 
 
@@ -307,6 +321,8 @@ def widened(message: Message) -> Message:
 def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = False) -> Message:
     """Apply an operation to the rows at each end instead of to one row per edge."""
     message.check()
+    # An operation that narrows rows is applied to own rows, so that fewer columns are sent. Otherwise the
+    # halo is read first; that of constant rows is exchanged once in a run.
     if message.source is not None and not (
         narrows and not message.edges.deferral.constants.is_constant(message.source.rows)
     ):
@@ -319,6 +335,7 @@ def each(message: Message, do: Callable[[Tensor], Tensor], *, narrows: bool = Fa
 def with_rows(message: Message, target: Tensor | None, source: Tensor | None) -> Message:
     """Return the message with other rows at its ends."""
     place = message.source
+    # Rows made here have no placement yet. Rows with halo get none: their number is not that of the vertices.
     if target is not None:
         message.edges.rows(target)
     if place is not None and source is not None and not place.has_halo:
@@ -343,6 +360,7 @@ def joined(one: Message, two: Message, sign: int = 1) -> Message:
 
     one.check()
     two.check()
+    # Only one of them has halo rows: both need them, so that the rows can be added.
     if one.source is not None and two.source is not None and one.source.has_halo is not two.source.has_halo:
         one, two = widened(one), widened(two)
     place = replace(one, source=one.source or two.source)

@@ -66,6 +66,8 @@ def settled(value: Any) -> Any:
     """Compute a deferred sum as far as feature slices, if it is reduced in slices."""
     if not isinstance(value, LazyTensor) or value.value is not None or not isinstance(value.expr, Total):
         return value
+    # With a halo exchange a sum stays deferred, since a linear map may still follow. In slices the next call
+    # may be a sum or multiple, which keeps slices as they are.
     if sliced_reduce.edge_layout_for(value.expr.message) is None:
         return value
     with torch._C.DisableTorchFunction():  # this is not the user's computation
@@ -87,6 +89,7 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
     expr = value.expr if isinstance(value, LazyTensor) and value.value is None else None
     s = edges.structure
     if isinstance(expr, Shared) and how == "sum" and expr.message.one_ended and len(expr.shape) == 2:
+        # Softmax aggregation (GENConv): logits and values are functions of the source's row alone.
         edge_layout = sliced_reduce.edge_layout_for(expr.message)
         if edge_layout is not None:
             return sliced_reduce.column_softmax(expr.share.logits, expr.message, edge_layout)
@@ -99,10 +102,12 @@ def reduced(value: Tensor, edges: EdgeSet, how: Reduce) -> Tensor:
             return _total(expr, how)
         if expr.weight is None:
             best = _extreme(expr, 1 if how == "max" else -1)
+            # max of (a_i + b_j) = a_i + max of b_j; a row without in-edges stays 0.
             if expr.target is not None:
                 some = _column(s.degree > 0, best)
                 best = torch.where(some, best + expr.target, best)
             return edges.rows(best)
+    # All other forms are computed, one row per edge, and then reduced by kernels.
     values = now(value)
     if how in ("max", "min"):
         best = edge_sum.edge_extreme(flat(values), s, 1 if how == "max" else -1)
@@ -137,9 +142,13 @@ def _total(message: Message, how: Reduce) -> Tensor:
     if target is None:
         assert message.source is not None
         rows = message.source.rows
+        # A linear map that may follow takes rows of two axes, so only their sum is worth deferring. A
+        # ``Linear`` has already chosen its order: see ``_linear_sum``.
         if rows.dim() == 2 and not isinstance(rows, LazyTensor):
             return edges.rows(LazyTensor(Total(alone, how)))
         return edges.rows(_linear_sum(alone, how))
+    # The sum of (a_i + b_j) is degree_i * a_i + the sum of b_j. For the mean, a_i counts once, or not at all
+    # in a row without in-edges.
     degree = edges.structure.degree
     degree = degree if how == "sum" else degree.clamp(max=1)
     return edges.rows(now(_linear_sum(alone, how)) + target * _column(degree, target).to(target.dtype))
@@ -157,6 +166,7 @@ def _linear_sum(message: Message, how: Reduce) -> Tensor:
     if isinstance(rows, LazyTensor) and rows.value is None and isinstance(rows.expr, Linear):
         linear: Linear = rows.expr
         linear.check()
+        # x has fewer columns than x W^T, or its sum is constant: sum first, map afterwards.
         narrow = linear.weight.size(1) < linear.weight.size(0)
         if narrow or (
             deferral.constants.is_constant(linear.x) and deferral.constants.is_constant(message.weight)
@@ -181,12 +191,14 @@ def _cached_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool
     local, since it can produce both forms without another exchange.
     """
     deferral = message.edges.deferral
+    # The address and shape of rows and weight identify them: constants are kept, so no address is used twice.
     key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
     found: Tensor | SparseFeatures | None = deferral.constants.cached(key)
     if found is None:
         with deferral.constants.once():
             found = deferral.constants.cache(key, _first_sum(message, rows, how, multiplied=multiplied))
     if isinstance(found, Tensor):
+        # The dense sum may be sparse enough for a product. ``as_sparse`` caches its answer.
         return deferral.as_sparse(found) if multiplied else found
     if multiplied:
         return found
@@ -198,6 +210,8 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     """Compute the sum of constant rows, with the exchange that it needs."""
     source, weight, edges = message.source, message.weight, message.edges
     assert source is not None
+    # The sparse form is of use to a product alone. In slices a rank has some columns only, and gathers dense
+    # rows afterwards.
     if not multiplied or sliced_reduce.edge_layout_for(message) is not None or not is_sparse(rows):
         return now(_sum(message, rows, how))
     if not source.has_halo and edges.deferral.ranks.size > 1:
@@ -214,6 +228,7 @@ def _first_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool)
     sparse = sparse_of(rows, edges.structure, weight, scale)
     if sparse is not None:
         return sparse
+    # The rows are not sparse after all. Their halo is there, so the sum sends nothing more.
     known = replace(message, source=replace(source, rows=rows, has_halo=True), versions=())
     return now(_sum(known, rows, how))
 
@@ -230,20 +245,27 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         return sliced_reduce.summed(message, rows, how, edge_layout)
     rows = now(rows)
     share = None if weight is None else sliced_attention.share_of(weight)
+    # Attention that only this sum reads is computed in the order of ``walked``, over a structure of that
+    # order.
     if share is not None and share.edge_layout is None:
         weight, s = sliced_attention.flattened(share.walked(), rows), s.walked
     elif weight is not None:
         weight = sliced_attention.computed(weight, rows)
     trailing = rows.shape[1:]
     headed = weight is not None and weight.dim() == 2
+    # [.., H, C] for weights by head, else [.., F]. An empty tensor cannot infer an axis of size -1.
     shaped = rows.reshape(rows.size(0), trailing[0], -1) if headed and rows.numel() else rows
     shaped = shaped if headed else flat(rows)
     scale = s.degree.clamp(min=1).to(rows.dtype).reciprocal() if how == "mean" else None
     factor = edges.factors(weight)
     if factor is not None:
+        # w_ij = r_i * r_j: r_j multiplies the rows that are read and r_i the result. See [Note: root] in
+        # ``factored_weights``.
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
     halo_work = None
+    # Rows that this layer has read before are used as they are. Others are exchanged while own rows are
+    # summed.
     if not message.source.has_halo and edges.deferral.ranks.size > 1:
         with_halo = edges.deferral.reads.held(rows, edges.placement)
         if with_halo is None:
@@ -279,11 +301,14 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
     if isinstance(expr, Message) and expr.target is not None and expr.source is not None:
         joint = expr.form == "leaky" or (expr.form == "sum" and expr.weight is None)
         if joint and expr.att is None:
+            # With slope 1 leaky_relu is the identity, so one kernel serves a_i + b_j as well.
             slope = expr.slope if expr.form == "leaky" else 1.0
             shape, edge_layout = expr.shape, sliced_reduce.edge_layout_for(expr)
             if edge_layout is not None:
                 return sliced_attention.defer(expr, slope, edge_layout)
             read = sliced_attention.ends(expr)
+            # Defer, so that a sum can read the weights in walking order. The rows were exchanged in ``ends``
+            # already: parts differ in this branch, and must not differ in their exchanges.
             if s.walked is not s:
                 return sliced_attention.defer(expr, slope, None, read)
             out: Tensor = edge_softmax.joint_softmax(*read, slope, s)

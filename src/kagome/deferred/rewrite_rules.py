@@ -84,7 +84,7 @@ WRITES = frozenset(
 
 
 def asks(name: str, func: Any) -> bool:
-    """Return True if a call asks only for what a lazy tensor knows by itself."""
+    """Return True if a call reads only properties that a lazy tensor knows without its values."""
     return name in ASK or (name == "__get__" and attribute(func) in ATTRIBUTES)
 
 
@@ -94,6 +94,7 @@ def answer(
     """Return the result of a call on a lazy tensor, or NotImplemented where it needs the values."""
     if any(isinstance(value, LazyTensor) and value.value is not None for value in args):
         return NotImplemented  # computed already, so it costs nothing to use it
+    # Each kind of expression has its own module. A value is of one kind at a time.
     if any(sliced_attention.share_of(value) is not None for value in args):
         found = sliced_attention.answer(name, args, kwargs)
         if found is not NotImplemented:
@@ -133,6 +134,7 @@ def _gathers_lazily(value: Any) -> bool:
 
 def spread(value: Tensor) -> Tensor:
     """Remove from a message what is equal for all in-edges of a row."""
+    # A variance over the in-edges of row i does not change with a_i, which all of them share.
     m = message_of(value)
     if m is None or m.form != "sum" or m.target is None or m.source is None:
         return value
@@ -143,6 +145,7 @@ def computed(values: Any) -> Any:
     """Return arguments with every lazy tensor computed, one level deep."""
     if isinstance(values, LazyTensor):
         return values.now()
+    # Sequences are arguments of ``cat`` and ``stack``.
     if isinstance(values, (tuple, list)) and any(isinstance(v, LazyTensor) for v in values):
         return type(values)(now(v) for v in values)
     return values
@@ -166,6 +169,8 @@ def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Tensor:
     """Return ``rows[source]`` or ``rows[target]`` as a deferred message."""
     versions = ((rows, rows._version),)
+    # Targets are own rows, so they may be computed now. Rows read at the source stay as they are: a linear
+    # map of them may come after the sum.
     if kind is PlacementKind.TARGET:
         rows = now(rows)
         return defer(Message(edges, rows, None, versions=((rows, rows._version),)))
@@ -180,8 +185,11 @@ def _pointwise(
 ) -> Any:
     """Answer ``relu`` and the like: row by row if the message is a function of one end's row."""
     m = message_of(args[0]) if args else None
+    # An in-place relu writes to the message itself, so it needs the values.
     if m is None or kwargs.get("inplace"):
         return NotImplemented
+    # leaky_relu(a_i + b_j) is no function of one row, but softmax and dot products have kernels for it. relu
+    # is the case of slope 0.
     if name in ("relu", "leaky_relu") and m.form == "sum" and m.target is not None and m.source is not None:
         slope = (
             kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if name == "leaky_relu" else 0.0
@@ -189,6 +197,8 @@ def _pointwise(
         if m.weight is None and isinstance(slope, (int, float)) and slope >= 0.0:
             return defer(replace(m, form="leaky", slope=float(slope)))
         return NotImplemented
+    # f(x_j) = f(x)_j for a function of single numbers: n rows in place of E. A tensor argument could differ
+    # from edge to edge.
     if not m.one_ended or any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
     return defer(each(m, lambda rows: func(rows, *args[1:], **kwargs)))
@@ -225,6 +235,8 @@ def _linear(
         if cached is None:
             return _narrowed(expr, weight, bias)
         return expr.message.edges.rows(dense.linear(cached, weight, bias))
+    # W [a | b] = W_a a + W_b b: the weight is divided by the columns of the pieces, as EdgeConv needs it for
+    # [x_i | x_j - x_i].
     pieces = expr.messages if isinstance(expr, Beside) else (expr,)
     if not all(isinstance(m, Message) and m.form == "sum" and m.weight is None for m in pieces):
         return NotImplemented
@@ -235,6 +247,7 @@ def _linear(
         )
         total = mapped if total is None else joined(total, mapped)
     assert total is not None
+    # The message is the sum of both ends, so the bias is added to one of them.
     if bias is not None and total.target is not None:
         total = with_rows(total, total.target + bias, source_rows(total))
     elif bias is not None and total.source is not None:
@@ -272,11 +285,14 @@ def _binary(
     if m is None:
         return NotImplemented
     placement = placements.get(other)
+    # An operand with one row per edge is a weight. On a part with a single edge, a leading axis of size 1 may
+    # also be one that broadcasts; the placement tells.
     along = isinstance(other, Tensor) and other.dim() > 0 and other.size(0) == m.shape[0]
     if along and (m.shape[0] > 1 or (placement is not None and placement.kind is PlacementKind.PAIRS)):
         return _weighted(m, other) if what in ("mul", "rmul") else NotImplemented
     if placement is not None or not _keeps_shape(other, m):
         return NotImplemented
+    # GATv2's leaky_relu(a_i + b_j) * att: the factor per column is kept beside the form for ``_dotted``.
     if m.form == "leaky":
         scales = what in ("mul", "rmul") and isinstance(other, Tensor) and m.att is None
         return (
@@ -286,8 +302,10 @@ def _binary(
         )
     if m.form != "sum" or m.weight is not None:
         return NotImplemented
+    # c * (a_i + b_j) = c * a_i + c * b_j, so both ends are scaled.
     if what in ("mul", "rmul") or (what in ("div", "true_divide") and lazy is one):
         return defer(each(m, lambda rows: func(rows, other)))
+    # A number must not be added to both ends, and a quotient c / (a_i + b_j) is not a sum.
     if not m.one_ended:
         return NotImplemented
     return defer(each(m, lambda rows: func(rows, other) if lazy is one else func(other, rows)))
@@ -313,6 +331,7 @@ def _weighted(m: Message, weight: Tensor) -> Any:
     dims, kind = len(m.shape), m.parts[0].dtype
     if weight.dim() != dims or not m.one_ended or m.source is None:
         return NotImplemented
+    # Torch would give the product the wider type, but the kernels sum in the type of the rows.
     if torch.promote_types(weight.dtype, kind) != kind:
         return NotImplemented
     weight = weight.to(kind)
@@ -338,12 +357,14 @@ def _of_two(what: str, one: LazyTensor, two: LazyTensor) -> Any:
         return defer(joined(a, b, 1 if what == "add" else -1))
     if what != "mul" or not (a.one_ended and b.one_ended):
         return NotImplemented
+    # q_i * k_j, kept for its sum over columns: the kernel then computes dot products.
     if a.source is None and b.source is not None:
         return defer(replace(b, target=a.target, form="product", versions=a.versions + b.versions))
     if a.source is not None and b.source is None:
         return defer(replace(a, target=b.target, form="product", versions=a.versions + b.versions))
     a.check()
     b.check()
+    # Both are read at the same end, so the product is one of rows.
     if a.target is not None and b.target is not None:
         return defer(with_rows(a, a.target * b.target, None))
     first, second = source_rows(widened(a)), source_rows(widened(b))
@@ -364,6 +385,7 @@ def _shape(
     """Answer ``view``, ``unsqueeze``, ``x[:, i]`` and the like, which change the shape of each row."""
     value = args[0]
     expr = value.expr if isinstance(value, LazyTensor) else None
+    # An index that keeps the last axis is applied to each piece.
     if isinstance(expr, Beside) and name == "__getitem__" and _inner(args[1], len(expr.shape)):
         parts = [
             message_of(_shape(placements, name, func, (LazyTensor(m), args[1]), {})) for m in expr.messages
@@ -374,6 +396,8 @@ def _shape(
     m = message_of(value)
     if m is None or m.form != "sum" or m.weight is not None:
         return NotImplemented
+    # The new shape is given for a message. Ends with other axes, which broadcasting would align, cannot be
+    # reshaped alike.
     if m.target is not None and m.source is not None and m.target.dim() != m.source.rows.dim():
         return NotImplemented
     edges = m.edges.structure.edges
@@ -422,11 +446,13 @@ def _side_by_side(
         return NotImplemented
     first = kept[0]
     if name != "stack":
+        # torch.cat wants equal sizes along all other axes: let torch report an error.
         same = {m.shape[:-1] for m in kept if isinstance(m.shape, tuple)}
         if dim % len(first.shape) != len(first.shape) - 1 or len(first.shape) < 2 or len(same) != 1:
             return NotImplemented
         return first.edges.pairs(LazyTensor(Beside(tuple(kept))))
     dim %= len(first.shape) + 1
+    # Rows are stacked end by end, so all messages must have the same ends, with or without their halo.
     ends = {(m.target is None, m.source is None, m.source is not None and m.source.has_halo) for m in kept}
     if dim == 0 or len(ends) != 1:
         return NotImplemented
@@ -451,12 +477,14 @@ def _dotted(
     dims, keepdim = len(m.shape), kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     if not isinstance(dim, int) or dim % dims != dims - 1 or dims < 2 or kwargs.get("dtype") is not None:
         return NotImplemented
+    # The sum over columns of x_j is that of x, gathered: one number is sent in place of a row.
     if m.one_ended:
         return defer(each(m, lambda rows: func(rows, rows.dim() - 1, keepdim), narrows=True))
     if name != "sum" or m.target is None or m.source is None or dims > 3 or m.form == "sum":
         return NotImplemented
     if m.form == "leaky" and m.att is None:
         return NotImplemented
+    # Two ends: dot products of q_i and k_j, or GATv2's <att, leaky_relu(a_i + b_j)>, as [E, H].
     s = m.edges.structure
     own, with_halo = _three(m.target), _three(m.with_halo())
     if m.form == "product":
@@ -480,6 +508,7 @@ def _as_shape(
     placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``index.expand_as(x_j)`` from the shape of the message."""
+    # ``torch_geometric.utils.scatter`` expands its index to the shape of what it scatters.
     base, like = args[0], args[1] if len(args) > 1 else kwargs.get("other")
     if isinstance(base, LazyTensor) or not isinstance(like, LazyTensor):
         return NotImplemented

@@ -95,17 +95,20 @@ class JointShare:
         Shapes:
             ``[E, h]``.
         """
+        # Each hop of a propagation asks again for the same heads.
         if cut not in self.known:
             assert self.edge_layout is not None
             self.logits.check()
             source, target, deferral = self.logits.source, self.logits.target, self.logits.edges.deferral
             assert source is not None
             assert target is not None
+            # [V, h] of all rows of the tensor group, then [num_sources, h] with rows of other parts.
             a = deferral.sliced.split(target, cut, self.edge_layout, source.site)
             b = deferral.sliced.split(source.rows, cut, self.edge_layout, source.site)
             b = deferral.sliced.beyond(b, self.edge_layout, source.site)
             out = edge_softmax.joint_softmax(a, b, self.slope, self.edge_layout.structure)
             if self.drop is not None:
+                # A draw depends on the number of the head among all heads.
                 first = cut.begins[self.edge_layout.rows.channel.rank]
                 out = self.drop.draw(out, self.drop.all, first)
             self.known[cut] = out
@@ -163,11 +166,14 @@ def answer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if share is None or message is None or message.edges is not share.logits.edges:
         return NotImplemented
     heads = tuple(share.logits.shape[1:])
+    # alpha [E, H, 1] times messages [E, H, C], or alpha [E, 1] times messages [E, F]. The attention becomes
+    # the message's weight and is not computed.
     fits = message.one_ended and message.source is not None and len(message.shape) == len(share.shape)
     headed = len(message.shape) == 3 and len(heads) == 1 and message.trailing[:1] == heads
     single = len(message.shape) == 2 and heads == (1,) and share.deep == 0
     if not fits or not (headed or single):
         return NotImplemented
+    # ``replace`` passes the same dict ``known`` on, so that all forms of one attention share its weights.
     weight = share.logits.edges.pairs(LazyTensor(replace(share, deep=0)))
     return message.edges.pairs(LazyTensor(replace(message, weight=weight)))
 
@@ -181,6 +187,7 @@ def _deeper(share: JointShare, name: str, args: tuple[Any, ...], kwargs: dict[st
     else:
         asked = tuple(args[1]) if isinstance(args[1], (tuple, list)) else tuple(args[1:])
         more = len(asked) - len(shape)
+        # Only axes of size 1 behind the heads are kept as a form. Any other shape needs the numbers.
         same = asked[:1] in ((-1,), shape[:1]) and asked[1:] == (*shape[1:], *[1] * max(more, 0))
         if more < 0 or not same:
             return NotImplemented

@@ -97,6 +97,7 @@ class SlicedReads:
         found: Tensor | None = constants.cached(key)
         if found is None:
             own, count = edges.factors(weight), edges.halo_exchange.own
+            # Ranks find factors each from its own edges. NaN tells the others that this rank has found none.
             told = weight.new_full((count, 1), nan) if own is None else own[:count].unsqueeze(1)
             with constants.once():
                 cut, site = edge_layout.everything(1), "roots of weights"
@@ -129,6 +130,8 @@ class SlicedReads:
         base = rows if rows._base is None else rows._base
         known = self._reads.parts.setdefault(base, {})
         grad = torch.is_grad_enabled() and rows.requires_grad
+        # The exchange sends flat rows. Contiguous views of one memory that differ in their inner shape are
+        # the same rows.
         shape = (rows.size(0), rows.numel()) if rows.is_contiguous() else (rows.shape, rows.stride())
         place = address(rows), shape, rows._version, grad
         if (place, cut, way) not in known:
@@ -141,6 +144,7 @@ class SlicedReads:
         Shapes:
             ``[V, d]`` -> ``[num_sources, d]``.
         """
+        # One part: the tensor group has all vertices.
         if edge_layout.halo is None:
             return part
         constants, forward_pass = self._constants, self._forward.forward_pass
@@ -208,6 +212,7 @@ class InSlices:
     def part(self) -> Tensor:
         """All rows in this rank's columns."""
         if isinstance(self._part, SlicedWork):
+            # A further call works on slices, so the sum is computed as slices and kept.
             self._part = self._part.run(self.edges.deferral.forward.forward_pass, self.site, last=False)
         return self._part
 
@@ -232,6 +237,7 @@ class InSlices:
         """Compute own rows, whole, by an exchange of slices."""
         forward_pass = self.edges.deferral.forward.forward_pass
         if isinstance(self._part, SlicedWork):
+            # Whole rows are needed at once: the tiled sum sends each chunk to the owners of its rows itself.
             own = self._part.run(forward_pass, self.site, last=True)
         else:
             own = self.edge_layout.rows.gather(self._part, self.cut, forward_pass, self.site)
@@ -305,12 +311,14 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
     assert source is not None
     inside, edges = in_slices(rows), message.edges
     trailing = tuple(rows.shape[1:])
+    # Weights by head: a rank takes whole heads where there are enough, and the weights of those heads.
     if weight is not None and weight.dim() == 2:
         heads = weight.size(1)
         each = width(trailing) // max(heads, 1)
         cut, of_weight = edge_layout.by_head(heads, each)
     else:
         cut, of_weight = edge_layout.even(width(trailing)), edge_layout.everything(1)
+    # The sum before divided the columns in another way: back to whole rows, and divide them anew.
     if inside is not None and inside.cut != cut:
         rows, inside = rows.now() if isinstance(rows, LazyTensor) else rows, None
     deferral, site = edges.deferral, source.site
@@ -330,6 +338,8 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
         own_root = root[: edge_layout.rows.total]
         scale = own_root if scale is None else own_root * scale
     if deferral.sliced.bound is not None:
+        # With a memory bound the hop itself divides whole rows, chunk by chunk. Constant rows are divided
+        # once and kept, and slices of an earlier hop are divided already.
         first = inside is None and not deferral.constants.is_constant(rows)
         own = flat(rows) if first else None
         part = (
@@ -366,7 +376,7 @@ def extreme(message: Message, sign: int, edge_layout: EdgeLayout) -> Tensor:
 
 
 def column_softmax(logits: Message, message: Message, edge_layout: EdgeLayout) -> Tensor:
-    """Return sums weighted by a softmax of each column's own."""
+    """Return sums of neighbours' rows, each column weighted by a softmax of its own."""
     return _by_column(
         (logits, message),
         edge_layout,
@@ -384,6 +394,8 @@ def _by_column(
         message.check()
         assert message.source is not None
         rows = message.source.rows
+        # No two columns interact in these reductions, so they may be divided anywhere. All messages have one
+        # width.
         cut = edge_layout.even(width(tuple(rows.shape[1:])))
         inside = in_slices(rows)
         deferral, site = message.edges.deferral, message.source.site
@@ -411,6 +423,7 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return NotImplemented
     one, two = (in_slices(value) for value in args)
     if one is not None and two is not None:
+        # Sums of slices, as in H + alpha * H_0, are sums of the same columns of the same rows.
         if one.cut != two.cut or one.trailing != two.trailing:
             return NotImplemented
         return one.of(func(one.part, two.part)).lazy()
@@ -421,6 +434,8 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return inside.of(found).lazy()
     if name.strip("_") not in ("add", "radd", "sub", "rsub") or tuple(other.shape) != tuple(inside.shape):
         return NotImplemented
+    # Own whole rows that are added to slices (APPNP's x at each hop) are divided first. ``split`` sends them
+    # once in a layer, or once in a run if they are constant.
     deferral, factor = inside.edges.deferral, 1.0
     if isinstance(other, LazyTensor):
         multiple = other.expr
@@ -454,6 +469,7 @@ def scaled(
     """Defer the product of own rows and a number inside a layer."""
     if not scope.sliced.on or scope.forward.layers == 0 or kwargs or len(args) != 2:
         return NotImplemented
+    # ``alpha * h`` inside a layer: see ``Scaled``.
     rows, factor = args if isinstance(args[0], Tensor) else reversed(args)
     if type(rows) is not Tensor or not isinstance(factor, (int, float)) or not supports(rows):
         return NotImplemented

@@ -60,6 +60,7 @@ class SliceCut:
 
 def even(width: int, ranks: int) -> SliceCut:
     """Divide columns as evenly as possible; the first ranks take one more where they do not divide."""
+    # Rounded up, so that the first ranks get the additional columns. Ranks beyond ``width`` get empty ranges.
     bounds = [(width * rank + ranks - 1) // ranks for rank in range(ranks + 1)]
     return SliceCut(tuple(bounds[:-1]), tuple(bounds[1:]), width)
 
@@ -80,6 +81,8 @@ def by_head(heads: int, each: int, ranks: int) -> tuple[SliceCut, SliceCut]:
     Returns:
         The cut of ``heads * each`` columns, and the cut of the heads that each rank touches.
     """
+    # A rank with whole heads needs the edge weights of those heads alone; those of a split head go to
+    # several.
     if heads >= ranks or not heads:
         cut = even(heads, ranks)
         columns = SliceCut(
@@ -88,6 +91,11 @@ def by_head(heads: int, each: int, ranks: int) -> tuple[SliceCut, SliceCut]:
         return columns, cut
     begins, ends, touched = [], [], []
     for head in range(heads):
+        # Of 2 heads of 6 columns on 5 ranks:
+        #
+        #     rank       0      1      2      3      4
+        #     head       0      0      0      1      1
+        #     columns    0 1    2 3    4 5    6-8    9-11
         members = [rank for rank in range(ranks) if rank * heads // ranks == head]
         inside = even(each, len(members))
         begins += [head * each + begin for begin in inside.begins]
@@ -161,6 +169,7 @@ class AllToAll:
 
     def row_block(self, places: Tensor) -> RowBlock:
         """Return the block of some rows, given by ascending index among all ranks' rows."""
+        # The places are ascending, and each rank owns a range of them: one search finds all borders.
         ends = torch.tensor(self.counts, device=places.device).cumsum(0)
         until = torch.searchsorted(places, ends).tolist()
         counts = tuple(end - begin for begin, end in zip([0, *until], until, strict=False))
@@ -181,6 +190,7 @@ class AllToAll:
     def _repeated(self, places: Tensor, counts: Sequence[int]) -> Tensor:
         """Return this rank's part of some indices that are ordered by rank, repeated once for each rank."""
         mine: Tensor = places.split(tuple(counts))[self.channel.rank]
+        # Each peer gets other columns of the same rows.
         return mine.repeat(self.channel.size)
 
     def start_split(
@@ -198,6 +208,9 @@ class AllToAll:
         request = site.request(
             _words(direction),
             direction,
+            # Blocks of different widths are exchanged flat, so the counts are counts of numbers:
+            #
+            #     to peer p      [n, d_p] of own rows          from peer p    [n_p, d] in own columns
             [own * cut.taken(peer) for peer in ranks],
             [count * mine for count in counts],
             width=cut.width,
@@ -208,6 +221,7 @@ class AllToAll:
             blocks=([(own, cut.taken(peer)) for peer in ranks], [(count, mine) for count in counts]),
         )
         numbers = torch.cat([rows[:, cut.of(peer)].reshape(-1) for peer in ranks])
+        # The blocks of all ranks have one width here, so behind each other they are the matrix itself.
         work = self.channel.start(numbers, request)
         return _Shaped(work, lambda received: received.view(sum(counts), mine))
 

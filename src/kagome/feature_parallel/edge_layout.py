@@ -137,6 +137,12 @@ def places_of(halo_exchange: HaloExchange, tensor: int) -> RowPlaces:
     channel = halo_exchange.channel
     tensor_group = TensorGroup(channel.rank, channel.size, tensor)
     counts = _counts(halo_exchange.own, channel)
+    # [Note: numbering] The rows that a group's edges can read, in one order for all its ranks:
+    #
+    #     [ own rows of the group's rank 0 | of rank 1 | ... ][ rows of other parts, ascending by name ]
+    #       0 .. total - 1                                    total ...
+    #
+    # Each owner tells its readers these numbers, by the exchange that halo rows take.
     begin = sum(counts[tensor_group.first : channel.rank])
     own = torch.arange(begin, begin + halo_exchange.own, device=halo_exchange.send.device)
     request = ExchangeRequest(
@@ -151,10 +157,13 @@ def places_of(halo_exchange: HaloExchange, tensor: int) -> RowPlaces:
     owner = torch.repeat_interleave(
         torch.arange(channel.size) // tensor, torch.tensor(halo_exchange.recv_counts, dtype=torch.int64)
     ).to(own.device)
+    # ``halo`` holds numbers of the owner's group, so they are ambiguous until the group's base is added.
     away = owner != tensor_group.first // tensor
     named = halo + base[owner]
+    # All ranks of the group get the union of what they read: each computes its columns for the edges of all.
     beyond = torch.unique(_told(named[away].unique().unsqueeze(1), tensor_group, channel))
     total = sum(tensor_group.inside(counts))
+    # For rows of the own part the search finds any place; ``where`` drops it.
     place = torch.where(away, total + torch.searchsorted(beyond, named), halo)
     rows = _beyond(beyond, base, total, tensor_group, channel)
     return RowPlaces(tensor_group, tensor_group.inside(counts), torch.cat([own, place]), rows)
@@ -164,11 +173,13 @@ def _beyond(
     beyond: Tensor, base: Tensor, total: int, tensor_group: TensorGroup, channel: Exchange
 ) -> HaloExchange:
     """Return the exchange of this rank's columns of other parts' rows, with ranks of the same columns."""
+    # In each other group one rank holds the same columns: it is asked for all rows of that group.
     want = [0] * channel.size
     edges = torch.searchsorted(beyond, base).tolist()
     for group, (begin, end) in enumerate(pairwise(edges)):
         want[tensor_group.alike(group)] = end - begin
     give = swap_counts(channel, want, "counts of other parts' rows")
+    # Back from a name to the index within its group, as the other rank numbers its rows.
     begins = base[torch.searchsorted(base, beyond, right=True) - 1]
     request = ExchangeRequest(want, give, "places of other parts' rows", "other")
     asked = channel.start((beyond - begins).unsqueeze(1), request).wait()
@@ -181,6 +192,7 @@ def edge_layout_of(structure: Structure, places: RowPlaces, channel: Exchange) -
     Cost:
         Once: 8 bytes an edge to each peer of the group. Keeps 32 bytes an edge of the part.
     """
+    # [E, 2], as int32: this is the largest message of the setup, and a group has fewer than 2^31 rows.
     ends = torch.stack([places.place[structure.source], places.place[structure.target]], 1).to(torch.int32)
     source, target = _told(ends, places.tensor_group, channel).t().to(torch.int64).contiguous().unbind(0)
     total = sum(places.counts)
@@ -200,6 +212,7 @@ def _told(rows: Tensor, tensor_group: TensorGroup, channel: Exchange) -> Tensor:
     counts = tensor_group.inside(_counts(rows.size(0), channel))
     sends = tensor_group.inside([rows.size(0)] * channel.size)
     request = ExchangeRequest(sends, counts, "edges of all ranks", "other")
+    # One copy for each rank of the group, itself included.
     return channel.start(rows.repeat(tensor_group.tensor, 1), request).wait()
 
 

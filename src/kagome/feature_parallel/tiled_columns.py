@@ -122,6 +122,8 @@ def by_chunk(
 
 def _read(bound: TileBound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copy the rows of a chunk to the device, padded with zeros to the number of rows of its structure."""
+    # A structure has no fewer rows to read than to write, so a chunk that reads few rows needs rows that no
+    # edge reads.
     more = chunk.structure.num_sources - chunk.reads.numel()
     rows = (part.index_select(0, chunk.reads).to(bound.device, non_blocking=True) for part in parts)
     return tuple(torch.cat([each, each.new_zeros(more, each.size(1))]) if more else each for each in rows)
@@ -133,15 +135,21 @@ class _ByChunk(torch.autograd.Function):
         ctx: Any, bound: TileBound, chunks: tuple[DestinationChunk, ...], how: Reduction, *parts: Tensor
     ) -> Tensor:
         kept: tuple[Tensor, ...] = ()
+        # ``memory_gib`` is refused with several parts, so the rows that are read are the V rows that are
+        # written.
         rows = parts[0].size(0)
+        # Rows come and go in feature slices, so nothing is in transit meanwhile.
         bound.gauge.moving = 0
         for chunk in chunks:
             read, layout = _read(bound, chunk, parts), chunk.structure.by_target
             found = how.reduce(layout, read)
             bound.gauge.note(*read, *found, *walked(layout))
+            # found      result [rows of the chunk, d], and what backward needs: ties, or maximum and total
+            # kept       the same for all V rows, on the device of the rows, which may be the host
             kept = kept or tuple(parts[0].new_empty(rows, *each.shape[1:]) for each in found)
             for place, each in zip(kept, found, strict=True):
                 place[chunk.begin : chunk.end] = each.to(place.device)
+        # No chunk: a group without rows. The result has no rows, but is part of the graph.
         if not kept:
             kept = (torch.zeros_like(parts[0]),)
         ctx.bound, ctx.chunks, ctx.how = bound, chunks, how
@@ -155,6 +163,8 @@ class _ByChunk(torch.autograd.Function):
         bound: TileBound = ctx.bound
         parts, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         lies = [torch.zeros_like(part) for part in parts]
+        # ``by_source`` groups the chunk's edges by the row read: each such row adds up what its edges bring
+        # back. A row that several chunks read gets a share from each.
         for chunk in reversed(ctx.chunks):
             span = slice(chunk.begin, chunk.end)
             read, layout = _read(bound, chunk, parts), chunk.structure.by_source

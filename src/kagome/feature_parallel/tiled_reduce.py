@@ -90,6 +90,10 @@ class DestinationChunk:
 
     def working(self, width: int, itemsize: int, room: WorkingMemory) -> int:
         """Return the bytes on the device at a time: rows read and written, edges, weights, their gradient."""
+        # rows read        [R, d], as often as the reduction holds such tensors
+        # rows written     [writes, d], likewise
+        # an edge          column and edge id in int32 (8 bytes), its weights and their gradients
+        # a row written    pointer and middle in int64 (16 bytes)
         writes = self.end - self.begin
         rows = room.reads * max(self.reads.numel(), writes) + room.writes * writes
         return rows * width * itemsize + self.edges.numel() * (8 + 2 * room.heads * itemsize) + 16 * writes
@@ -126,6 +130,8 @@ def chunks_of(
     Cost:
         A sort of the edges for each number of chunks tried. Keeps 16 bytes an edge.
     """
+    # ``fewer`` is a number of chunks that exceeds the bound (0 before the first try), ``count`` the next to
+    # try.
     rows, count, fewer = edge_layout.rows.total, 1, 0
     while True:
         chunks = cut_in(edge_layout, min(count, max(rows, 1)))
@@ -139,6 +145,7 @@ def chunks_of(
                 hint="a larger --parallel.memory-gib, or more slices (--parallel.tensor)",
             )
         count, fewer = 2 * count, count
+    # Every number of chunks costs a sort of all edges, so the search ends at an eighth.
     while count - fewer > max(fewer // 8, 1):
         middle = (count + fewer) // 2
         tried = cut_in(edge_layout, min(middle, max(rows, 1)))
@@ -153,6 +160,7 @@ def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room:
     """Return the largest working memory of any chunk, with the exchanges of the chunks next to it."""
     found = 0
     for place, chunk in enumerate(chunks):
+        # While a chunk is summed, the rows of the next one arrive and the results of the last one leave.
         coming = chunks[place + 1].brings if place + 1 < len(chunks) else None
         going = chunks[place - 1].writes if place else None
         beside = travelling(coming, going, width, itemsize)
@@ -163,9 +171,12 @@ def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room:
 def cut_in(edge_layout: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
     """Cut the destinations into at most ``count`` chunks of about equal numbers of edges."""
     layout, way = edge_layout.structure.by_target, edge_layout.rows
+    # An edge costs 1 and a row 1, so that many rows without edges are divided as well. A chunk ends where the
+    # cumulative cost reaches its share of the whole.
     cost = layout.pointer + torch.arange(layout.rows + 1, device=layout.pointer.device)
     goals = torch.arange(1, count, device=cost.device) * int(cost[-1]) // count
     inner = torch.searchsorted(cost, goals).tolist()
+    # A vertex with more edges than a chunk's share makes bounds equal. The set merges them into fewer chunks.
     bounds = sorted({0, *inner, layout.rows})
     known = torch.zeros(way.total, dtype=torch.bool, device=cost.device)
     chunks = []
@@ -173,9 +184,11 @@ def cut_in(edge_layout: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
         first, last = int(layout.pointer[begin]), int(layout.pointer[end])
         columns, edges = layout.column[first:last].long(), layout.edge[first:last].long()
         reads, source = torch.unique(columns, return_inverse=True)
+        # Rows that an earlier chunk brought are in host memory already, so each row is sent once.
         new = reads[~known[reads]]
         known[reads] = True
         target = torch.repeat_interleave(layout.pointer[begin : end + 1].diff())
+        # ``Structure`` requires at least as many rows to read as to write.
         structure = Structure(source, target, end - begin, max(reads.numel(), end - begin))
         writes = way.row_block(torch.arange(begin, end, device=cost.device))
         chunks.append(DestinationChunk(begin, end, reads, way.row_block(new), writes, edges, structure))
@@ -232,8 +245,11 @@ class Hop:
             ``[n, D]`` if ``last``, else ``[V, d]``.
         """
         grad = rows.requires_grad or (weight is not None and weight.requires_grad)
+        # One site for all chunks: these are the same on all ranks and in one order, so their messages match.
         hop = replace(self, site=forward_pass.begin(name, grad=grad))
         follows = grad and forward_pass.follows()
+        # The token requires a gradient in training. Without ``no_grad``, a sum of constants would therefore
+        # require one too, and keep its inputs.
         with nullcontext() if follows else torch.no_grad():
             out, token = _Hop.apply(rows, weight, forward_pass.token, hop)  # type: ignore[no-untyped-call]
         if follows:
@@ -317,6 +333,7 @@ class TileBound:
         Raises:
             ConfigError: If even the smallest chunks exceed the bound.
         """
+        # The widest slice of all ranks, so that all of them have the same chunks.
         width = max(cut.taken(rank) for rank in range(len(edge_layout.rows.counts)))
         room = WorkingMemory(heads=0 if weight is None else weight[:1].numel())
         chunks = self.chunks(edge_layout, width, itemsize, room)
@@ -334,6 +351,16 @@ class _Hop(torch.autograd.Function):
         part = rows.new_empty(total, hop.mine) if hop.first else rows
         own = hop.way.counts[hop.way.channel.rank]
         out = rows.new_empty((own, hop.cut.width) if hop.last else (total, hop.mine))
+        # [Note: tiled pipeline] s is the exchange that brings a chunk's rows, r the one that returns its
+        # results:
+        #
+        #     start            s0
+        #     chunk 0          wait s0, start s1      sum 0               start r0
+        #     chunk 1          wait s1, start s2      sum 1    wait r0,   start r1
+        #     chunk 2          wait s2                sum 2    wait r1,   start r2
+        #     end                                              wait r2
+        #
+        # So at most one of each kind is in transit during a sum, which is what ``travelling`` counts.
         coming = hop.split(rows, chunks[0].brings, SPLIT) if hop.first and chunks else None
         going: tuple[RowBlock, Work] | None = None
         for place, chunk in enumerate(chunks):
@@ -358,6 +385,8 @@ class _Hop(torch.autograd.Function):
             going = chunk.writes, hop.gather(found, chunk.writes, GATHER)
         _laid(out, going)
         ctx.hop, ctx.weight_grad = hop, ctx.needs_input_grad[1]
+        # The gradient of the rows needs only the weights; that of an edge weight is a dot product with its
+        # row.
         ctx.save_for_backward(weight, part if ctx.weight_grad else None)
         return out, torch.zeros_like(token)
 
@@ -372,6 +401,8 @@ class _Hop(torch.autograd.Function):
         own = hop.way.counts[hop.way.channel.rank]
         g_rows = g.new_zeros(own, hop.cut.width) if hop.first and to_rows else lies
         g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
+        # The transposed pipeline, from the last chunk to the first: gradients of the results arrive, and
+        # those of the rows return.
         coming = hop.split(g, chunks[-1].writes, GATHER_BACK) if hop.last and chunks else None
         going: tuple[RowBlock, Work] | None = None
         for place in reversed(range(len(chunks))):
@@ -390,6 +421,10 @@ class _Hop(torch.autograd.Function):
             w = None if weight is None else hop.moved(weight, chunk.edges)
             shaped = hop.shaped(mine, w)
             if lies is not None:
+                # out_i = s_i sum_j w_ij f_j x_j        g_j = f_j sum_i w_ij (s_i g_i)
+                #
+                # ``mine`` is s_i g_i already. A hop has weights w or factors f, never both: f replaces
+                # weights f_i f_j.
                 back = ops.sum_rows(chunk.structure.by_source, shaped, w)
                 back = back.flatten(1)[: chunk.reads.numel()]
                 if hop.factor is not None:
@@ -398,10 +433,13 @@ class _Hop(torch.autograd.Function):
                 lies.index_add_(0, chunk.reads, back.to(lies.device))
             if g_weight is not None:
                 x = hop.shaped(hop.moved(part, chunk.reads), w)
+                # [rows, heads, columns]: the gradient of w_ij for a head is the dot product over its columns.
                 x3, g3 = (t if t.dim() == 3 else t.unsqueeze(1) for t in (x, shaped))
                 dots = ops.dot_edges(chunk.structure.by_target, g3.contiguous(), x3.contiguous())
                 hop.gauge.note(mine, w, x, dots, *walked(chunk.structure.by_target))
                 g_weight[chunk.edges] = dots.view(-1, *weight.shape[1:]).to(g_weight.device)
+            # No earlier chunk reads the rows that this one brings, and the later ones are done: their
+            # gradients are complete.
             if hop.first and lies is not None:
                 assert g_rows is not None
                 _laid(g_rows, going)
@@ -413,6 +451,7 @@ class _Hop(torch.autograd.Function):
 
 def refuse_second_derivative() -> None:
     """Raise ``ModelError`` if backward is itself to be differentiated: chunks keep no graph for that."""
+    # autograd enables gradients in backward for ``create_graph=True`` alone.
     if torch.is_grad_enabled():
         raise ModelError(
             "sums within memory_gib to be differentiated once",

@@ -56,7 +56,7 @@ def prepare(
         The metadata of the partition.
 
     Raises:
-        KagomeError: What loading, cutting or writing raised.
+        KagomeError: If loading, cutting or writing fails.
 
     Cost: at the peak the graph and the memory of its partitioner; later the graph and one part.
     """
@@ -64,11 +64,13 @@ def prepare(
     if available is None:
         available = available_bytes()
     else:
+        # The caller measured before the graph was loaded, so the graph's own bytes are taken off.
         found = attributes_of(data)
         kinds = found.nodes, found.edges, tensors_of(found.shared)
         available -= sum(value.nbytes for kind in kinds for value in kind.values())
         available -= int(data.edge_index.nbytes)
     count = int(data.num_nodes or 0)
+    # A partitioner would leave parts empty, which is a mistake in the settings of a run.
     if parts > max(count, 1):
         raise PartitionError(
             f"a vertex for each of {parts:,} parts",
@@ -76,12 +78,14 @@ def prepare(
             hint=f"--parts {max(1, min(count, 4))}",
         )
     method, notes = choose(method, data.edge_index, int(data.num_nodes or 0), parts, available)
+    # The mark names the partitioner that was chosen, so ``auto`` shares cached owners with its choice.
     mark = fingerprint(data, method, seed, parts)
     owner, entry = owners(data, mark, method=method, seed=seed, parts=parts, kept=cache.opened(reuse))
     notes = (*notes, *([cache.reused(entry)] if entry else []))
     meta, readers = store.measure(
         data, owner, parts, fingerprint=mark, method=method, seed=seed, notes=(*data.notes, *notes)
     )
+    # The parts are made anew for each folder that is tried: keeping them would take the memory of the graph.
     folders = [folder] if isinstance(folder, str | Path) else list(folder)
     for number, place in enumerate(folders):
         try:
@@ -113,6 +117,7 @@ def owners(
         owner ``[N]``, int64.
     """
     count = int(data.num_nodes or 0)
+    # ``metis/2`` is METIS and a cheap division.
     kept = kept if method.partition("/")[0] in KEPT and parts > 1 else None
     key = cache.owner_key(mark)
     found = None if kept is None else kept.owner(key, count, parts)
@@ -126,7 +131,7 @@ def owners(
 
 
 def main(order: str, parent: int) -> int:
-    """Call :func:`prepare` with the arguments in a line of JSON; print a user's mistake as another line.
+    """Call :func:`prepare` with the arguments in a line of JSON; print an expected error as another line.
 
     Args:
         order: The line of JSON with the arguments.
@@ -141,6 +146,7 @@ def main(order: str, parent: int) -> int:
         error = in_words(raised)
         if error is None:
             raise
+        # The fields of a KagomeError, from which the caller makes it again.
         print(json.dumps([type(error).__name__, error.expected, error.got, error.where, error.hint]))
         return 1
     return 0

@@ -51,9 +51,12 @@ class BlockExchange:
         site, rank, dtype = request.site, self.channel.rank, numbers.dtype
         assert site is not None
         assert site.blocks is not None
+        # Blocks are sent flat, so the request's counts are counts of numbers, not of rows.
         self.state.counts.sliced += (numbers.numel() - request.send_counts[rank]) * numbers.itemsize
         codec = self.state.mode.codec_for(site)
         out, received = (BlockLayout.of(codec, shapes, rank, dtype) for shapes in site.blocks)
+        # Narrow blocks are not encoded, and widths differ between ranks. Each rank sees the widths of all
+        # ranks of its group in one direction or the other, so all of them come to the same answer here.
         if all(each.exact for each in (*out.codecs, *received.codecs)):
             return self.channel.start(numbers, request)
         # Each pair of ranks has its own draws, since every peer gets other columns of a row.
@@ -86,6 +89,7 @@ class BlockExchange:
         """Measure the codec's error on the first block that is encoded."""
         first = 0
         for peer, (block, (rows, _)) in enumerate(zip(out.split(numbers), out.shapes, strict=True)):
+            # The blocks are columns of the same rows, so one of them stands for all.
             if rows and not out.codecs[peer].exact:
                 part = replace(site, row_ids=site.row_ids[first : first + rows])
                 self.meter.measure(plain(codec, [rows]), block, None, part, keys[peer], action)
@@ -134,6 +138,8 @@ class BlockLayout:
 
     def decoded(self, work: BytesWork, like: Tensor) -> Tensor:
         """Wait for the blocks and return their numbers, of the type and device of ``like``."""
+        # Every number is written below: blocks without a codec arrive as segments too, this rank's own among
+        # them.
         out = like.new_empty(sum(rows * width for rows, width in self.shapes))
         blocks = self.split(out)
         for peer, segment, part in work.parts(self.segments(out.dtype)):

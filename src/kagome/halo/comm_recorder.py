@@ -90,6 +90,8 @@ class RecordedRows:
         Their results are cached for all forward passes: a second run finds them and must not ask for them
         again.
         """
+        # In a second run the record is empty: the value must be found where it is cached, and a request for
+        # it raises an error instead of reaching peers that do not run this layer.
         second = self._place is not None
         with self._on([] if second else None, 0 if second else None):
             yield
@@ -108,6 +110,8 @@ class RecordedRows:
         """Begin an exchange of rows, or return the recorded one. Its rows must not be written to."""
         if self._record is None:
             return self.channel.start(rows, request)
+        # The record holds the work, which keeps its rows after the first wait: the replay waits for the same
+        # one.
         return self._once(request.action, lambda: DeferredWork(self.channel.start(rows, request).wait))
 
     def all_reduce(
@@ -134,6 +138,8 @@ class RecordedRows:
             ModelError: If the first run had the value and the second has not.
         """
         answer = self._once(what, lambda: found)
+        # The first run skipped a request because the value was cached. The peers skip it too, so it cannot be
+        # made now.
         if answer and not found:
             raise _differs(f"{what}, of which nothing is left")
         return answer
@@ -146,6 +152,8 @@ class RecordedRows:
             record, value = self._record, ask()
             record.append((what, value))
             return value
+        # Operations are found by order. The action, which names site and epoch, shows a layer that takes
+        # another way.
         then = self._record[self._place][0] if self._place < len(self._record) else "nothing"
         if then != what:
             raise _differs(f"{what}, and {then} the first time")

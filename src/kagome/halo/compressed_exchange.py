@@ -94,6 +94,7 @@ class StaleExchange:
             return StaleRows(site.name, self.state.settings.max_age, self.state.settings.smoothing)
 
         found = self.state.rows.stale_rows(site.key, site.epoch, make)
+        # Rows of another width or type than in the last epoch: the first epoch of the new ones waits.
         if not found.fits(count, rows.size(1), rows):
             found.forget()
         return found
@@ -109,6 +110,8 @@ class StaleExchange:
         if site.epoch != self._epoch:
             self._epoch = site.epoch
             for stale_rows in all_stale_rows.values():
+                # A site that this epoch reads settles its rows of the epoch before by itself, when it is
+                # reached. Older rows belong to sites that the model no longer reads.
                 if stale_rows.in_flight is not None and stale_rows.in_flight[1] < site.epoch - 1:
                     stale_rows.settle()
 
@@ -176,7 +179,7 @@ class CompressedExchange:
         return self.known.drifts if self.state.settings.sync_every == "auto" else ()
 
     def moved(self, drifts: Sequence[float], epoch: int) -> None:
-        """Take the sum of all ranks' ``drifts`` of an epoch.
+        """Note the drift of an epoch, given the sum of all ranks' ``drifts``.
 
         With ``auto`` it decides whether the next epoch waits.
         """

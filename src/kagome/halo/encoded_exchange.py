@@ -54,6 +54,7 @@ class ErrorMeter:
         if site.epoch % MEASURED_EVERY != 1 and name in self._measured:
             return
         self._measured.add(name)
+        # One step for all codecs, so that each has its share of the sample.
         step, lost, whole = max(site.row_ids.numel() // MEASURED_ROWS, 1), 0.0, 0.0
         for codec, places in layout.coded().items():
             some = places[::step].to(rows.device)
@@ -86,13 +87,18 @@ class EncodedExchange:
         count = rows.size(0) if request.index is None else request.index.numel()
         state.counts.plain += count * rows.size(1) * rows.itemsize
         codec = state.mode.codec_for(site)
+        # The header would cost more than the codec saves. Both ends of a message have one width, so they
+        # decide alike.
         if not codec.shortens(rows.size(1), rows.dtype):
             codec = Codec("none")
         selection = self._selection(site, codec, request) if state.mode.chooses else None
+        # Late rows take other connections: see :meth:`Channel.open_patient`.
         way = self.late if site.late else self.channel
         if codec.exact and selection is None:
             return way.start(rows, request)
         index, feedback = request.index, state.settings.error_feedback
+        # A selection compares the rows with those sent before, and feedback adds to them: both need them in
+        # the order of sending.
         if selection is not None or feedback:
             rows, index = request.selected(rows), None
         if feedback:
@@ -147,6 +153,10 @@ class EncodedExchange:
         site, action, feedback = request.site, request.action, self.state.settings.error_feedback
         assert site is not None
         width, dtype = rows.size(1), rows.dtype
+        # Error feedback, with r the residual of the last epoch and c the codec:
+        #
+        #     send      c(rows + r)
+        #     keep      r' = rows + r - c(rows + r)        the sender decodes what it has just encoded
         key = self.state.draws_of(site, self.channel.rank)
         self.meter.measure(plan.out, rows, index, site, key, action)
         writer = Writer(plan.out, rows, index, site.row_ids, key, plan.notes, action)
@@ -164,6 +174,7 @@ class EncodedExchange:
             # With few bits the error of a draw may exceed the row itself; accumulated, it would diverge.
             keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
             self.state.rows.residuals[site.key] = torch.where(keep, lost, 0.0), site.epoch
+        # Rows that are not received: the last ones known if the selection has them, else zeros.
         count = sum(plan.received.counts)
         buffer = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
         arrived = None if selection is None else partial(selection.arrived, epoch=site.epoch)

@@ -2,8 +2,8 @@
 
 A message of a single piece is written as several segments, which are sent one after the other.
 
-Where it sits: ``compressed_exchange`` writes and reads messages by the plan of a ``row_selection``. The
-channel sees only bytes.
+Where it sits: ``encoded_exchange`` writes and reads messages by the plan of a ``row_selection``. The channel
+sees only bytes.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class MessageLayout:
 
     def rows(self, peer: int, width: int, dtype: torch.dtype) -> list[slice] | None:
         """Return the rows of each segment of a message; None if it has a single segment."""
+        # Only a message of rows that are all encoded alike is cut: its segments follow from counts alone. A
+        # selection's pieces and notes go as one.
         pieces = self.pieces[peer]
         if len(pieces) != 1 or pieces[0].rows is not None or self.notes[peer]:
             return None
@@ -130,8 +132,16 @@ class Writer:
         index, rows, at = self.index, self.rows, 0
         mine = _rows(self.layout, peer, segment, rows.size(1), rows.dtype)
         first, count = mine.start, mine.stop - mine.start
+        # [ piece 0: low, span, codes ][ piece 1 ] ... [ notes ]      each piece as its codec writes a message
         for piece in self.layout.pieces[peer]:
             row_id, chosen = self.row_ids[mine], None if index is None else index[mine]
+            # ``rows`` is the table of the site or only the rows to send, and a piece has all of them or some:
+            #
+            #     index    piece.rows    encoded rows
+            #     None     None          rows[mine]
+            #     None     which         rows[first + which]
+            #     given    None          rows[index[mine]]
+            #     given    which         rows[index[mine][which]]
             if piece.rows is not None:
                 which = piece.rows.to(rows.device)
                 row_id, chosen = row_id[which], (first + which if index is None else index[mine][which])
@@ -165,6 +175,7 @@ def read(layout: MessageLayout, peer: int, segment: int, message: Tensor, out: T
     for piece in layout.pieces[peer]:
         size = piece.size(count, out.size(1), out.dtype)
         part = message[at : at + size]
+        # A factor belongs to a sample of the rows; a piece of all rows has the factor 1.
         if piece.rows is None:
             piece.codec.decode(part, mine)
         else:

@@ -69,13 +69,17 @@ class EpochRows:
     def moved(self, drift: float, epoch: int) -> None:
         """Add the drift of an epoch and decide whether the next one waits.
 
-        Counted once, however often it is called.
+        An epoch is counted once, however often this is called for it.
 
         The error of late rows adds up over epochs. With little drift many epochs may be late; with much drift
         only every second one, or none.
         """
         if epoch == self._told:
             return
+        # With ``auto`` and a drift of 0.2 an epoch, and DRIFTED at 0.5:
+        #
+        #     epoch            1      2      3      4 waits    5
+        #     drifted after    0.2    0.4    0.6    0.2        0.4
         self._told = epoch
         self.drifted = drift + (0.0 if self.synchronous else self.drifted)
         self.synchronous = self.drifted > DRIFTED
@@ -85,6 +89,8 @@ class EpochRows:
         found = self.all_stale_rows.get(key)
         if found is None:
             found = self.all_stale_rows[key] = make()
+            # "line", "selection", "residual" and "crossing" are names in the files of checkpoints: they do
+            # not change.
             state = self.resumed_rows.take("line", key, epoch)
             if state is not None:
                 found.load_state_dict(state)
@@ -124,6 +130,7 @@ class EpochRows:
             state = self.resumed_rows.take("residual", key, epoch)
             return None if state is None else state["rows"]
         rows, when = self.residuals[key]
+        # An older residual belongs to rows that have moved on; epochs without a codec may lie between.
         return rows if epoch - when <= 1 else None
 
     def settle(self) -> None:
@@ -230,7 +237,11 @@ class CompressionState:
 
         For values at halo rows it differs between the ranks that read them.
         """
+        # A row goes to several readers with one draw, so all of them hold the same values. In the other
+        # direction several ranks send a value for one row, and their owner adds these: with equal draws the
+        # errors would add up instead of cancelling.
         reader = rank if site.direction > 1 else -1
+        # A digest of the text, because Python's ``hash`` of a string differs between processes.
         text = repr((self.seed, site.epoch, site.site, site.direction, reader)).encode()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 

@@ -150,7 +150,7 @@ class HaloExchange:
     def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to send values at halo rows ``[H, W]`` to their owners.
 
-        :meth:`add` takes the received values.
+        :meth:`add` adds the received values to own rows.
         """
         request = site.request(
             label,
@@ -237,6 +237,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # The token has no value to pass on: its gradient only makes autograd visit this node.
         rows, token = grads[0].contiguous(), torch.zeros_like(grads[1])
         (there, back), forward_pass = ctx.ways, inside(ctx.forward_pass)
         found = back(rows) if forward_pass is None else through(rows, forward_pass, back, there)
@@ -245,6 +246,7 @@ class _Collective(torch.autograd.Function):
 
 def through(rows: Tensor, forward_pass: ForwardPass, there: Way, back: Way) -> Tensor:
     """Run a collective, and its transpose in backward if one follows: see [Note: token]."""
+    # Rows without a gradient, such as features: no rank's backward reaches this site, so the token stays out.
     if not (rows.requires_grad and forward_pass.follows()):
         return there(rows)
     out: Tensor
@@ -267,6 +269,8 @@ def total(
     Cost:
         An all-reduce of ``part`` forward and one backward.
     """
+    # A user's code that runs in backward cannot wait for other ranks: the sum stays this rank's share, and
+    # what is linear in it is summed with the weights' gradients.
     if forward_pass.backward is not None:
         return forward_pass.backward.summed(part)
     if channel.size == 1:
@@ -284,7 +288,7 @@ NAMED: Final = "rows of named vertices"
 
 
 def is_named(key: Hashable) -> bool:
-    """Return whether a sum collects rows of vertices that forward names; some rank must have each."""
+    """Return whether a sum collects rows of vertices that forward names: each is an own row of one rank."""
     return isinstance(key, tuple) and key[-1] == f"{NAMED} forward"
 
 
@@ -315,6 +319,7 @@ def summing(
     first = inputs[0]
     assert first is not None
     site = forward_pass.begin(name, grad=first.requires_grad)
+    # An empty header message: the size of the statistics is known only inside ``there``.
     agree(channel, site, first[:0])
 
     def sum_of(label: str) -> Sum:
@@ -346,6 +351,8 @@ class _Summing(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         there, back, sum_there, sum_back = ctx.ways
         forward_pass, saved = inside(ctx.forward_pass), ctx.saved_tensors
+        # A derivative inside forward with ``create_graph=True``: the gradient must itself have a graph, so
+        # the function runs again with the sums as differentiable collectives.
         if forward_pass is not None and torch.is_grad_enabled():
             both = partial(through, forward_pass=forward_pass, there=sum_there, back=sum_back)
             wanted = ctx.needs_input_grad[3:]
@@ -383,6 +390,7 @@ def agree(channel: Exchange, site: Site, part: Tensor) -> None:
     """In a checked forward pass, verify that all ranks are at the same reduction, of the same size."""
     header = site.header(4, part.numel())
     if header is not None:
+        # A reduction has no message that carries a header, so an exchange without rows takes its place.
         none = [0] * channel.size
         request = ExchangeRequest(none, none, site.action("agree"), "other", header)
         channel.start(part.new_empty(0, 1), request).wait()
@@ -402,6 +410,7 @@ def all_rows(ids: Tensor, channel: Exchange) -> HaloExchange:
     counts = swap_counts(channel, [own] * channel.size, "counts")
     recv = [0 if peer == channel.rank else count for peer, count in enumerate(counts)]
     send = [0 if peer == channel.rank else own for peer in range(channel.size)]
+    # All own rows for each peer in turn; none for this rank itself, whose count is 0.
     places = torch.arange(own, device=ids.device).repeat(channel.size - 1)
     sent = ids[places].unsqueeze(1)
     naming = ExchangeRequest(send, recv, "ids of rows", "other")

@@ -96,6 +96,7 @@ class ForwardPass:
     @property
     def outside(self) -> bool:
         """Whether forward has ended and backward has not begun, so that the loss is being computed."""
+        # torch numbers the backward passes that are running; -1 means that none is.
         return self.over and torch._C._current_graph_task_id() == -1
 
     def refuse_outside(self, where: str) -> None:
@@ -116,6 +117,13 @@ class ForwardPass:
         """Refuse collectives in code that runs during backward, such as a layer that a checkpoint reruns."""
         if self.backward is not None:
             raise self.backward.refused()
+        # Two signs of a layer that will run twice:
+        #
+        #     in backward now (over, not outside)              it is the second run
+        #     a saved-tensor hook named "...checkpoint..."     the first run, under use_reentrant=False
+        #
+        # The hook of Kagome's own recomputation is pardoned, since that replays exchanges instead of
+        # repeating them.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if self.grad else None
         top = hooks[0] if hooks else None
         if (self.over and not self.outside) or (
@@ -141,6 +149,8 @@ class ForwardPass:
                 hint=_NO_CHECKPOINT,
             )
         self.collectives += 1
+        # A read whose result is cached comes in one epoch only. With a name of its own it does not shift the
+        # numbers of the site's other reads, under which rows are stored from epoch to epoch.
         name = f"{site} (kept)" if self.once else site
         self._named[name] += 1
         key = (name, self._named[name])
@@ -163,6 +173,7 @@ class ForwardPass:
         The request is not part of the user's computation.
         """
         self.refuse_rerun(where)
+        # The interceptor is a TorchFunctionMode, which would take the request's tensors for the user's.
         with torch._C.DisableTorchFunction(), channel.unrecorded():
             yield
 
@@ -179,6 +190,8 @@ class ForwardPass:
             yield
         finally:
             self.differentiates = False
+            # The derivative met collectives. Their backward belongs to the loss's backward, so the token is
+            # kept and joins the others at the end.
             if self.token.grad_fn is not None:
                 self._inner.append(self.token)
             self.token = outer
@@ -237,6 +250,7 @@ class RunningForward:
 
     def site(self, rows: Tensor) -> str:
         """Return the site name of a read: module path and, inside propagate, the argument's name."""
+        # Innermost first: a ``propagate`` may run inside another one's message.
         for arguments in reversed(self.arguments):
             for name, value in arguments.items():
                 if value is rows or (isinstance(value, (tuple, list)) and any(v is rows for v in value)):
@@ -272,6 +286,7 @@ def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
     forward_pass = found()
     if forward_pass is not None and forward_pass.differentiates:
         return forward_pass
+    # A freed forward pass ended long ago.
     over = forward_pass is None or not forward_pass.running
     if over and not torch.is_grad_enabled():
         return None
@@ -290,6 +305,7 @@ def _in_checkpoint() -> bool:
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
+        # ``CheckpointFunction.forward``: it runs the layer under ``no_grad``, and leaves no other trace.
         if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
             return True
     return False
@@ -372,5 +388,6 @@ class Site:
 
 
 def of_gradients(key: Hashable) -> bool:
-    """Return whether a sum belongs to backward. Its words decide, not the names of the user's modules."""
+    """Return whether a sum belongs to backward, as its label says; a module may have any name."""
+    # A key is (site key, label): see :meth:`Site.sum`.
     return isinstance(key, tuple) and isinstance(key[-1], str) and key[-1].endswith("backward")

@@ -1,7 +1,7 @@
 """Resumed rows: rows and gradients from the last epoch of an earlier run, one entry for each site.
 
-Where it sits: ``historical.tables`` and ``compressed_exchange`` ask for an entry where they would otherwise
-begin without one. ``checkpoint.epoch_state`` reads the entries from a checkpoint.
+Where it sits: ``historical.tables``, ``epoch_rows`` and ``adaptive.rollback`` ask for an entry where they
+would otherwise begin without one. ``checkpoint.epoch_state`` reads the entries from a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ResumedRows(Protocol):
 
 
 class Nothing:
-    """The resumed rows of a run that has just begun: there are none."""
+    """The resumed rows of a run that has just begun, which has no earlier epoch."""
 
     epoch = 1
 

@@ -1,6 +1,6 @@
 """Row selection: which rows of a site are sent in an epoch, and with how many bits each.
 
-Where it sits: ``compressed_exchange`` asks a selection before it encodes. Both sides of a message compute the
+Where it sits: ``encoded_exchange`` asks a selection before it encodes. Both sides of a message compute the
 same answer, from the seed or from the notes of the last message.
 
 ::
@@ -60,7 +60,7 @@ class Selection(Protocol):
         """Return the content of this epoch's exchange; ``rows`` are in the order of sending."""
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
-        """Take the rows after an exchange, and the notes that came with it."""
+        """Keep the rows of an exchange that has ended, and the notes of its messages."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next epoch depends on."""
@@ -91,8 +91,12 @@ class SampledRows:
     def plan(self, request: ExchangeRequest, rows: Tensor) -> SelectionPlan:
         """Select the same rows in both directions and at all sites of an epoch."""
         site, send_counts, recv_counts = _sides(request)
+        # A synchronous epoch sends every row, unscaled.
         if site.whole:
             return SelectionPlan(plain(self.codec, send_counts), plain(self.codec, recv_counts))
+        # Backward is the transpose of forward: a row that was not sent gets no gradient, and one that was
+        # gets it with the same factor. So the draws depend on the epoch and the two ranks alone, not on the
+        # direction.
         to_readers = site.direction < 2
 
         def layout(counts: Sequence[int], *, owned: bool) -> MessageLayout:
@@ -117,11 +121,24 @@ class SampledRows:
         if count == 0:
             return Piece(self.codec)
         kept = max(int(self.share * count), 1)
+        # Both ends draw by themselves, from a seed of several numbers, which torch's generator does not
+        # accept.
         draws = np.random.default_rng([self.seed % 2**64, epoch, *pair])
         chosen = torch.from_numpy(np.sort(draws.permutation(count)[:kept]))
+        # Each row is kept with probability kept / count, so the expected sum of the scaled rows is the whole
+        # sum.
         return Piece(self.codec, chosen, count / kept)
 
 
+# [Note: announcements] The rows of a message are announced in the message before it:
+#
+#     epoch       t                     t + 1                     t + 2
+#     message     rows A, bits of B     rows B, bits of C         rows C, bits of D
+#     reads                             A of t, others older      B of t + 1, others older
+#
+# The sender chooses B by its rows of epoch t, and sends their values of epoch t + 1. So the receiver knows
+# the size of a message before it arrives, and posts its buffer without asking. The first message holds all
+# rows, and so does one after a gap in the epochs: both ends see the gap and begin anew.
 class Skip:
     """Rows that have moved by more than a share of their length, and rows that would become too old.
 
@@ -140,6 +157,7 @@ class Skip:
         self._send_next: Tensor | None = None
         self._table: Tensor | None = None
         self._recv_next: Tensor | None = None
+        # Row counts of the peers, kept for ``arrived``, which gets no request.
         self._counts: tuple[int, ...] = ()
         self._last = 0
 
@@ -156,6 +174,8 @@ class Skip:
             self._when[send_now] = site.epoch
             sent[send_now.to(rows.device)] = rows[send_now.to(rows.device)]
         self._sent = sent
+        # Measured from the values that the peers hold, not from the last epoch: slow drift adds up until it
+        # is sent.
         moved = (rows - sent).norm(dim=1) > self.share * rows.norm(dim=1)
         # A row that is not sent in the next epoch either is still read, one epoch late, in the one after.
         self._send_next = moved.cpu() | (site.epoch + 2 - self._when > self.limit)
@@ -175,6 +195,8 @@ class Skip:
         else:
             self._epochs = torch.where(self._recv_next, epoch, self._epochs)
         if rows.size(0):
+            # Rows are read one epoch after they are received: skipped rows need ``max_age``, which makes rows
+            # late.
             age = epoch + 1 - int(self._epochs.min())
             self.oldest = max(self.oldest, age)
             if age > self.limit:
@@ -230,6 +252,8 @@ class Fit:
         received = self._layout(self._recv_next, recv_counts, announces=announces)
         if not announces:
             return SelectionPlan(out, received)
+        # A code's step is span / (2^bits - 1), and each edge that reads the row adds its error to a sum.
+        # ``worth`` is the weight of 1 / (2^bits - 1)^2 in the squared error.
         spans = rows.amax(1) - rows.amin(1) if rows.numel() else rows.new_zeros(rows.size(0))
         worth = (spans.double().cpu() * self.reads).square()
         assert self.codec.bits is not None
@@ -258,6 +282,8 @@ class Fit:
             return MessageLayout([[Piece(self.codec)] for _ in counts], counts, noted)
         pieces = [
             [
+                # One piece for each number of bits that occurs, so the pieces of a message have up to four
+                # codecs.
                 Piece(Codec(name), (part == place).nonzero().view(-1))
                 for place, name in enumerate(CHOICES)
                 if bool((part == place).any())
@@ -281,15 +307,22 @@ def shared_out(worth: Tensor, mean: int) -> Tensor:
         A sort of three numbers for each row. Each step gains less for a bit than the one before it, so taking
         the best steps first is optimal.
     """
+    # Every row begins with 1 bit and may take three steps, each only after the one before it:
+    #
+    #     bits     1 ── +1 ──> 2 ── +2 ──> 4 ── +4 ──> 8
+    #     error    1           1/9         1/225       1/65025     1 / (2^bits - 1)^2
     bits = torch.tensor([BITS[name] for name in CHOICES], dtype=torch.float64)
     error = 1 / (2**bits - 1).square()
     steps, costs = error[:-1] - error[1:], bits[1:] - bits[:-1]
     gains = worth.unsqueeze(1) * (steps / costs)
+    # Gains fall from step to step of a row, so the best steps in order include a step's predecessors. A
+    # stable sort keeps that for rows of worth 0, whose gains are equal.
     order = gains.flatten().argsort(descending=True, stable=True)
     spent = costs.repeat(worth.numel())[order].cumsum(0)
     budget = (mean - float(bits[0])) * worth.numel()
     taken = torch.zeros(gains.numel(), dtype=torch.long)
     taken[order[spent <= budget]] = 1
+    # Steps count up to the first one that was not taken.
     return taken.view(gains.shape).cumprod(1).sum(1)
 
 

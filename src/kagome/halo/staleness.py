@@ -1,7 +1,7 @@
 """Staleness: the rows that one site last received, their age, and the exchange that is still in transit.
 
-Where it sits: ``compressed_exchange`` keeps one for each site and direction. Rows above the maximum age are
-never returned.
+Where it sits: ``epoch_rows`` keeps one for each site and direction, for ``compressed_exchange``. Rows above
+the maximum age are never returned.
 
 ::
 
@@ -82,6 +82,7 @@ class StaleRows:
                 hint="this is a fault in Kagome: please report it with the run's config.toml",
             )
         self.oldest = max(self.oldest, age)
+        # A synchronous epoch reads the rows themselves.
         if self._mean is None or age == 0:
             return self.rows
         return self._mean / self._weight
@@ -116,6 +117,9 @@ class StaleRows:
             new, old = rows[::step].mean(0), self.rows[::step].mean(0)
             length = float(new.norm())
             self.drift = float((new - old).norm()) / length if length > 0 else 0.0
+        # A moving average that begins at 0, with Adam's correction of its start; s is the smoothing:
+        #
+        #     mean_k = s mean_(k-1) + (1 - s) rows_k        weight_k = 1 - s^k        read: mean_k / weight_k
         if self.smoothing > 0:
             old = rows.new_zeros(()) if self._mean is None else self._mean
             self._mean = self.smoothing * old + (1 - self.smoothing) * rows

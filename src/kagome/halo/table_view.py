@@ -43,6 +43,9 @@ class TableIndex:
         """Return the edges that read halo rows, by target, with table positions as columns."""
         found = self._layouts.get(edges)
         if found is None:
+            # ``halo`` is the tail of each row's in-edges, those with a source beyond the own rows. Its
+            # columns count from ``own``; table positions replace them, so the kernel reads the table and no
+            # halo is gathered.
             halo = edges.by_target.halo
             column = self.places.index_select(0, halo.column - edges.own).to(halo.column.dtype)
             found = CsrLayout(halo.pointer, halo.middle, column, halo.edge)
@@ -84,6 +87,7 @@ class TableView(Work):
         Cost:
             One number for each edge, cached.
         """
+        # Of the factor tensor, not of the chunk: a layer passes the same degree factors in every epoch.
         found = self._by_edge.get(factor)
         if found is None:
             found = factor.index_select(0, edges.source)

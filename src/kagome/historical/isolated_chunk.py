@@ -72,11 +72,16 @@ class IsolatedChannel:
         """Estimate the sum over all vertices from the chunk's own. A maximum or minimum is the chunk's."""
         found = tensor.detach()
         if op != "sum":
+            # Without edges ``model.exact.layer_rules`` takes the lowest float as ChebConv's largest weight;
+            # twice that is infinite.
             floats = found.is_floating_point() and not self._factor
             lowest = torch.finfo(found.dtype).min if floats else None
             return found.clone() if lowest is None else found.masked_fill(found == lowest, STAND_IN)
         if not self._factor:
             return torch.full_like(found, STAND_IN)
         if found.is_floating_point() or found.is_complex():
+            # The chunk's n vertices stand for all N. A count of vertices becomes N, and a mean stays the
+            # chunk's own, because both of its sums have the same factor.
             return found * self._factor
+        # Counts stay whole numbers.
         return (found.double() * self._factor).round().to(found.dtype)

@@ -35,6 +35,14 @@ class Lockstep:
 
     def __init__(self, works: Sequence[Callable[[], None]]) -> None:
         self._works = list(works)
+        # One thread runs at a time, and semaphores hand the turn over and back, so no other state needs a
+        # lock:
+        #
+        #     advance, by the caller       _go[chunk].release(), then waits in _back.acquire()
+        #     meet, in a chunk's thread    _back.release(), then waits in _go[chunk].acquire()
+        #
+        # A thread is there only to keep the Python stack of a forward, or a backward, that stops in its
+        # middle.
         self._go = [threading.Semaphore(0) for _ in works]
         self._back = threading.Semaphore(0)
         self._threads: list[threading.Thread | None] = [None] * len(works)
@@ -59,6 +67,8 @@ class Lockstep:
                 places.
             BaseException: Any exception raised by the chunk's function.
         """
+        # The caller asks for a chunk that cannot run on by itself: the round is over, and all chunks must
+        # have met.
         if self._done[chunk] or (chunk in self._waiting and chunk not in self._settled):
             self._settle()
         if self._done[chunk]:
@@ -67,6 +77,7 @@ class Lockstep:
         self._settled.discard(chunk)
         thread = self._threads[chunk]
         if thread is None:
+            # torch's modes belong to a thread: the caller's are set in the chunk's thread as well.
             state = _modes()
             thread = threading.Thread(target=self._body, args=(chunk, state), daemon=True)
             self._threads[chunk] = thread
@@ -86,6 +97,7 @@ class Lockstep:
         """Settle the current meeting once no chunk can run on: all have ended, or all wait at one place."""
         for chunk, (at, settle) in list(self._waiting.items())[:1]:
             for other in range(len(self._works)):
+                # A chunk that has ended waits nowhere; its place is unlike any other.
                 its, _ = self._waiting.get(other, (("", None), None))
                 if its != at:
                     raise unlike(f"a place of chunk {chunk} that chunk {other} does not come to", at, its)
@@ -110,6 +122,8 @@ class Lockstep:
 
     def close(self) -> None:
         """End the threads of chunks that still wait at a meeting."""
+        # Each thread is released as for its next piece, and ``meet`` raises in it, so that the chunk's
+        # ``with`` blocks and hooks end in order.
         self._closed = True
         for chunk, thread in enumerate(self._threads):
             if thread is not None and thread.is_alive() and not self._done[chunk]:
@@ -131,6 +145,7 @@ class Lockstep:
             pass
         except BaseException as error:
             self._error = error
+        # Before the turn goes back, since the caller reads it next.
         self._done[chunk] = True
         self._back.release()
 

@@ -60,6 +60,7 @@ class Left:
             A pass over about half of the gradients.
         """
         if chunk not in self._cached:
+            # All rows that this chunk reads, except those that are fresh for it in the next epoch.
             old = torch.ones(away.size(0), dtype=torch.bool)
             old[self.steps[chunk].fresh] = False
             ids = old.nonzero().view(-1).to(self.tables.device)
@@ -119,13 +120,16 @@ class HistoricalRows:
             )
         tables.came(chunk, _place(site, label))
         current = tables.current(table)
+        # Own rows first, because the exchange sends from the table.
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
+        # Only the rows that a peer reads in this step or later: see ``graph.partition.chunks.plan_steps``.
         work = self._exchange(current, step.send, step, site, label, 0)
 
         def settle() -> Tensor:
             if work is not None:
                 with work.borrow() as halo:
                     current.index_copy_(0, step.recv.to(tables.device), halo)
+            # Both halves: ``sources`` has a position in one or the other for each row that is read.
             return table.rows
 
         return TableView(settle, self.sources[chunk.number], tables.by_edge)
@@ -135,6 +139,7 @@ class HistoricalRows:
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
         gradients = tables.gradients(table, stale=self.left is not None)
+        # Gradients of fresh rows alone, times the cross-chunk scale for rows of an earlier step.
         place, fresh, scale = self._fresh(chunk.number, away.dtype)
         ops.add_rows(gradients, place, away, fresh, scale)
         if self.left is not None:
@@ -145,6 +150,7 @@ class HistoricalRows:
         def add() -> Tensor:
             if work is not None:
                 with work.borrow() as received:
+                    # A row that several peers read comes back from each of them.
                     gradients.index_add_(0, step.send.to(tables.device), received)
             return gradients.narrow(0, chunk.first, chunk.own)
 
@@ -152,11 +158,13 @@ class HistoricalRows:
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
         """Return the last epoch's reduction over all chunks: a constant, whose gradients are zeros."""
+        # The sum of the last epoch is a constant, so no gradient leads to the rows that it was made of.
         if of_gradients(key):
             return torch.zeros_like(part)
         tables = self.tables
         key = tables.call(chunk, key)
         tables.came(chunk, (action, key))
+        # This epoch's share of the sum grows chunk by chunk; ``Tables.end`` adds the shares of all ranks.
         before = tables.gathered.get(key)
         tables.gathered[key] = op, part.clone() if before is None else _join(op, before[1], part)
         known = tables.statistic(key)
@@ -220,6 +228,7 @@ class ExactRows:
         """Write own rows; once all chunks have, exchange halo rows and return a view of the table."""
         tables = self.tables
         table = tables.table(site, rows)
+        # No chunk reads before all have written, so the table holds rows of this pass alone.
         current = tables.current(table)
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
 
@@ -250,6 +259,7 @@ class ExactRows:
         table = tables.sites[site.key]
         gradients = tables.gradients(table)
         reads = tables.reads[chunk.number]
+        # Every row is fresh and every gradient arrives in time, so the factors are 1.
         every, ones = torch.arange(reads.numel(), device=tables.device), away.new_ones(reads.numel())
         ops.add_rows(gradients, reads, away, every, ones)
         if self.left is not None:
@@ -282,8 +292,10 @@ class ExactRows:
         self._reduced[call] = part if before is None else _join(op, before, part)
 
         def settle() -> None:
+            # Once for all chunks, after each has added its part.
             found = tables.channel.all_reduce(self._reduced[call], op, action=action, kind=kind, key=key)
             self._reduced[call] = found
+            # An epoch with history may follow, which reads the sums of this one.
             if self.trains and not of_gradients(key):
                 tables.statistics[call] = found
 

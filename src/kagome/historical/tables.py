@@ -71,7 +71,7 @@ class Provider(Protocol):
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
     def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
-        """Take the gradients of rows that a chunk read; return those of its own rows."""
+        """Start to add the gradients of rows that a chunk read; return the gradients of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
         """Return a sum, maximum or minimum over all chunks of all parts."""
@@ -94,6 +94,10 @@ class Tables:
         self, chunks: Chunks, pieces: Sequence[Chunk], channel: Exchange, device: torch.device
     ) -> None:
         self.chunks, self.channel, self.device = chunks, channel, device
+        # [Note: halves] ``now`` says which half of every table is this epoch's. ``keep`` flips it:
+        #
+        #     now = 0    [ this epoch | last kept ]    now = 1    [ last kept | this epoch ]
+        #     keep()      becomes last   overwritten next
         self.sites: dict[SiteKey, SiteTable] = {}
         self.statistics: dict[Hashable, Tensor] = {}
         self.gathered: dict[Hashable, tuple[Op, Tensor]] = {}
@@ -145,6 +149,7 @@ class Tables:
             found = SiteTable(rows.new_zeros(2 * self.places, rows.size(1)), once=site.once)
             self.sites[site.key] = found
             self._recall(site.key, found)
+        # Written in another pass than this one: that pass's rows are in one of the halves.
         found.known = found.known or found.written not in (-1, self.passes)
         found.written = self.passes
         return found
@@ -196,6 +201,9 @@ class Tables:
     def gradients(self, table: SiteTable, *, stale: bool = False) -> Tensor:
         """Return the gradients of this epoch. They start as zeros, or as what the last epoch left."""
         if table.zeroed != self.passes:
+            # The two buffers change roles: this epoch adds to the gradients that were left for it, and its
+            # old buffer collects those that it leaves. ``left`` at -1 makes ``due`` reset that one to zeros
+            # first.
             if stale and table.due is not None and table.due_in == self.epoch:
                 table.gradients, table.due, table.left = table.due, table.gradients, -1
             else:
@@ -222,6 +230,8 @@ class Tables:
         for table in self.sites.values():
             if table.written == self.passes:
                 table.kept = True
+            # ``now`` turns for all tables, so a table that this pass did not reach must have its last rows in
+            # the half that becomes the last one.
             elif table.kept and not table.once:
                 self.current(table).copy_(self.last(table))
         self.now = 1 - self.now
@@ -238,6 +248,7 @@ class Tables:
                 length = float(new.norm())
                 if length > 0:
                     found.append(float((new - old).norm()) / length)
+        # A sum and a count, since parts and stages have unequal numbers of sites.
         mine = torch.tensor([sum(found), float(len(found))], dtype=torch.float64, device=self.device)
         moved, sites = world.all_reduce(mine, action="drift", kind="statistics").tolist()
         return float(moved / max(sites, 1))
@@ -262,15 +273,20 @@ class Tables:
         Cost:
             One all-reduce for each operation, of all statistics together.
         """
+        # Each chunk is compared with the next one, the last with the first. If one differs from any other,
+        # some neighbour in this ring differs from it.
         for (place, chunk), many in self._came.items():
             following = (chunk + 1) % len(self.reads)
             if self._came[place, following] != many:
                 raise unlike(f"a place of chunk {chunk} that chunk {following} does not come to", place)
         for op in ("sum", "max", "min"):
+            # By text, because ranks met the keys in different orders: their chunks run in different orders.
             keys = sorted((key for key, (how, _) in self.gathered.items() if how == op), key=repr)
             if not keys:
                 continue
             parts = [self.gathered[key][1] for key in keys]
+            # In double, which holds counts exactly up to 2^53, so that sums of all types travel in one
+            # message.
             flat = torch.cat([part.reshape(-1).double() for part in parts])
             summed = self.channel.all_reduce(flat, op, action=f"statistics, epoch {self.epoch}")
             for key, part, values in zip(
@@ -296,6 +312,7 @@ class ChunkRows(HaloExchange):
     def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Pass on the gradients of the rows that this chunk read."""
         chunk, tables = self._known()
+        # A sum at neighbours (P^T) in forward would need the later chunks' summands, which do not exist yet.
         if direction == 2:
             raise ModelError(
                 "chunks to read their neighbours' rows",
@@ -332,6 +349,8 @@ class ChunkChannel:
         self.where: Callable[[], str] = str
         """Returns the name of the running layer, for error messages; set by a caller that knows it."""
         count = len(tables.chunks.pieces)
+        # For the model each chunk is a rank of its own, so a layer that sees ``size > 1`` asks for all rows'
+        # sums.
         self.rank, self.size = tables.channel.rank * count + chunk.number, tables.channel.size * count
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> Work:

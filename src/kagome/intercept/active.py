@@ -22,6 +22,7 @@ class ActiveInterceptor:
     """
 
     def __init__(self, scopes: Sequence[Interceptor]) -> None:
+        # Through ``vars``, because ``__setattr__`` passes every other write on to the running interceptor.
         vars(self).update(_scopes=tuple(scopes), _first=scopes[0], _local=threading.local())
 
     def __getattr__(self, name: str) -> Any:

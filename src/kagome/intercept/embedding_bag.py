@@ -49,12 +49,15 @@ def bag(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
             "one that reads rows of vertices by numbers",
             "x[edge_index[0]], and a sum of them by edge_index[1] (index_add, scatter)",
         )
+    # With offsets, ids are one list [T] in the order of bags. A part cannot know where its first bag begins.
     if given.get("offsets") is not None or bags is None or not isinstance(ids, Tensor) or ids.dim() != 2:
         raise _refused(
             scope,
             "bags of which each ends where that of the next vertex or edge begins, on another part",
             "a row of k numbers for each vertex, F.embedding_bag(ids [N, k], table)",
         )
+    # ``max_norm`` rescales the rows that are read in the table itself. Each part would do so for the rows
+    # that it reads, and the tables of the ranks would differ.
     if bags.kind not in ALIGNED or bags.kind in IDS or bags.axis or given.get("max_norm") is not None:
         raise _refused(
             scope,

@@ -59,6 +59,13 @@ Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any
 """A handler answers a torch call itself, or returns NotImplemented to let torch run it."""
 
 
+# [Note: reads by id] What a gather reads depends on what its index stands for:
+#
+#     x[source]        rows of neighbours: deferred as a message, else own and halo rows are read first
+#     x[target]        own rows: deferred, else torch runs it
+#     table[source]    a table with all rows: the part's ids become original numbers
+#     x[edge_index]    both ends at once, [2, E, ...]: own and halo rows
+#     x[MIXED]         refused: ids computed from ids, whose meaning is no longer known
 def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer ``x[row]`` and ``x.index_select(dim, row)``; source ids read halo rows as well."""
     base: Tensor = args[0]
@@ -74,6 +81,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         index = kwargs.get("index", args[2] if len(args) > 2 else None)
     placement = scope.placements.get(index)
     held = scope.placements.get(base)
+    # A mask selects by position, and ids of ids (``source[perm]``) are read as torch does.
     if placement is None or index.dtype == torch.bool or (held is not None and held.kind in IDS):
         return NotImplemented
     if held is not None and held.kind is PlacementKind.LOST and placement.kind not in IDS:
@@ -140,6 +148,13 @@ def _gathered(
     return func(base, axis, index)
 
 
+# [Note: writes by id] What a scatter writes depends on its index too:
+#
+#     TARGET     own rows: by kernels if they apply, else by torch on this part alone
+#     SOURCE     own and halo rows; the sums on halo rows go to their owners
+#     NUMBERS    arange(x.size(0)): positions of own rows
+#     others     groups, such as the graphs of a batch, which may have rows on every rank: all ranks' sums or
+#                extremes are joined
 def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer ``out.scatter_add_(dim, row, src)``; for source ids, sums on halo rows go to their owners."""
     base = args[0]
@@ -241,6 +256,7 @@ def _reduced(
     if name.startswith("scatter_reduce"):
         how = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
         takes = kwargs.get("include_self", args[5] if len(args) > 5 else True)
+    # scatter_add with a smaller index leaves some values out.
     whole = index.dim() == 1 or index.shape == value.shape
     if (
         isinstance(base, LazyTensor)
@@ -260,6 +276,7 @@ def _reduced(
         sums = now(sums)
         if how != "sum":
             ids = index if index.dim() == 1 else index.flatten(1)[:, 0]
+            # With include_self=False a row that receives no value keeps its old one.
             none = torch.bincount(ids, minlength=base.size(0)) == 0
             sums = torch.where(none.view(-1, *[1] * (base.dim() - 1)), base, sums)
             out = base.copy_(sums) if name.endswith("_") else sums
@@ -275,9 +292,12 @@ def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     if not args or not isinstance(weight, Tensor) or isinstance(args[0], LazyTensor):
         return NotImplemented
     if scope.parted and (held := scope.placements.get(weight)) is not None and held.kind in ALIGNED:
+        # A weight that itself has rows of vertices or edges: the handlers of matmul know such products.
         call = scope.__torch_function__  # a product with rows, like any other
         out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
         return out if bias is None else call(Tensor.add, (), (out, bias))
+    # PyG's convolutions add their bias after the aggregation, so a map with a bias does not come before a
+    # sum.
     if bias is None and scope.deferral.sums_late(args[0], weight):
         return scope.placements.put(
             LazyTensor(Linear(args[0], weight, scope.deferral)), Placement(PlacementKind.ROWS)
@@ -329,6 +349,7 @@ def _pooled_extreme(
         same = value.detach() == best.gather(axis, index)
         ties = torch.zeros_like(best).scatter_add(axis, index, same.to(value.dtype))
         kept_tensors = torch.where(same & value.detach().isfinite(), value, torch.zeros_like(value))
+        # value - value.detach() is 0 with gradient 1, so entries that equal the extreme share its gradient.
         slope = torch.zeros_like(best).scatter_add(axis, index, kept_tensors - kept_tensors.detach())
         best = best + scope.ranks.total(slope) / scope.ranks.total(ties).clamp(min=1)
     return torch.where(none, base, best)
@@ -353,6 +374,7 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
     if tuple(d % 2 for d in dims) != (0,):
         return NotImplemented
+    # A flipped in-edge belongs to the owner of its source, so a part needs edges that its peers hold.
     if edges is scope.inputs.get("edge_index"):
         return scope.reads.out_edges().edge_index
     if len(scope.views) > 1 and edges is scope.views[1].edge_index:
@@ -398,6 +420,7 @@ def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
         )
     kind = edge_positions.counts(scope, what)
     count = kind(size[axis], what, lambda: scope.ranks.number_of(what, int(count)))
+    # User code sees the whole graph's number. PyG's and Kagome's own code allocates rows of this part.
     told = scope.parted and scope.ranks.knows_number(what) and not from_library() and not by_kagome()
     size[axis] = Shown.of(count) if told else count
     return torch.Size(size) if dim is None else size[axis]
@@ -409,6 +432,8 @@ def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
     placement = scope.placements.get(tensor)
     if not scope.parted or placement is None or placement.kind not in (*ALIGNED, *IDS, PlacementKind.LOCAL):
         return NotImplemented
+    # GATConv returns early if ``index.numel() == 0``. A rank without edges must not skip its peers'
+    # collectives.
     if from_library():
         return NoneHere(0) if placement.kind in IDS and not func(tensor) else NotImplemented
     size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
@@ -477,6 +502,7 @@ def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
 
 def _number(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer ``x - x.size(0)`` or ``torch.tensor(x.size(0))`` in user code with the count over all ranks."""
+    # In ``torch.full(size, fill)`` the size stays this part's number; only the fill value is converted.
     at = range(len(args)) if name not in _FILLS else (_FILLS[name],)
     named = [key for key in kwargs if key not in ("size", "dim")]
     found = [args[place] for place in at if place < len(args)] + [kwargs[key] for key in named]
@@ -571,6 +597,7 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
         parted: Whether the graph's rows are split over parts.
         matrix: Whether the model is given the graph as a matrix.
     """
+    # The first answer ends the search, so tables of special cases come before the general reads and writes.
     tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []
     tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [

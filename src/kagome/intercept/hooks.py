@@ -30,8 +30,16 @@ from kagome.user_code.autograd_functions import refuse_old_hooks, watch
 from kagome.user_code.torch_checkpoint import once
 
 
+# The order of one layer's call, from the outside:
+#
+#     enter          notes the path and the number of running layers, which name sites and draws
+#     _edges         replaces an adjacency matrix among the arguments by edges
+#     _turn_round    replaces in-edges by out-edges, for layers with flow="target_to_source"
+#     _Watched       replays the layer's recorded calls, or runs and records its forward
+#       propagate    replays the last deferred sum, or runs PyG's code
+#     leave          computes deferred results, drops the rows that the layer has read, pops the path
 def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
-    """Hook a model's modules to follow where the forward is and what each ``propagate`` was given.
+    """Hook a model's modules, so that the interceptor knows which module and ``propagate`` is running.
 
     Args:
         model: The user's module.
@@ -55,6 +63,8 @@ def install(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
         removers.append(module.register_forward_pre_hook(hooks.enter).remove)
         removers.append(module.register_forward_hook(hooks.leave, always_call=True).remove)
         forget(module)
+        # Layers are replayed: message-passing layers with all that is inside them, and modules without
+        # children, such as a Linear. A container's forward is the user's code.
         if isinstance(module, MessagePassing) or next(module.children(), None) is None:
             removers.append(replaced(module, "forward", _Watched(module, hooks.name, scope)))
         if isinstance(module, MessagePassing):
@@ -93,6 +103,7 @@ class _ModuleHooks:
 
     def enter(self, module: nn.Module, _args: Any) -> None:
         """Note that the module runs, before its forward."""
+        # GCNConv(cached=True) keeps normalised edges. With several interceptors they are another chunk's.
         if self.caches and self.several:
             forget(module)
         forward = self.scope.forward
@@ -130,6 +141,11 @@ def _install_edges(module: MessagePassing, scope: Interceptor) -> list[Callable[
     return removers
 
 
+def is_installed(model: nn.Module) -> bool:
+    """Return whether a model has hooks of an interceptor now, so that it is on a part."""
+    return any(isinstance(vars(module).get("forward"), _Watched) for module in model.modules())
+
+
 def forget(module: nn.Module) -> None:
     """Drop what a layer has cached for another graph or part (GCNConv(cached=True), SGConv, ...)."""
     for name, value in vars(module).items():
@@ -148,6 +164,7 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
     inner = getattr(module, name)
 
     def outer(*args: Any, **kwargs: Any) -> Any:
+        # In the loss, or in a transform of torch.func, calls are not intercepted, so no halo can be read.
         if scope.forward.forward_pass.outside or transformed():
             if scope.size > 1:
                 scope.forward.forward_pass.refuse_outside(type(module).__name__)
@@ -194,6 +211,7 @@ class _Watched:
         found = scope.layer_replay.call(states, args, kwargs)
         if found is not None:
             return found
+        # A layer may be called with an embedding of all vertices: it gets own rows of that table.
         if scope.parted and isinstance(self.layer, MessagePassing):
             axis = self.layer.node_dim
             args, kwargs = given_rows(scope, args, axis), given_rows(scope, kwargs, axis)
@@ -208,7 +226,7 @@ class _Watched:
         return out
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the layer would give if this call is like the last one; else None."""
+        """Return the layer's result by replay if this call is like the last one; else None."""
         return (
             None
             if self.scope.forward.forward_pass.outside
@@ -223,6 +241,8 @@ class _Watched:
 
 def replaced(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
     """Replace a method on one module. The returned function restores it."""
+    # On the instance, not on its class: other instances of the class are untouched, and nested replacements
+    # restore the one before.
     own = vars(module).get(name)
     module.__dict__[name] = method
 
@@ -244,6 +264,8 @@ def _turn_round(scope: Interceptor) -> Callable[..., Any]:
     """Return a pre-hook that gives a target-to-source layer the out-edges, with their attributes."""
 
     def swap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Only the graph's own edges and attributes are replaced. Tensors that forward computed from them are
+        # in-edges, which ``edge_alignment`` converts.
         names = {id(value): name for name, value in scope.inputs.items() if isinstance(value, Tensor)}
         edge_names = {"edge_index", *scope.views[0].attributes}
 

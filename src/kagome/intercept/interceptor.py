@@ -52,7 +52,7 @@ from kagome.user_code.functional import opened
 
 
 class Interceptor(TorchFunctionMode):
-    """One rank's view of a user's model: it wires what answers the model's torch calls.
+    """One rank's view of a user's model: it connects the objects that answer the model's torch calls.
 
     Args:
         part: This rank's part.
@@ -94,11 +94,11 @@ class Interceptor(TorchFunctionMode):
         self.runs_once = self.parted
         """Whether a result is kept where a model would recompute it in backward: see ``torch_checkpoint``."""
         self.within_once = 0
-        """How many nested functions are running whose results are kept so."""
+        """The number of nested functions that are running and whose results are kept in this way."""
         self.plain = False
         """Whether forward runs as plain PyG runs it, because the whole graph is local."""
         self.numbered = False
-        """Whether forward has told vertices apart by their positions."""
+        """Whether forward has distinguished vertices by their positions."""
         self._wire(min(tensor, self.size), fast=fast, sums_only=sums_only and self.size > 1)
         self.edge_tables: edge_tables.EdgeTables | None = None
         matrix = adjacency_of(part.edges) is not None
@@ -110,7 +110,7 @@ class Interceptor(TorchFunctionMode):
         self.inputs = self._inputs()
 
     def _wire(self, tensor: int, *, fast: bool, sums_only: bool) -> None:
-        """Make what handlers and layer rules ask of this part, each from those before it."""
+        """Create the objects that handlers and layer rules ask, each from those before it."""
         channel, views = self.channel, self.views
         self.placements = placements = Placements(all_local=not self.parted)
         self.forward = forward = RunningForward(self.device, fast=fast)
@@ -172,6 +172,7 @@ class Interceptor(TorchFunctionMode):
         forward_pass = ForwardPass(epoch, checked=checked, device=self.device, grad=grad, named=named)
         self.forward.begin(forward_pass)
         forward_pass.running = True
+        # After an error the lines below do not run; ``begin`` of the next pass resets path, draws and layers.
         with nullcontext() if self.plain else self:
             yield forward_pass
         self.copies.end(self)
@@ -179,6 +180,18 @@ class Interceptor(TorchFunctionMode):
         forward_pass.end()
         self.reads.forget()
 
+    # [Note: one torch call] The method below does, in this order:
+    #
+    #     [1] _for_part   Sizes that user code has seen become this part's, tables are cut to own rows, and
+    #                     ids become original numbers where the call looks at their values.
+    #     [2] lazy        A rewrite rule keeps the result lazy, or lazy arguments are computed.
+    #     [3] _handled    A handler answers: reads and writes by id, statistics, draws.
+    #     [4] func        Torch runs the call. An error may mean that a table of all vertices met own rows.
+    #                     The table is then cut to own rows, and the call begins again.
+    #     [5] spread      The placement of the result follows from those of the arguments.
+    #
+    # The mode is off inside the method, so torch calls of handlers do not come back to it. ``recorder`` notes
+    # each call for layer replay, with the arguments that it was given and those that it ran with.
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -249,6 +262,7 @@ class Interceptor(TorchFunctionMode):
         if asks:
             return args, kwargs  # asks about a tensor's properties, not its values
         opaque_calls.refuse_operator(self, func, args, kwargs)
+        # Out-edges have been fetched, so rows of in-edges and of out-edges may meet in one call.
         if len(self.views) > 1:
             args, kwargs = edge_alignment.aligned(self, name, args, kwargs)
         self.keeping.meet(self, name, func, args, kwargs)
@@ -268,6 +282,7 @@ class Interceptor(TorchFunctionMode):
                 vertex_tables.refuse_unfit(self, name, args, kwargs, error)
                 raise
             if result is not NotImplemented:
+                # ``lost.new_zeros(...)`` reads no values of the lost tensor.
                 if not name.startswith("new_"):
                     self.placements.stays_lost(name, args, kwargs, result)
                 return result, handler
@@ -291,7 +306,7 @@ class Interceptor(TorchFunctionMode):
             self.keeping.look(self, model, (self.vertices, self.edges))
 
     def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Return what ``torch.zeros`` or the like gives for a counted number of rows; else None."""
+        """Return the result of ``torch.zeros`` or the like for a symbolic size; None for any other size."""
         out = HANDLERS[name](self, name, getattr(torch, name), args, kwargs)
         return None if out is NotImplemented else out
 

@@ -90,6 +90,8 @@ def matrix_of(scope: MatrixScope) -> Matrix | None:
     pointer = torch.zeros(scope.own + 1, dtype=torch.int64, device=source.device)
     torch.cumsum(torch.bincount(target, minlength=scope.own), 0, out=pointer[1:])
     if scope.parted:
+        # A real sparse tensor [n, n + H], so that its type, device and layout are right. Its columns exceed
+        # the rows of x, so torch must not multiply it: see ``refuse_unknown``.
         size = (scope.own, view.ids.numel())
         order = target.argsort(stable=True)
         given = torch.sparse_csr_tensor(
@@ -102,6 +104,7 @@ def matrix_of(scope: MatrixScope) -> Matrix | None:
     scope.placements.put(target, Placement(PlacementKind.TARGET, edges=view.edge_index))
     scope.placements.put(pointer, Placement(PlacementKind.MATRIX))
     ends = scope.placements.put(torch.stack([target, source]), Placement(PlacementKind.EDGES, swapped=True))
+    # As constants, these ids are recognised in later passes: reads by them are deferred.
     for value in (source, target, ends):
         scope.constants.add(value)
     return Matrix(given, adjacency, adjacency.values, source, target, ends, pointer)
@@ -123,6 +126,8 @@ def _product(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwar
         return scope.placements.put(func(first, x, *rest[1:], **kwargs), Placement(PlacementKind.ROWS))
     if how not in ("sum", "mean"):
         raise _refused(scope, f"{name} with {how!r}", hint="give the layer edge_index, or take sums or means")
+    # The product as calls that the interceptor answers, which defer the read and exchange the halo: gather by
+    # source, times the values, sum by target.
     call = scope.__torch_function__
     read = call(Tensor.index_select, (), (x, 0, matrix.source))
     values = matrix.values.to(x.dtype)
@@ -160,6 +165,8 @@ def _asked(scope: MatrixScope, name: str, func: Func, args: Args, kwargs: Kwargs
     if first is matrix.given:
         parts = {"values": matrix.values, "col_indices": matrix.source, "crow_indices": matrix.pointer}
         return parts.get(name, matrix.given)
+    # PyG's ``to_edge_index`` takes a CSR matrix apart: row ids by repeat_interleave of the pointer's
+    # differences, then a stack of row and column ids. Each of its calls is answered by the part's edges.
     if name == "stack":
         ends = list(first) if isinstance(first, (tuple, list)) else []
         same = len(ends) == 2 and ends[0] is matrix.target and ends[1] is matrix.source
@@ -221,6 +228,7 @@ def swap(scope: MatrixScope, module: nn.Module, args: Args, kwargs: Kwargs) -> t
         return None
     weighted = {}
     if matrix.adjacency.kind != "ones":
+        # A layer without an edge_weight would ignore the values. ``place`` counts arguments behind ``self``.
         names = inspect.signature(type(module).forward).parameters
         place = list(names).index("edge_weight") - 1 if "edge_weight" in names else -1
         taken = "edge_weight" in kwargs or len(args) > place

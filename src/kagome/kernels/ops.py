@@ -55,6 +55,7 @@ __all__ = [
     "sum_rows",
 ]
 
+# numba has no half-precision numbers on a CPU: such tensors run in plain PyTorch there.
 LOOPED = frozenset((torch.float32, torch.float64))
 LAUNCHED = LOOPED | {torch.float16, torch.bfloat16}
 
@@ -67,6 +68,8 @@ def backend_of(x: Tensor) -> str:
 
 @cache  # importable modules do not change within a process
 def _module(device: str, dtype: torch.dtype) -> ModuleType:
+    # A backend is imported with the first tensor that it serves, so a run on one device does not load the
+    # compiler of the other.
     if device == "cpu" and dtype in LOOPED:
         return import_module("kagome.kernels.cpu.dispatch")
     if device == "cuda" and dtype in LAUNCHED and find_spec("triton") is not None:
@@ -114,6 +117,7 @@ def sum_rows(
     """
     way = _way(x, weight)
     if weight is not None and weight.dim() == 2 and x.size(1) < weight.size(1) and not _takes_shared(way):
+        # Only the Triton kernels read columns that all heads share. Elsewhere each head is a sum of its own.
         every = []
         for w in weight.t():
             every.append(sum_rows(layout, x[:, 0], w, scale, span=span, offset=offset, rows=rows))

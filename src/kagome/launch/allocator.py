@@ -30,6 +30,8 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     Cost:
         The process does not shrink below its peak until it ends.
     """
+    # LD_PRELOAD may bring another allocator (jemalloc, tcmalloc),
+    # whose mallopt does something else or nothing.
     chosen = any(name.startswith("MALLOC_") for name in environment)
     chosen = chosen or bool({"GLIBC_TUNABLES", "LD_PRELOAD"} & set(environment))
     if chosen or not sys.platform.startswith("linux"):

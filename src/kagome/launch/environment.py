@@ -63,6 +63,7 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         size, store = _number(env, "WORLD_SIZE"), env.get(STORE, "")
+        # A single rank meets nobody.
         if size > 1 and not store and not env.get("MASTER_ADDR"):
             raise LaunchError("MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE", "no MASTER_ADDR")
         return _checked(
@@ -78,6 +79,7 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
                 restarts=_number(env, RESTARTS, 0),
             )
         )
+    # srun sets the numbers of the step in each process that it starts.
     if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
         return _checked(_slurm(env))
     return Ranks()
@@ -103,6 +105,8 @@ def _slurm(env: Mapping[str, str]) -> Ranks:
 
 def first_host(nodes: str) -> str:
     """Return the first host of a Slurm node list: ``gpu[007-009,12],login`` gives ``gpu007``."""
+    # prefix, numbers in brackets, suffix: the first host is prefix + first
+    # number + suffix, with the zeros before it.
     match = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes.strip())
     assert match is not None  # every part may be empty
     before, numbers, after = match.groups()

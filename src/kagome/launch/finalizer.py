@@ -37,6 +37,8 @@ class Finalizer:
         if threading.current_thread() is self._opener or not self._opener.is_alive():
             self._close()
             return
+        # Descriptors and shared memory can be closed by any thread,
+        # and peers see by it that the rank is gone.
         self._files()
         # Attached to the thread object, so that it is closed at the latest when the thread ends, or at exit.
         _WAITING.append(weakref.finalize(self._opener, self._close))
@@ -46,6 +48,7 @@ def close_waiting() -> None:
     """Run the pending closes of this thread."""
     mine = threading.current_thread()
     for waiting in list(_WAITING):
+        # None if it has run already, when its thread ended.
         held = waiting.peek()
         if held is None or held[0] is mine:
             _WAITING.remove(waiting)

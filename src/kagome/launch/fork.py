@@ -22,6 +22,7 @@ def _starved(kind: type[BaseException], error: BaseException, trace: TracebackTy
     """Exit with a code that the launcher can explain; show any other error as usual."""
     left = available_bytes()
     if refused(error) is not None or (left is not None and left < LITTLE):
+        # Not SystemExit: with no memory left, Python's own shutdown may fail.
         os._exit(STARVED)
     sys.__excepthook__(kind, error, trace)
 

@@ -28,9 +28,11 @@ def set_aside(epochs: int) -> Iterator[None]:
     Cost:
         One full collection.
     """
+    # unfreeze would also thaw what somebody else froze.
     if epochs < FEW or gc.get_freeze_count():
         yield
         return
+    # What is garbage now would be frozen with the rest and never be collected.
     gc.collect()
     gc.freeze()
     try:

@@ -43,6 +43,7 @@ def _group() -> int | None:
         return None
     left: list[int] = []
     for line in lines:
+        # "0::/name" in version 2, "9:memory:/name" in version 1.
         _, kinds, name = line.split(":", 2)
         if kinds == "":
             base, limit, used, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"

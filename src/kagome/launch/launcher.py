@@ -86,7 +86,7 @@ def start_local(
             restarts.
 
     Returns:
-        What ``function`` returned on rank 0.
+        The value that ``function`` returned on rank 0.
 
     Raises:
         LaunchError: If a rank failed or died, with the error of the rank that failed first.
@@ -97,11 +97,13 @@ def start_local(
     if nproc < 1:
         raise LaunchError("--nproc to be a number from 1 up", f"{nproc}")
     _refuse_too_many(nproc)
+    # The environment first: the fork server takes its own when it starts, before torch is loaded here.
     with _shared_cores(nproc):
         method = _begin_loading(loaded)  # runs while this process loads torch
         for count in range(restarts + 1):
             try:
                 return _launched(nproc, function, args, method, count)
+            # A user's mistake would come back with every start; a rank that died may have been unlucky.
             except _FailedError as failed:
                 if count == restarts or failed.mistake:
                     raise failed.error from None
@@ -141,6 +143,10 @@ def _launched(
         start_processes,
     )
 
+    # Notes in the folder, each written by one side and read by the other:
+    #    pid-R        rank R has started              known      the guard holds all processes
+    #    failed-R     how rank R failed               stopping   the launcher was asked to end
+    #    signalled-R  a signal ended rank R           done-R     rank R has its result
     with _room() as name:
         folder = Path(name)
         guard = _Guard(nproc, folder)
@@ -151,6 +157,7 @@ def _launched(
                 ranks = start_processes(
                     "kagome",
                     _rank_main,
+                    # The elastic agent's processes alone, without its rendezvous: local ranks need no port.
                     args=dict.fromkeys(range(nproc), (function, args, name, os.getpid())),
                     envs={rank: _environment(rank, nproc, folder, count) for rank in range(nproc)},
                     logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
@@ -168,6 +175,7 @@ def _launched(
             except (OSError, EOFError, MemoryError) as error:
                 raise _unstarted(nproc, error) from None
         if ended.failures:
+            # A batch system may signal one rank only. The others then end because of it, which is no failure.
             if (number := guard.signalled()) is not None:
                 raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
             rank, failure = min(ended.failures.items())
@@ -193,6 +201,7 @@ def _room() -> Iterator[str]:
 def _unstarted(nproc: int, error: BaseException) -> LaunchError:
     """Explain why ranks could not be started."""
     shared = Path("/dev/shm")
+    # Queues of multiprocessing use semaphores in /dev/shm.
     if shared.parent.exists() and not os.access(shared, os.W_OK):
         got = "a /dev/shm that cannot be written, and ranks tell by it how they ended"
         hint = "mount -t tmpfs tmpfs /dev/shm"
@@ -225,6 +234,7 @@ def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, s
     # Traffic between local ranks uses the loopback interface.
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        # gloo picks an interface by the host's name, which may not resolve in a container.
         if names and variable not in os.environ:
             own[variable] = names[0]
     return {name: str(value) for name, value in own.items()}
@@ -235,8 +245,10 @@ def _begin_loading(modules: Sequence[str]) -> str:
 
     If there are modules to load, start the process to fork ranks from.
     """
+    # macOS's system libraries do not survive a fork.
     if not modules or sys.platform != "linux":
         return "spawn"
+    # kagome.launch.fork comes first: its hook explains a server that dies while it loads the rest.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kagome.launch.fork", *modules])
     forkserver.ensure_running()
     return "forkserver"
@@ -246,6 +258,8 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     """Run the function on one rank, and leave a note for the launcher of how it ended."""
     folder, rank = Path(name), int(os.environ["RANK"])
     sys.excepthook = sys.__excepthook__  # from here on errors are reported by a note
+    # Ctrl-C in a terminal reaches launcher and ranks at once. Ranks wait for the
+    # launcher's SIGTERM, so that each gets one signal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with(launcher)
     _write(folder / f"pid-{rank}", os.getpid())
@@ -256,6 +270,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     try:
         result = function(*args)
     except SystemExit as error:
+        # A rank that saved after a signal ends with 128 + the signal.
         if error.code in SIGNALLED:
             _write(folder / f"signalled-{rank}", SIGNALLED[error.code])
         elif error.code not in (None, 0):
@@ -266,10 +281,13 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
         text = _trace(error) if found is None else str(found)
         # A peer's fault appears here as a CommError, which is reported only if nothing else explains it.
         told = isinstance(found, KagomeError) and found.told_by is not None
+        # `blame` takes the smallest note: order 0 is a silent death, 1 an error of the rank itself, 2 an
+        # error that a peer's failure caused; then the time.
         order = 2 if isinstance(found, CommError) or told else 1
         mistake = isinstance(found, KagomeError) and not isinstance(found, CommError | ResourceError)
         where = found.where if isinstance(found, KagomeError) else ""
         _write(folder / f"failed-{rank}", [order, time.time(), text, mistake and not told, where])
+        # The same mistake on all ranks is reported once, without a rank's number; see `blame`.
         if mistake:
             _wait_for_all(folder)
         raise SystemExit(1) from None
@@ -282,6 +300,8 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
 def _wait_for_all(folder: Path) -> None:
     """Wait a moment so that other ranks with the same error can note it before the launcher ends them."""
     until = time.monotonic() + ALIKE_SECONDS
+    # Their errors come within milliseconds of each other, but the
+    # agent ends all ranks at the first exit code.
     while time.monotonic() < until and len(list(folder.glob("failed-*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
 
@@ -330,19 +350,24 @@ class _Guard:
         names the rank that it comes from, that rank is blamed, since the others only passed it on.
         """
         notes = {int(path.name[7:]): _read(path) for path in self.folder.glob("failed-*")}
+        # (text, mistake) of all notes: a single entry if all ranks failed alike.
         noted, alike = set(notes), {(note[2], *note[3:4]) for note in notes.values()}
         failures = [(*note[:3], who) for who, note in notes.items()]
         exits = {who: code_of() for who, code_of in self.codes.items()} | {rank: code}
         for who, ended in exits.items():
+            # A rank that wrote no note, and that neither the agent
+            # (SIGTERM) nor the guard ended, died by itself.
             silent = ended not in (None, 0, -signal.SIGTERM) and who not in noted | self.killed
             if silent:
                 failures.append((0, 0.0, _ending(ended or 0), who))
         if not failures:
             failures = [(0, 0.0, _ending(code), rank)]
+        # The first by order, then by time.
         _, _, text, who = min(failures)
         message, _, hint = text.rpartition(ADVICE) if ADVICE in text else (text, "", "")
         told = f"a failure of rank {who}"
         where = notes[who][4] if who in notes and len(notes[who]) > 4 else ""
+        # Every rank has a note with the same text, which is a user's mistake.
         if len(notes) == self.nproc > 1 and alike == {(text, True)}:
             told = "the same failure of each"
         elif (named := _OF_RANK.fullmatch(where)) is not None:
@@ -357,12 +382,14 @@ class _Guard:
     def _run(self) -> None:
         failed_at: float | None = None
         known = False
+        # Ranks wait for `known` before they begin, so until then the guard looks often.
         while not self._stop.wait(0.25 if known else 0.02):
             pids = self._pids()
             if len(pids) == self.nproc and not known:
                 self._remember(pids)
                 (self.folder / "known").touch()
                 known = True
+            # All ranks are ending: they have SAVE_SECONDS, and none of it is a failure.
             if (self.folder / "stopping").exists():
                 continue
             self._tell_stopped(pids)
@@ -373,6 +400,7 @@ class _Guard:
             ]
             if failed_at is None and (died or any(self.folder.glob("failed-*"))):
                 failed_at = time.monotonic()
+            # Ranks that wait for a dead peer would do so until their own time limit, which is minutes.
             if failed_at is not None and time.monotonic() - failed_at > FAIL_SECONDS:
                 self._kill()
 
@@ -469,6 +497,8 @@ def _ended(pid: int, *, wait: bool = False) -> bool:
     if sys.platform != "linux":
         return not psutil.pid_exists(pid)
     try:
+        # A zombie still has its pid, and a pid may be used again. A
+        # pidfd becomes readable when the process ends.
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
@@ -486,6 +516,7 @@ def _signals(folder: Path) -> Iterator[list[int]]:
     caught: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
+        # The exception of torch's own handlers, so that one `except` serves both.
         caught.append(number)
         (folder / "stopping").touch()
         raise SignalException(f"the launcher got signal {number}", sigval=signal.SIGTERM)
@@ -494,6 +525,7 @@ def _signals(folder: Path) -> Iterator[list[int]]:
         yield caught  # only the main thread may set handlers, so the caller's stay
         return
     numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    # The agent sets a handler for SIGQUIT (see _shared_cores), which is undone here too.
     quit_before = signal.getsignal(signal.SIGQUIT)
     before = [signal.signal(number, stop) for number in numbers]
     try:
@@ -511,11 +543,13 @@ def _shared_cores(nproc: int) -> Iterator[None]:
     Processes started inside the block do not look for modules in the current folder first.
     """
     before = dict(os.environ)
+    # A numba.py or torch.py in the current folder must not be imported in place of the package.
     os.environ["PYTHONSAFEPATH"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # with ours it would replace our handlers
     given = chosen(os.environ)
     share = str(local(nproc) if given is None else given)
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        # What the user set stays.
         os.environ.setdefault(name, share)
     os.environ[LAUNCHED] = "1"
     try:

@@ -58,6 +58,7 @@ def refused(error: BaseException) -> ResourceError | None:
     """
     for each in _led_to(error):
         number = each.errno if isinstance(each, OSError) else None
+        # The first error of the chain that is about a resource counts: libraries wrap system errors.
         if number in DISK:
             return _disk(each, number)
         if number in FILES or "too many open files" in str(each).lower():
@@ -79,6 +80,7 @@ def in_words(error: BaseException) -> KagomeError | None:
     """
     if not isinstance(error, KagomeError):
         return refused(error) or _path(error)
+    # Kagome's own error may only be the last in a chain that began with a lack of memory.
     cause = error.__cause__
     while cause is not None and not _lacks_memory(cause):
         cause = cause.__cause__
@@ -96,6 +98,7 @@ def end_with(parent: int, how: int = signal.SIGKILL) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, how)
+        # The parent may have ended between the start of this process and prctl; no signal would come then.
         if os.getppid() != parent:
             os.kill(os.getpid(), how)
 
@@ -107,11 +110,13 @@ def _led_to(error: BaseException) -> Iterator[BaseException]:
     while found is not None and id(found) not in seen:
         seen.add(id(found))
         yield found
+        # `seen` guards against a chain that leads back to itself.
         found = found.__cause__ or found.__context__
 
 
 def _lacks_memory(error: BaseException) -> bool:
     number = error.errno if isinstance(error, OSError) else None
+    # EAGAIN is the system's answer if it cannot start another thread or process.
     return number in (errno.ENOMEM, errno.EAGAIN) or isinstance(error, MemoryError) or _says_memory(error)
 
 
@@ -151,6 +156,7 @@ def _disk(error: BaseException, number: int | None) -> ResourceError:
 
 def _path(error: BaseException) -> ResourceError | None:
     """Return a readable error for a path that the system does not open; None for other errors."""
+    # Errors without a file name are not about a path of the user's.
     if not isinstance(error, OSError) or error.errno not in PATHS or error.filename is None:
         return None
     return ResourceError(

@@ -43,12 +43,14 @@ def asked_to_stop(can_save: bool) -> Iterator[list[int]]:
         KeyboardInterrupt: At a second Ctrl-C, if it comes later than :data:`AT_ONCE`.
     """
     asked: list[int] = []
+    # Without a checkpoint to write, waiting for the end of the epoch would only cost time.
     if not can_save or threading.current_thread() is not threading.main_thread():
         yield asked
         return
     first: list[float] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
+        # Measured from the first Ctrl-C, so that any later one ends the run, however slow the user is.
         if number == signal.SIGINT:
             first.append(time.monotonic())
             if first[-1] - first[0] > AT_ONCE:
@@ -60,11 +62,13 @@ def asked_to_stop(can_save: bool) -> Iterator[list[int]]:
         yield asked
     finally:
         for number, handler in before.items():
+            # None stands for a handler that was not set by Python, which cannot be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def ended_by(number: int, ranks: int) -> BaseException:
     """Return the exception of a run that a signal ended: KeyboardInterrupt or SystemExit(128 + number)."""
+    # Several ranks are processes of a launcher, which turns their exit code into KeyboardInterrupt.
     if number == signal.SIGINT and ranks == 1:
         return KeyboardInterrupt()
     return SystemExit(128 + number)

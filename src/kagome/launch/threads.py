@@ -63,9 +63,14 @@ def threads(seats: Sequence[CpuShare]) -> tuple[int, ...]:
 
 def _share(own: CpuShare, seats: Sequence[CpuShare]) -> int:
     beside = [other for other in seats if other.host == own.host]
+    # Example, four ranks on one host:
+    #    ranks 0, 1 may use cores 0-3, ranks 2, 3 cores 4-5
+    #    rank 0: 4 cores, each shared by 2 ranks = 2 threads; rank 2: 2 / 2 = 1 thread
     share = sum(1 / sum(core in other.cores for other in beside) for core in own.cores)
+    # A container may see all cores of the host and be allowed the time of a few.
     if own.quota is not None:
         share = min(share, own.quota / sum(other.group == own.group for other in beside))
+    # Sums of thirds are a little below a whole number.
     return max(1, int(share + 1e-6))
 
 
@@ -92,6 +97,7 @@ def chosen(env: Mapping[str, str], current: int | None = None, count: int | None
     # OpenMP accepts one number for each level of nesting.
     numbers = [int(text.split(",")[0]) for text in given if text.split(",")[0].strip().isdigit()]
     if numbers:
+        # Once torch is loaded, its own number is what counts: it has read the variable.
         return max(1, numbers[0]) if current is None else current
     # Torch starts with one thread for each logical core, or for each physical core if those have two.
     starts = {1} if by_torchrun else {count, (count or 0) // 2, (os.cpu_count() or 0)}
@@ -107,8 +113,10 @@ def set_by_torchrun(env: Mapping[str, str], above: Iterable[Mapping[str, str]] |
     Args:
         env: This process's environment.
         above: Environments that the processes above this one were started with, the parent's first; by
-            default as the system tells them.
+            default read from the system.
     """
+    # torchrun sets 1 for several ranks on a host, which would leave
+    # most cores idle; a user's own 1 is obeyed.
     if env.get("OMP_NUM_THREADS") != "1" or "TORCHELASTIC_RUN_ID" not in env or LAUNCHED in env:
         return False
     # Torchrun may be the parent, or start a script that starts this process.
@@ -146,6 +154,7 @@ def quota(
     for line in lines:
         _, _, rest = line.partition(":")
         kinds, _, name = rest.partition(":")
+        # Lines of /proc/self/cgroup: "0::/name" in version 2, "4:cpu,cpuacct:/name" in version 1.
         if kinds and "cpu" not in kinds.split(","):
             continue
         base = root / "cpu" if kinds else root
@@ -161,6 +170,7 @@ def quota(
 def _limit(folder: Path) -> float | None:
     try:
         if (folder / "cpu.max").exists():
+            # Microseconds of CPU time per period: "200000 100000" is two cores, "max 100000" no limit.
             allowed, period = (folder / "cpu.max").read_text().split()
         else:
             allowed = (folder / "cpu.cfs_quota_us").read_text().strip()

@@ -2,10 +2,10 @@
 
 Where it sits: ``train.admission`` asks for it before the first epoch. A planner can ask for it too, for ranks
 that do not exist yet. Which steps save what, for a model cut into stages, is measured in
-``memory.saved_tensors``: a whole forward does not tell.
+``memory.saved_tensors``: a whole forward does not show it.
 
-What is kept of a forward is a sum of tensors with one row per vertex, halo row or edge. A step on pieces of
-many sizes therefore shows how many bytes each of these costs, and a part's size gives its memory::
+A forward keeps tensors with one row per vertex, halo row or edge. A step on pieces of many sizes therefore
+shows how many bytes each of these costs, and a part's size gives its memory::
 
     pieces: rows, halo, edges, ... ──a step each──> bytes by kind
                         └──least squares──> bytes per row, halo row, edge, ...   (whole numbers)
@@ -63,6 +63,7 @@ SLICE_UNITS: Final = (
 )
 """The units that bytes are fitted to where features are sliced: counts of a rank, and of its whole group."""
 SLICE_KINDS: Final = ("tables", "activations")
+# Ids are int64.
 INDEX_BYTES: Final = 8
 NOTES: Final = 3
 """Further numbers that ranks sum along with gradients."""
@@ -128,6 +129,9 @@ class MemoryRates:
             units = _slice_units(counts.rows, counts.halo, counts.edges, group_size)
             kinds = self.by_share if group_size.halo else self.by_slice
             known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
+            # With slices, rows of other parts arrive as columns of the group's rows. Measured and fitted,
+            # they are part of tables and activations (see `_step`), so a separate kind would count them
+            # twice.
             known |= {"halo": 0} if kinds else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
         return MemoryByKind(
@@ -174,6 +178,8 @@ def rates_of(
     weights = _distinct(chain(model.parameters(), model.buffers()))
     state = [value for value in state_of(model).values() if isinstance(value, Tensor)]
     best = sum(piece.nbytes for value in state for piece in laid_out(value))
+    # Layers such as GCNConv add a loop to each vertex without one, so pieces must have loops where the data
+    # does.
     loops = bool((part.edge_index[0] == part.edge_index[1]).any())
     graded, by_unit, fault = [True] * len(parameters), _given(part), ""
     by_slice: dict[str, tuple[float, ...]] = {}
@@ -182,6 +188,7 @@ def rates_of(
         pieces = made_pieces(part, several=several, loops=loops, seed=options.seed)
         with undisturbed():
             found = _steps(model_copy(model), part, pieces, options, several=several)
+        # Parameters that forward does not use have neither a gradient nor an optimizer state.
         graded = [any(has) for has in zip(*(one.graded for one in found), strict=True)]
         by_unit = fitted([counts_of(piece) for piece in pieces], [one.bytes for one in found])
         if slices:
@@ -200,6 +207,7 @@ def rates_of(
 
 def _distinct(tensors: Iterator[Tensor]) -> int:
     storages = [piece.untyped_storage() for tensor in tensors for piece in laid_out(tensor.detach())]
+    # Tied weights and views share a storage, which counts once.
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
@@ -226,10 +234,12 @@ def optimizer_bytes(optimizer: Optimizer, learning: Sequence[Tensor]) -> int | N
         groups.append(
             {**group, "params": [parameter for parameter in copied_parameters if parameter is not None]}
         )
+        # The names would no longer match the parameters, some of which are left out.
         groups[-1].pop("param_names", None)
     try:
         make: Any = type(optimizer)
         probe = make([group for group in groups if group["params"]])
+        # Optimizers allocate state in their first step, and only for parameters with a gradient.
         for group in groups:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)
@@ -278,6 +288,7 @@ def _steps(
 ) -> list[_Step]:
     models = _on(own_copy, part, pieces)
     if several:
+        # Pieces are parts of one graph, so they must run at the same time to exchange their halo rows.
         return ThreadGroup(len(pieces)).run(lambda c: _step(models[c.rank], pieces[c.rank], c, options))
     alone = ThreadChannel(ThreadGroup(1), 0)
     return [_step(one, piece, alone, options) for one, piece in zip(models, pieces, strict=True)]
@@ -285,6 +296,7 @@ def _steps(
 
 def _on(own_copy: nn.Module, part: Partition, pieces: Sequence[Partition]) -> list[nn.Module]:
     """Return a copy of the model for each piece, with tables of its size; all other weights are shared."""
+    # A table of the model with a row per vertex (such as an embedding) must have the piece's size.
     apart = {id(table) for table in tables_of(own_copy, part)}
     shared = {id(p): p for p in own_copy.parameters() if id(p) not in apart}
     models = [copied(own_copy, shared) for _ in pieces]
@@ -300,10 +312,13 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
         model.train()
         with SavedMemory(net.scope, model) as saved:
             out: Any = net.forward(1, training=True, checked=True)
+        # The token ties every exchange to the loss. Otherwise a piece whose outputs do not depend on an
+        # exchange would skip it in backward, and its peers would wait.
         loss = out.sum().float() + net.scope.forward.forward_pass.token
         # autograd.grad, because the pieces share one copy of the weights and backward() would add to it.
         grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         del out, loss
+        # An evaluation may build further tables that a rank keeps, so it runs before the count.
         model.eval()
         with torch.no_grad():
             net.forward(1, training=False, checked=True)
@@ -313,11 +328,14 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
         kept["tables"] = kept.get("tables", 0) + kept.pop("halo", 0)
         waiting["activations"] = waiting.get("activations", 0) + waiting.pop("halo", 0)
     found = {kind: kept.get(kind, 0) + waiting.get(kind, 0) for kind in FITTED}
+    # `grads` is empty if the loss needs no gradient; `graded` still has an entry for each parameter.
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
 
 
 def _slice_units(rows: float, halo: float, edges: float, group_size: GroupSize) -> tuple[float, ...]:
     """Return the counts of each of :data:`SLICE_UNITS`; a rank's rows may be its equal share of all rows."""
+    # Lists of the group's halo or edges are whole on each rank; slices of their features are a rank's share.
+    # The share of the group's rows needs no unit of its own: it is `rows`.
     each = [(whole, whole / group_size.ranks) for whole in (group_size.halo, group_size.edges)]
     return (1.0, rows, halo, edges, group_size.rows, *chain.from_iterable(each))
 
@@ -340,8 +358,11 @@ def _by_slice(
     found: list[dict[str, int]] = []
     for (vertices, edges, skewed), count in product(SLICED, numbers):
         size, data = count * groups, drawn(part, vertices, edges, options.seed)
+        # Squaring moves most targets to the first vertices, so parts differ in edges and halo rows. With
+        # even graphs alone, the counts would be proportional and their rates could not be told apart.
         if skewed:
             data.edge_index[1] = data.edge_index[1] ** 2 // vertices
+        # Rank = part * count + slice, as in the mesh, so owner // count is the part of a vertex.
         owner = torch.arange(vertices) * size // vertices
         pieces = [extract(data, owner, rank, size) for rank in range(size)]
         steps = _steps(own_copy, part, pieces, replace(options, tensor=count))
@@ -352,6 +373,8 @@ def _by_slice(
             halo, most = (max(getattr(each[rank], unit) for rank in ranks) for unit in ("halo", "edges"))
             units.append(_slice_units(one.rows / count, halo, most, group_size))
             found.append({kind: max(steps[rank].bytes[kind] for rank in ranks) for kind in SLICE_KINDS})
+    # Columns are scaled to at most 1 before the fit: rcond then drops combinations of units that are
+    # dependent, and not units that are merely small.
     table = np.array(units, dtype=np.float64)
     scale = np.maximum(table.max(axis=0), 1.0)
 

@@ -24,6 +24,7 @@ def holding(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
     """
     part = scope.part
     first = scope.views[0]
+    # The inputs of forward mix attributes of vertices and of edges; the view knows the names of the latter.
     of_edges = {"edge_index", *first.attributes}
     for name, value in (*tensors_of(scope.inputs).items(), *part.nodes.items()):
         yield ("edges" if name in of_edges else "features"), value
@@ -32,6 +33,7 @@ def holding(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
     for view in scope.views:
         for value in (view.edge_index, view.given, view.edge_ids, *view.attributes.values()):
             yield "edges", value
+        # The first view is of in-edges and has the part's own send list. A view of out-edges has another.
         yield ("send" if view is first else "tables"), view.rows.send
         yield "tables", view.ids
     yield "send", part.send
@@ -47,6 +49,7 @@ def holding(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
 def _of_structure(structure: Structure) -> Iterator[Tensor]:
     """Yield the two ends of all edges, and those lazily built tensors that exist by now."""
     yield from (structure.source, structure.target)
+    # A cached_property stores its value in the instance's __dict__. Reading it by attribute would build it.
     built = vars(structure)
     for name in ("by_target", "by_source"):
         if name in built:
@@ -61,5 +64,6 @@ def _of_layout(layout: CsrLayout) -> Iterator[Tensor]:
     yield from (layout.pointer, layout.middle, layout.column, layout.edge)
     for name in ("own", "halo"):
         part = vars(layout).get(name)
+        # A layout whose columns are all own rows returns itself as `own`.
         if part is not None and part is not layout:
             yield from _of_layout(part)

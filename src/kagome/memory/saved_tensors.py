@@ -158,6 +158,8 @@ def _fitted_profile(
 ) -> ActivationProfile:
     counts = [counts_of(piece) for piece in pieces]
     kept = fitted(counts, [one.pieces for one in ran], among)
+    # Forward, an owner sends a row once to each reading part (`sent`). Backward, a reader returns one
+    # gradient per halo row (`halo`). So bytes per row have different denominators.
     sent, read = (sum(getattr(one, unit) for one in counts) for unit in ("sent", "halo"))
     if not sent or not read:
         return ActivationProfile(kept, None)
@@ -185,6 +187,7 @@ class _Noting(ThreadChannel):
     def start(self, rows: Tensor, request: ExchangeRequest) -> EndedWork:
         """Start an exchange as :meth:`ThreadChannel.start` does, and record its rows and bytes."""
         before = self.halo
+        # Only bytes of kind `halo`: 0 for sums over all vertices. Gradients that return to owners count too.
         come = super().start(rows, request)
         self.gone.append((rows.detach(), self.halo - before))
         return come
@@ -207,6 +210,7 @@ def _of_group(
 
 def _sharing(own_copy: nn.Module) -> nn.Module:
     """Return a copy that shares the weights but has its own gradients."""
+    # A detached parameter shares memory but not `.grad`, to which the threads would add at the same time.
     weights = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in own_copy.parameters()}
     return copied(own_copy, weights)
 
@@ -231,6 +235,7 @@ def _run(graph: LayerGraph, net: ParallelModel, channel: _Noting) -> _Ran:
             channel.gone = []
             scope.constants.forget()  # a stage that starts with the next step would read and compute it anew
         ledger = ledger_of(scope, model)
+        # `apart` leaves out what the rank holds anyway (weights, features, edges, tables).
         held = [(name, *place) for name, some in kept for place in ledger.apart(some).items()]
     return _Ran(_shared(held), _shared(read), back)
 
@@ -241,6 +246,7 @@ def _shared(found: Iterable[tuple[str, int, int]]) -> Pieces:
     sizes: dict[int, int] = {}
     for name, place, size in found:
         names[place].add(name)
+        # Several steps report the same memory, each with its own view of it.
         sizes[place] = max(size, sizes.get(place, 0))
     pieces: dict[frozenset[str], int] = defaultdict(int)
     for place, some in names.items():

@@ -71,11 +71,15 @@ class TensorMemory:
             return 0, 0
         if tensor._is_zerotensor() or not torch._C._has_storage(tensor):  # from forward-mode derivatives
             return 0, 0
+        # The whole storage counts, also for a view: it stays in memory as long as any view of it does.
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()
 
     def _away(self, tensor: Tensor, size: int) -> int:
         """Return the bytes of halo rows in a tensor of own and halo rows, or of halo rows alone."""
+        # Plain tensors carry no mark, so sizes decide: n means own rows, H halo rows, n + H both in one
+        # tensor. If n is among the sizes, the tensor counts as own rows, also where H equals another of its
+        # sizes.
         if not self.halo or self.own in tensor.shape:
             return 0
         if self.halo in tensor.shape:
@@ -140,6 +144,7 @@ class SavedMemory:
         self._saved = SavedTensors()
         self._recording = self._saved.recording()
         self._recording.__enter__()
+        # Layers that are recomputed keep a record of the rows they received; each is added to this list too.
         self.scope.channel.records = []
         return self
 
@@ -150,6 +155,8 @@ class SavedMemory:
         records, self.scope.channel.records = self.scope.channel.records or [], None
         if error is None:
             ledger = ledger_of(self.scope, self.model)
+            # The ledger keeps the addresses and forgets the counts, so that memory held anyway is not counted
+            # again.
             ledger.bytes.clear()
             ledger.add("activations", self._saved.take(), rows=True)
             for record in records:

@@ -59,13 +59,14 @@ class Buffers:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """For a block: afterwards the buffers are the same tensors with the same values."""
+        """Restore the buffers after a block: the same tensors with the same values."""
         tensors, before = self.now(), self.copies()
         yield
         self.restore(tensors, before)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Put these tensors back as the buffers, with these values."""
+        # A forward may have set another tensor as the buffer, or written to the one that was there, or both.
         self.put(tensors)
         with torch.no_grad():
             for name, tensor in tensors.items():

@@ -32,4 +32,5 @@ def copied(model: Model, shared: Mapping[int, Tensor] | None = None) -> Model:
         for value in vars(module).values()
         if isinstance(value, Tensor) and value.grad_fn is not None
     }
+    # The second argument is deepcopy's memo: it takes what it finds there by ``id`` in place of a copy.
     return deepcopy(model, {**computed, **(shared or {})})

@@ -82,6 +82,7 @@ class MultimodalTransformer(nn.Module):
     def forward(self, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
         """Return the class scores of each sample."""
         each = zip(self.reads, self.towers, (first, second, third), strict=True)
+        # Each tower gives [B, L_i, width]; the sequences are joined along L, and their mean is classified.
         tokens = [tower(read(x)) for read, tower, x in each]
         joined = self.joint(torch.cat(tokens, dim=1))
         out: Tensor = self.head(self.norm(joined).mean(dim=1))
@@ -116,6 +117,8 @@ class DLRM(nn.Module):
         self.bottom = _layers([dense, *bottom, width], last=True)
         self.tables = nn.ModuleList(nn.Embedding(size, width) for size in categories)
         count = len(categories) + 1
+        # The products of all pairs are a symmetric [count, count]
+        # matrix: its lower triangle has each pair once.
         rows, columns = torch.tril_indices(count, count, offset=-1)
         self.pairs = [int(row) * count + int(column) for row, column in zip(rows, columns, strict=True)]
         self.top = _layers([width + len(self.pairs), *top, 1])
@@ -123,6 +126,7 @@ class DLRM(nn.Module):
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         """Return a score for each sample."""
         x = self.bottom(dense)
+        # [B, count, width], then the chosen products [B, pairs]
         each = torch.stack([x, *(table(sparse[:, i]) for i, table in enumerate(self.tables))], dim=1)
         products = torch.bmm(each, each.transpose(1, 2)).flatten(1)[:, self.pairs]
         out: Tensor = self.top(torch.cat([x, products], dim=1))
@@ -162,6 +166,7 @@ class Uno(nn.Module):
 
     def forward(self, x: Tensor, dose: Tensor) -> Tensor:
         """Return the predicted growth of each sample."""
+        # The inputs lie side by side in the columns of ``x``.
         ends = list(accumulate(self.columns, initial=0))
         parts = [x[:, first:last] for first, last in pairwise(ends)]
         towers = [self.towers[kind](part) for kind, part in zip(self.kinds, parts, strict=True)]
@@ -202,6 +207,7 @@ class RelationalGNN(nn.Module):
         kept = []
         for convs, norm in zip(self.convs, self.norms, strict=True):
             assert isinstance(convs, nn.ModuleList)
+            # [B, N, width] for each relation, over the same rows
             each = [conv(x, adj[:, relation]) for relation, conv in enumerate(convs)]
             x = norm(torch.stack(each).sum(dim=0)).relu()
             kept.append(x)

@@ -48,6 +48,7 @@ def identity(model: nn.Module) -> list[object] | None:
         [name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad]
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     ]
+    # Contents without paths: a project that was moved finds its measurements again.
     return [modules, tensors, sorted(files.values())]
 
 
@@ -65,4 +66,5 @@ def _plain(value: Any) -> object:
         return [_plain(each) for each in value]
     if isinstance(value, dict):
         return [[str(key), _plain(each)] for key, each in value.items()]
+    # A function or class by its name, never by ``repr``, which may have an address in it.
     return getattr(value, "__qualname__", None) or type(value).__qualname__

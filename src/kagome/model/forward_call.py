@@ -49,6 +49,7 @@ class ForwardCall:
         plain = (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)
         parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in plain]
         needed = [p for p in parameters if p.default is p.empty]
+        # ``forward(data)``: PyG's habit. ``forward(x)`` names an input and is called with that.
         if len(needed) == 1 and needed[0].name not in names:
             return ForwardCall(by_data=True)
         places: list[str] = []
@@ -83,6 +84,7 @@ class ForwardCall:
         """
         parameters = inspect.signature(model.forward).parameters.values()
         places = [p.name for p in parameters if p.kind in _BY_PLACE]
+        # By position up to the first argument that has no input, and by name behind it.
         first = next((place for place, name in enumerate(places) if name not in names), len(places))
         named = [p.name for p in parameters if p.name in names and p.name not in places[:first]]
         return ForwardCall(False, tuple(places[:first]), tuple(named))
@@ -90,6 +92,7 @@ class ForwardCall:
     def wants(self, names: Collection[str]) -> list[str]:
         """Return those of the available inputs that forward receives."""
         if self.by_data:
+            # A ``Data`` counts its vertices itself; the number is no attribute of it.
             return [name for name in names if name != "num_nodes"]
         return [*self.places, *self.named]
 
@@ -112,7 +115,7 @@ def _second(names: Collection[str], asked: Collection[str]) -> str:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """For a block that runs a user's forward: report its exceptions as errors of the model, with their line.
+    """Report exceptions of a user's forward, run inside the block, as errors of the model with their line.
 
     Raises:
         KagomeError: As it was raised; a :class:`ModelError` from any other error, and a
@@ -139,6 +142,7 @@ def failed(error: Exception) -> ModelError:
 def as_data(inputs: Mapping[str, Any]) -> Data:
     """Return a ``Data`` object with these inputs, and with their number of vertices."""
     data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
+    # Behind the back of ``Data``, which would store an attribute among the data and give it out by ``keys()``.
     data.__dict__["count"] = inputs.get("num_nodes")
     return data
 
@@ -150,6 +154,8 @@ class _Inputs(Data):  # type: ignore[misc]
 
     @property
     def num_nodes(self) -> Any:
+        # PyG would look at several attributes, and else guess from the edges, which on a part name halo rows
+        # too. The size of ``x`` is symbolic on a part, and a proxy while a model is traced.
         if "x" in self:
             return self.x.size(0)
         return super().num_nodes if self.__dict__["count"] is None else self.__dict__["count"]

@@ -35,6 +35,8 @@ class SavedTensors:
 
     def alive(self) -> list[Tensor]:
         """Return those recorded tensors that autograd still holds, and all of them if they stay here."""
+        # Unless tensors stay here, autograd has the only strong
+        # reference: a dead one was released by backward.
         alive = [(reference, saved.tensor) for reference in self._found if (saved := reference()) is not None]
         self._found = [reference for reference, _ in alive]
         return [tensor for _, tensor in alive]

@@ -1,6 +1,6 @@
-"""State: all that a model learns or keeps, by name, whatever its layers write of it.
+"""State: a model's weights and persistent buffers by name, also those missing in its state dict.
 
-Where it sits: checkpoints, the best epoch and the stages of a pipeline take it in place of ``state_dict()``.
+Where it sits: checkpoints, the best epoch and the stages of a pipeline use it in place of ``state_dict()``.
 A layer may leave a parameter out of that: PyG's ``Linear`` writes ``weight``, also where pruning has put
 ``weight_orig`` in its place.
 """
@@ -25,11 +25,13 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give a model what :func:`state_of` gave of it.
+    """Load the state that :func:`state_of` returned into a model.
 
     Raises:
-        RuntimeError: If names or shapes are others.
+        RuntimeError: If names or shapes differ.
     """
+    # ``state_of`` may have names that ``load_state_dict`` calls unexpected: then it cannot be strict, and the
+    # comparison of names here takes the place of its check.
     alike = state.keys() == state_of(model).keys()
     model.load_state_dict(state, strict=not alike)
     if alike and not model.state_dict().keys() >= dict(_persistent(model)).keys():
@@ -39,7 +41,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers that are saved, each by one of its names."""
+    """Yield all parameters, and all buffers that are saved, with their names."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():

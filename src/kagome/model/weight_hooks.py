@@ -16,7 +16,7 @@ from torch import Tensor
 
 @contextmanager
 def hooks_off(weights: Iterable[Tensor]) -> Iterator[None]:
-    """For a block: no hook of these weights runs; afterwards each weight has its hooks again."""
+    """Turn off all hooks of these weights for a block; afterwards each weight has its hooks again."""
     held = [hooks for weight in weights for hooks in _of(weight) if hooks]
     before = [dict(hooks) for hooks in held]
     for hooks in held:
@@ -34,6 +34,8 @@ def run_hooks(weights: Iterable[Tensor]) -> None:
         for weight in weights:
             if weight.grad is None:
                 continue
+            # Torch's order: hooks on the gradient may replace it; those
+            # that run after it was accumulated read it.
             on_gradient, on_weight = _of(weight)
             for hook in list(on_gradient.values()):
                 found = hook(weight.grad)
@@ -44,4 +46,6 @@ def run_hooks(weights: Iterable[Tensor]) -> None:
 
 def _of(weight: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     """Return a weight's hooks on its gradient, and its hooks that run after the gradient was accumulated."""
+    # Torch makes each mapping when the first hook is registered;
+    # before that the attribute is None or missing.
     return weight._backward_hooks or {}, getattr(weight, "_post_accumulate_grad_hooks", None) or {}

@@ -126,6 +126,8 @@ def _builders(degree_histogram: Tensor | None) -> dict[str, _Builder]:
                 "none",
                 hint="degree_histogram=torch.bincount(torch.bincount(edge_index[1], minlength=num_nodes))",
             )
+        # The paper's aggregators and scalers. ``deg`` is of the whole
+        # graph: a part's degrees have another mean.
         return _PNA(
             fan_in,
             m.hidden,
@@ -192,6 +194,7 @@ def _build_python(settings: Model, in_channels: int, out_channels: int, num_node
 
 
 def _asked_for(function: Callable[..., object], offered: dict[str, object], name: str) -> dict[str, object]:
+    # A user's function gets the settings that it names, and all of them if it takes ``**kwargs``.
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         chosen = offered
@@ -217,6 +220,7 @@ class _FeaturesOnly(nn.Module):
     """Takes features and edges only: PyG's classes also name ``edge_attr`` but are built without it."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        # The class after this one in the order of resolution: PyG's model.
         out: Tensor = super().forward(x, edge_index)
         return out
 
@@ -257,6 +261,7 @@ class _GCN2(nn.Module):
         super().__init__()
         self.first = nn.Linear(in_channels, m.hidden)
         self.convs = nn.ModuleList(
+            # The paper's settings for Cora. Layer i has beta = log(theta / i + 1): deep layers map less.
             pyg.GCN2Conv(m.hidden, alpha=0.1, theta=0.5, layer=i, shared_weights=True, normalize=True)
             for i in range(1, m.layers + 1)
         )
@@ -283,6 +288,7 @@ class _APPNP(nn.Module):
         steps: list[nn.Module] = []
         for fan_in, fan_out in itertools.pairwise(widths):
             steps += [nn.Dropout(m.dropout), nn.Linear(fan_in, fan_out), nn.ReLU()]
+        # Without the ReLU behind the last map, whose output are the scores.
         self.transform = nn.Sequential(*steps[:-1])
         self.propagation = pyg.APPNP(K=10, alpha=0.1)
 
@@ -377,6 +383,8 @@ class _Transformer(nn.Module):
         _check_heads(m)
         self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
         for i in range(m.layers):
+            # Inner layers join their heads to ``hidden`` columns; the last one has a column for each class in
+            # every head, and takes their mean.
             final = i == m.layers - 1
             self.convs.append(
                 pyg.TransformerConv(
@@ -392,6 +400,7 @@ class _Transformer(nn.Module):
         self.dropout = nn.Dropout(m.dropout)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        # Not strict: the last layer's Identity is not called.
         for conv, norm in zip(self.convs[:-1], self.norms, strict=False):
             x = self.dropout(norm(conv(x, edge_index)).relu())
         out: Tensor = self.convs[-1](x, edge_index)

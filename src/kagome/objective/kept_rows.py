@@ -28,6 +28,7 @@ class RefusesKept(TorchFunctionMode):
     def __init__(self, has_rows: Callable[[Tensor], bool], model: nn.Module) -> None:
         super().__init__()
         self._has_rows = has_rows
+        # A weight can have as many rows as the part by chance.
         self._own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def __torch_function__(
@@ -39,6 +40,7 @@ class RefusesKept(TorchFunctionMode):
             ModelError: If it reads rows that forward has stored.
         """
         for value in (*args, *(kwargs or {}).values()):
+            # torch.cat and torch.stack take their tensors in a list.
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(each, Tensor) and id(each) not in self._own and self._has_rows(each):
                     raise ModelError(

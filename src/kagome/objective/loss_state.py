@@ -49,8 +49,10 @@ def unmoved(function: Any) -> Iterator[Moves]:
         function: A function, a module, or any callable object; None for none.
     """
     with torch._C.DisableTorchFunction():
+        # A mode of torch functions may be active: an interceptor must not see the clones that are made here.
         kept = _kept(function)
     found = Moves()
+    # Trial calls must not draw from the generators that the run draws from.
     with undisturbed():
         try:
             yield found
@@ -63,6 +65,7 @@ def _kept(function: Any) -> list[PutBack]:
     """Return the functions that restore each object which a function can reach."""
     found: list[PutBack] = []
     seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+    # Depth first over what the function can reach. Depth and number are bounded: a loss may hold a data set.
     todo = [(function, DEPTH)]
     while todo and len(seen) < MOST:
         thing, depth = todo.pop()
@@ -81,6 +84,7 @@ def _is_plain(thing: Any) -> bool:
 
 def _parts(thing: Any) -> tuple[list[Any], list[PutBack]]:
     """Return what an object holds, and the functions that restore the object itself."""
+    # Weights are trained, not kept by the loss: the optimizer alone changes them.
     if isinstance(thing, Tensor):
         return [], [] if isinstance(thing, nn.Parameter) else _tensor(thing, most=WATCHED)
     if isinstance(thing, FunctionType):
@@ -99,15 +103,18 @@ def _parts(thing: Any) -> tuple[list[Any], list[PutBack]]:
         return list(thing), []
     if isinstance(thing, torch.Generator | random.Random | np.random.Generator | np.ndarray):
         return [], _foreign(thing)
+    # Objects of libraries are left alone: their attributes are not a loss's state, and may be anything.
     if isinstance(thing, type) or not _of_user(type(thing).__module__):
         return [], []
     held = getattr(thing, "__dict__", {})
+    # The function behind a callable object may keep state in its globals or closure.
     call = vars(type(thing)).get("__call__")
     return [*held.values(), call], [_mapping(held), *map(_class, _classes(thing))]
 
 
 def _of_user(module: str | None) -> bool:
     name = f"{module or 'builtins'}."
+    # __main__ is where a user's script runs.
     return not name.startswith((*LIBRARIES, "kagome.", "numpy.")) and (
         name.split(".")[0] == "__main__" or name.split(".")[0] not in sys.stdlib_module_names
     )
@@ -118,6 +125,8 @@ def _classes(thing: Any) -> list[type]:
 
 
 def _function(function: FunctionType) -> tuple[list[Any], list[PutBack]]:
+    # State of a function: closure cells (nonlocal), default values (def loss(out, y, seen=[])), its own
+    # attributes, and globals that its code names.
     cells = list(function.__closure__ or ())
     held = [cell.cell_contents for cell in cells if _is_full(cell)]
     held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -132,6 +141,7 @@ def _function(function: FunctionType) -> tuple[list[Any], list[PutBack]]:
 
 def _names(code: CodeType) -> set[str]:
     """Return the globals that code may read or write."""
+    # Functions within the function, lambdas and comprehensions have code of their own.
     inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*inner)
 
@@ -144,12 +154,14 @@ def _is_full(cell: CellType) -> bool:
 
 
 def _module(module: nn.Module) -> tuple[list[Any], list[PutBack]]:
+    # Buffers of any module, torch's own too: running statistics. Other attributes of the user's modules only.
     buffers = [each for each in module._buffers.values() if each is not None]
     puts = [_mapping(module._buffers), *(put for each in buffers for put in _tensor(each))]
     held: list[Any] = list(module._modules.values())
     if _of_user(type(module).__module__):
         known = {"_parameters", "_buffers", "_modules"}
         held += [value for name, value in vars(module).items() if name not in known]
+        # forward may use globals.
         held.append(type(module).forward)
         puts += [_mapping(vars(module)), *map(_class, _classes(module))]
     return held, puts
@@ -159,6 +171,7 @@ def _mapping(held: MutableMapping[str, Any]) -> PutBack:
     before = dict(held)
 
     def put_back() -> bool:
+        # By identity: comparing values could run a user's __eq__, and is ambiguous for tensors.
         if len(before) == len(held) and all(name in held and held[name] is v for name, v in before.items()):
             return False
         for name in [name for name in held if name not in before]:
@@ -181,6 +194,7 @@ def _slots(held: dict[str, Any], names: list[str]) -> PutBack:
 
 
 def _class(kind: type) -> PutBack:
+    # Counters as class attributes. vars() of a class is read-only, hence setattr.
     before = {k: v for k, v in vars(kind).items() if _is_plain(v) and not k.startswith("__")}
 
     def put_back() -> bool:
@@ -218,6 +232,7 @@ def _cell(cell: CellType) -> PutBack:
 
 
 def _tensor(tensor: Tensor, most: int | None = None) -> list[PutBack]:
+    # A large tensor in a closure is data, not state; a copy of it for each trial would cost too much.
     if tensor.layout is not torch.strided or (most is not None and tensor.nbytes > most):
         return []
     before, version = tensor.detach().clone(), tensor._version
@@ -244,6 +259,7 @@ def _foreign(thing: Any) -> list[PutBack]:
     if isinstance(thing, random.Random):
         drawn = thing.getstate()
         return [lambda: _if_other(thing.getstate() != drawn, lambda: thing.setstate(drawn))]
+    # NumPy's state is a dict of arrays that == cannot compare, so it counts as changed.
     place = thing.bit_generator.state
     return [lambda: _if_other(True, lambda: setattr(thing.bit_generator, "state", place))]
 

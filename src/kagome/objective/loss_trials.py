@@ -30,15 +30,17 @@ def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: in
     """Raise an error unless there is one value a row, and as many weights.
 
     Args:
-        values: What the loss gave for all rows.
+        values: The values that the loss returned for all rows.
         weights: The weights beside the values, or None.
-        part: What the loss gave for some of the rows.
+        part: The values that the loss returned for some of the rows.
         count: The number of rows.
         where: The shapes, for the error.
 
     Raises:
         ConfigError: If a shape is wrong.
     """
+    # Values [n, n] are the usual fault: [n] minus [n, 1] is broadcast. Their last axis shrinks with the rows,
+    # so it shows in `part`, also where n happens to be the number of classes.
     if values.size(0) != count or values.shape[1:] != part.shape[1:]:
         got = f"{values.size(0)} values" if values.dim() == 1 else f"the shape {list(values.shape)}"
         raise ConfigError(
@@ -50,6 +52,7 @@ def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: in
             else 'reduction="none"',
         )
     if weights is not None and (
+        # Weights may lack trailing axes of the values: one weight a row for values of several columns.
         weights.dim() > values.dim() or weights.shape != values.shape[: weights.dim()]
     ):
         raise ConfigError(
@@ -61,6 +64,7 @@ def check_shapes(values: Tensor, weights: Tensor | None, part: Tensor, count: in
 
 def check_rows(values: Tensor, part: Tensor, cut: int, count: int, where: str) -> None:
     """Raise an error if the value of a row depends on other rows."""
+    # A norm or softmax over rows gives values of the right shape that depend on which rows are there.
     if not torch.allclose(values[:cut].double(), part.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
             "loss(out, y) to give each row a value of its own",
@@ -77,6 +81,8 @@ def check_gradient(values: Tensor, sample: Any, where: str) -> None:
     if not leaves or not values.requires_grad:
         return
     try:
+        # Some losses run forward on integer labels and fail in backward. Other leaves may be unused, such as
+        # a second output that is only returned.
         torch.autograd.grad(values.sum(), leaves, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
         raise ConfigError(
@@ -124,6 +130,7 @@ def leaf_of(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     leaf = value.detach()
+    # Integers and booleans in an output, such as ids, cannot require a gradient.
     return leaf.clone().requires_grad_() if leaf.is_floating_point() else leaf
 
 
@@ -146,6 +153,7 @@ def moved(value: Any) -> Any:
     """Return another output, which differs from this one by numbers of ordinary size."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
+    # Different for each entry, so that a loss of differences is not 0 for it either.
     steps = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype, device=value.device)
     return value + steps.view(value.shape)
 
@@ -168,6 +176,7 @@ def first_line(error: Exception) -> str:
 def cure(out: Any, y: Tensor, error: Exception) -> str:
     """Suggest a fix after a loss has raised an error."""
     text = str(error)
+    # Messages of autograd.grad for a tensor that is not in the graph: the trial's copy cut it off.
     if "differentiated Tensor" in text or "does not require grad" in text:
         return "take derivatives in forward, and return them beside the output; or train on one rank"
     if isinstance(out, Tensor) and out.dim() != y.dim():

@@ -54,13 +54,17 @@ class LossWeights:
         if self.total is not None:
             return
         share = self.objective.share(target)
+        # The weights of a user's loss are known once it runs, so they need
+        # the first output; its state is put back.
         if share is None:
             if out is None:
                 return
             with self.objective.tried():
+                # A loss may fail on no rows at all, so it is not called for them.
                 weight = self.objective.lost(copied(out), target)[1] if target.y.size(0) else None
             share = float(target.y.size(0)) if weight is None else float(weight)
             self._own = share
+        # float64 counts exactly; float32 stops doing so at 16.7 million vertices.
         mine = torch.tensor([share], dtype=torch.float64, device=self.channel.device)
         found = float(self.channel.all_reduce(mine, action="count training vertices", kind="other"))
         if not found > 0:
@@ -76,6 +80,7 @@ class LossWeights:
         """
         assert self.total is not None
         if weight is not None:
+            # Chunks and stages add their shares, until `done` compares the sum.
             self._seen = float(weight) + (self._seen or 0.0)
         return lost / self.total
 
@@ -86,6 +91,8 @@ class LossWeights:
             ConfigError: If their sum is not the one that was settled.
         """
         seen, self._seen = self._seen, None
+        # The total was settled once. Weights that drift with the
+        # output would silently change the loss's scale.
         if seen is not None and not abs(seen - self._own) <= 1e-6 * max(abs(self._own), 1.0):
             raise ConfigError(
                 "loss(out, y) to give (values, weights), with weights that depend on labels alone",

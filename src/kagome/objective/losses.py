@@ -36,7 +36,7 @@ def objective_of(
 
     Args:
         loss: A name, a user's own, or None for the one in the settings.
-        facts: What the labels hold.
+        facts: The facts about the labels.
         train: The settings.
         vertices: The number of vertices of the whole graph.
         inputs: The attribute of each further argument of a user's loss, where the user names them.
@@ -60,6 +60,7 @@ def objective_of(
             hint="return (values, weights) from it: their weighted mean is taken",
         )
     more = _arguments(loss, dict(inputs or {}), (*nodes, *shared))
+    # Arguments with a row a vertex are cut to the rows in question, others are passed whole.
     rows, rest = ({k: v for k, v in more.items() if (v in nodes) is way} for way in (True, False))
     return _tried(Objective("", facts, loss, train.ignore_index, rows=rows, shared=rest, alone=alone))
 
@@ -80,6 +81,7 @@ def _named(
             "loss_inputs to name arguments of your own loss, or weight for a built-in one",
             ", ".join(inputs),
         )
+    # loss_inputs={"weight": ...} is the same as train.sample_weight for a built-in loss.
     weight = train.sample_weight or (inputs or {}).get("weight")
     if weight is not None and weight not in names:
         raise ConfigError(
@@ -88,6 +90,8 @@ def _named(
         )
     if name == "auto":
         name = _guessed(facts, vertices)
+    # -1 marks "no label" in many data sets with integer labels. It is
+    # an ordinary number for mse and the like.
     ignore = train.ignore_index
     if ignore is None and name in ("cross_entropy", "bce"):
         ignore = NONE
@@ -98,11 +102,12 @@ def _named(
 
 
 def _guessed(facts: Labels, vertices: int) -> str:
-    """Return the loss where none is named: cross entropy for class ids, binary cross entropy for 0 and 1."""
+    """Return the default loss: cross entropy for class ids, binary cross entropy for labels of 0 and 1."""
     if facts.task == "multilabel":
         return "bce"
     if facts.single and (facts.whole or facts.least < NONE):
         return "cross_entropy"  # its checks name the first row that is not a class
+    # The row that speaks most against class ids, so that the user can look at it.
     row = facts.odd if facts.odd >= 0 else facts.least_row if facts.least < 0 else facts.most_row
     kind = "whole numbers as class labels" if facts.single else "0 and 1 in a y of several columns"
     raise DataError(
@@ -122,9 +127,11 @@ def _check_labels(objective: Objective, vertices: int, *, asked: bool) -> None:
         return
     if len(facts.shape) > 1:
         raise DataError(f"y [N] or [N, C] for {name}", facts.text(), where="data.y")
+    # The entry that is out of range: the smallest, unless bce has one above 1.
     low, row = facts.least, facts.least_row
     if name == "bce" and facts.most > 1:
         low, row = facts.most, facts.most_row
+    # -1 stands for "no label" in integer columns too, and all other entries are larger.
     if low < 0 and low == objective.ignore and not facts.floating:
         return
     if not low >= 0 or (name == "bce" and low > 1):
@@ -139,6 +146,8 @@ def _check_labels(objective: Objective, vertices: int, *, asked: bool) -> None:
 
 
 def _check_ids(objective: Objective, vertices: int, *, asked: bool) -> None:
+    # More classes than vertices are hardly classes: ids or hashes
+    # would make an output of millions of columns.
     facts, limit = objective.facts, max(vertices, LIMIT)
     if not facts.whole:
         raise DataError(
@@ -147,6 +156,7 @@ def _check_ids(objective: Objective, vertices: int, *, asked: bool) -> None:
             where="data.y",
             hint="loss='mse' for numbers, loss='bce' for shares from 0 to 1",
         )
+    # Labels -1 and 1 are two classes in some data sets (SVM style), but -1 would be taken for "no label".
     if facts.both and objective.ignore == NONE and not asked:
         raise DataError(
             "-1 to mean that there is no label, with cross_entropy",
@@ -187,6 +197,7 @@ def _check_class_weight(objective: Objective) -> None:
 
 def _arguments(loss: Loss, named: dict[str, str], names: Collection[str]) -> dict[str, str]:
     """Return the attribute of each further argument of a user's loss."""
+    # Order: what the user names, then an attribute of the argument's name, then `weight` for the first one.
     more = _further(loss)
     odd = [name for name in named if more is not None and name not in more]
     gone = [name for name in named.values() if name not in names]
@@ -222,6 +233,7 @@ def _further(loss: Loss) -> dict[str, bool] | None:
     except (TypeError, ValueError):
         return None
     given = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # The first two are out and y, whatever their names.
     kept = [p for p in signature.parameters.values() if p.kind in (*given, inspect.Parameter.POSITIONAL_ONLY)]
     # A default value was chosen by the user; a default of None is to be filled.
     return {p.name: p.default is p.empty for p in kept[2:] if p.kind in given and _waits(p)}
@@ -232,6 +244,7 @@ def _waits(parameter: inspect.Parameter) -> bool:
 
 
 def _of_torch(loss: Any) -> bool:
+    # partial(F.cross_entropy, reduction="none") is torch's loss too.
     while isinstance(loss, functools.partial):
         loss = loss.func
     home = type(loss).__module__ if isinstance(loss, nn.Module) else getattr(loss, "__module__", "") or ""
@@ -243,17 +256,22 @@ def _tried(objective: Objective) -> Objective:
     generator = torch.Generator().manual_seed(0)
     facts = objective.facts
     shape = (
+        # Class ids: a column a class. Else an output of the labels' shape.
         (12, facts.classes) if facts.task == "multiclass" and facts.classes <= LIMIT else (12, *facts.shape)
     )
     out = torch.randn(shape, generator=generator)
     low, high = int(facts.least), max(int(facts.most), int(facts.least))
+    # Within the range of the real labels, since a loss may look up a table by them.
     y = torch.randint(low, high + 1, (12, *facts.shape), generator=generator)
+    # All made-up rows have a label, else their loss might be 0.
     if objective.ignore is not None and low == objective.ignore:
         y = y.clamp(min=low + 1)
+    # Further arguments cannot be made up; the first epoch has real ones.
     if objective.rows or objective.shared:
         return replace(objective, pairs=None)
     target = Target(y.to(getattr(torch, facts.dtype)))
     try:
+        # A loss may draw random numbers; the same ones on all ranks, which compare the trial's value.
         with objective.tried(), draws_of(0, 0):
             values, weights = split(objective._called(out, target))
     except (ConfigError, RuntimeError):

@@ -1,7 +1,7 @@
 """Metrics: scores that add up over ranks, built-in or a user's own, and whether more of them is better.
 
 Where it sits: ``optimizers`` chooses one before the first epoch; ``train.trainer`` asks it after each
-evaluation. Sums over ranks go through the channel that it is given.
+evaluation. Sums over ranks use the channel that is passed in.
 
 Most metrics are *states*: sums over rows, added over ranks, from which a number is made at the end. ROC AUC
 and average precision need the order of all rows: their scores go to rank 0.
@@ -61,13 +61,13 @@ class Metric:
 
     Args:
         name: The name of a built-in metric, or of a user's own, for texts.
-        objective: What the run learns: it knows which label stands for none, and the loss itself.
+        objective: The objective of the run, with its loss and the label that stands for "no label".
         own: The user's own metric, if it is one.
         columns: Columns of the output that a built-in metric scores; empty for all.
         higher: Whether more is better.
         guessed: Whether it was chosen by the labels alone, beside a loss of the user's own. Then the loss
-            replaces it if the output has other columns than the labels ask for; and no score is given if the
-            loss takes derivatives, which scores do not have.
+            replaces it if the output has other columns than the labels need, and no score is given if the
+            loss takes derivatives by the output.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Metric:
             target: Own rows' labels.
             masks: Own rows' masks by split.
             channel: The channel for the sums.
-            action: What this is, for errors.
+            action: The description of this evaluation, for errors.
 
         Returns:
             The metric by split; None where a split has no labelled vertex, or only one class (ROC AUC).
@@ -103,10 +103,12 @@ class Metric:
             A few numbers a split, at most a few a class; for ROC AUC and average precision a score and a
             label a vertex to rank 0.
         """
+        # Own rows alone: halo rows belong to another rank, which scores them.
         rows = {split: mask.nonzero().view(-1) for split, mask in masks.items()}
         cuts = {split: (rows_of(out, at, target.y.size(0)), target.of(at)) for split, at in rows.items()}
         found = self._found(cuts, channel, action)
         for split, value in found.items():
+            # NaN is unequal to itself.
             if value is not None and value != value:
                 raise ModelError(
                     f"the metric {self.name} of the {split} vertices to be a number",
@@ -125,6 +127,8 @@ class Metric:
             return {s: self._ranked(*cut, channel, action) for s, cut in cuts.items()}
         if self.own is None and self.name == "r2":
             return self._r2(cuts, channel, action)
+        # All splits in one message. Every rank takes part, also one
+        # without a vertex of a split: a state of zeros.
         states = [self._state(*cut) for cut in cuts.values()]
         summed = _summed(states, channel, action)
         return {split: self._final(state) for split, state in zip(cuts, summed, strict=True)}
@@ -147,6 +151,7 @@ class Metric:
         except ModelError:
             return Metric("loss", self.objective, higher=False, guessed=True)
         # A label is a score above 0 or a probability above 1/2: a user's own loss does not say which.
+        # argmax over classes does not depend on a threshold; a single column and several labels do.
         cut = rows.size(1) == 1 or not self.objective.classified
         if cut and not isinstance(self.objective.loss, _LOGITS):
             return Metric("loss", self.objective, higher=False, guessed=True)
@@ -168,7 +173,9 @@ class Metric:
         other = rows.size(1) < facts.classes or not (rows.size(1) == facts.classes or _takes_all(objective))
         if rows.size(1) != 1 and other:
             return None
+        # One column is a logit of the second class.
         chosen = (rows[:, 0] > 0).long() if rows.size(1) == 1 else rows.argmax(1)
+        # Labels -1 and 1: back from class ids 0 and 1.
         return 2 * chosen - 1 if facts.both else chosen
 
     # Built-in ------------------------------------------------------------------------------------
@@ -182,6 +189,7 @@ class Metric:
                 hint="metric=lambda out, y: a value a row",
             )
         rows = out if out.dim() > 1 else out.unsqueeze(1)
+        # Numbers may have any shape a row; classes are columns.
         rows = rows.flatten(1) if rows.dim() > 2 and self.name in NUMBERS else rows
         if self.columns:
             if max(self.columns) >= rows.size(1):
@@ -191,6 +199,7 @@ class Metric:
                 )
             rows = rows[:, list(self.columns)]
         wanted = self._width()
+        # Two classes by one column, see `labels`.
         single = wanted <= 2 and self.objective.classified and rows.size(1) == 1
         # A loss that takes all columns as classes says what they are; a user's own loss does not.
         classes = self.name not in NUMBERS and self.objective.classified and _takes_all(self.objective)
@@ -219,15 +228,19 @@ class Metric:
                 with self.objective.tried():
                     lost, weight = self.objective.lost(out, target)
             except ConfigError as error:
+                # A loss with a derivative by the output (physics-informed) cannot run on an evaluation's
+                # output. A guessed metric then gives no score.
                 if not self.guessed or "does not require grad" not in error.got:
                     raise
                 return torch.zeros(2, dtype=torch.float64, device=target.y.device)
+            # [sum of weighted values, sum of weights]: their quotient after the sum over ranks is the mean.
             total = weight if weight is not None else torch.tensor(_share(target), dtype=torch.float64)
             return torch.stack([lost.detach().double(), total.to(lost.device).double()])
         rows, y = self._columns(out), target.y
         if self.name in NUMBERS:
             gap, there = self._gaps(rows, y)
             size = gap.abs() if self.name == "mae" else gap.square()
+            # [sum of errors, number of labels], by column.
             return torch.stack([size.sum(0), there.sum(0).double()])
         return self._confusion(rows, y)
 
@@ -252,6 +265,7 @@ class Metric:
         there = self._there(y).all(1)
         ids = torch.where(there, y.reshape(-1), torch.zeros_like(y.reshape(-1))).long()
         if facts.both:
+            # -1 and 1 become class ids 0 and 1.
             ids = (ids + 1) // 2
         chosen = (rows.squeeze(1) > 0).long() if rows.size(1) == 1 else rows.argmax(1)
         width = max(facts.classes, rows.size(1))
@@ -264,6 +278,7 @@ class Metric:
         """Return hits, predictions and labels of each class if the metric needs it, else of all together."""
         if self.name == "f1_macro":
             return _one_hot_counts(chosen, true, there, classes)
+        # [hits, predictions, labels]: accuracy and micro F1 need no classes, so three numbers do.
         labels = there.sum()
         return torch.stack([(there & (chosen == true)).sum(), labels, labels]).double()
 
@@ -276,15 +291,19 @@ class Metric:
             there = state[1] > 0
             if not bool(there.any()):
                 return None
+            # Columns count alike, as scikit-learn averages the outputs of a regression.
             each = state[0][there] / state[1][there]
             return float((each.sqrt() if self.name == "rmse" else each).mean())
         hits, chosen, true = state
         if self.name == "f1_macro":
+            # As scikit-learn: macro F1 averages over classes that occur in labels or predictions, and over
+            # all columns of several labels.
             seen = (
                 (chosen + true > 0) if self.objective.classified else torch.ones_like(true, dtype=torch.bool)
             )
             if not bool(true.any()):
                 return None
+            # F1 = 2 TP / (2 TP + FP + FN) = 2 hits / (predictions + labels).
             return float((2 * hits / (chosen + true).clamp(min=1))[seen].mean())
         total = (chosen + true).sum()
         return float(2 * hits.sum() / total) if total else None
@@ -293,6 +312,8 @@ class Metric:
         self, cuts: Mapping[str, tuple[Any, Target]], channel: Sums, action: str
     ) -> dict[str, float | None]:
         """Return scikit-learn's ``r2_score`` by split: that of each column, then their mean."""
+        # First pass: [squared errors, number of labels, sum of labels], by column. The mean
+        # of all ranks then centres the second one.
         first = []
         for out, target in cuts.values():
             gap, there = self._gaps(self._columns(out), target.y)
@@ -317,22 +338,26 @@ class Metric:
         function = roc_auc_score if self.name == "roc_auc" else average_precision_score
         score, y = self._columns(out).double(), target.y
         if self.objective.classified and score.size(1) == 2:
+            # The difference of two logits is the logit of class 1 under
+            # softmax, so it ranks as its probability.
             score = (score[:, 1] - score[:, 0]).unsqueeze(1)
         there = self._there(y)
         flat = y.reshape(there.shape).double()
         label = torch.where(there, flat, torch.full_like(flat, float("nan")))
-        table = torch.cat([score, label], dim=1)
+        table = torch.cat([score, label], dim=1)  # [n, 2 * columns]
         rows = channel.gather_rows(table, action=action, dst=0)
         value = torch.zeros(1, dtype=torch.float64, device=table.device)
         if rows is not None:
             guess, true = (part.cpu().numpy() for part in torch.cat(rows).chunk(2, dim=1))
             found = []
             for column in range(true.shape[1]):
+                # NaN marks a missing label.
                 kept = true[:, column] == true[:, column]
                 mine, scored = true[kept, column] > 0, guess[kept, column]
                 if 0 < mine.sum() < mine.size:
                     whole = bool(np.isfinite(scored).all())  # scikit-learn takes finite scores only
                     found.append(float(function(mine, scored)) if whole else math.nan)
+            # Other ranks have 0, so a sum over ranks hands rank 0's value to all. inf stands for "no value".
             value.fill_(sum(found) / len(found) if found else math.inf)
         total = float(channel.all_reduce(value, action=action, kind="other"))
         return None if math.isinf(total) else total
@@ -344,6 +369,7 @@ class Metric:
         there = self.objective.labelled(target.y).nonzero().view(-1)
         count, y = there.numel(), target.y[there]
         out = rows_of(out, there, target.y.size(0))
+        # A metric by row is not called without rows; one with a state must return a state of the same shape.
         if not count and not hasattr(self.own, "compute"):
             return torch.zeros(2, dtype=torch.float64, device=y.device)
         found = self._called(out, y)
@@ -412,6 +438,7 @@ def _summed(states: Sequence[Any], channel: Sums, action: str) -> list[Any]:
     whole = channel.all_reduce(
         torch.cat([leaf.reshape(-1).double() for leaf in leaves]), action=action, kind="other"
     )
+    # All ranks have states of the same structure, so one vector holds them all.
     parts = iter(whole.split([leaf.numel() for leaf in leaves]))
     return [
         tree_unflatten([next(parts).view(leaf.shape).cpu() for leaf in found], spec) for found, spec in flat
@@ -430,6 +457,7 @@ def _r2_of(state: Tensor, spread: Tensor) -> float | None:
     if not bool(there.any()) or float(count.max()) < 2:
         return None
     lost, spread = lost[there], spread[there]
+    # As scikit-learn: constant labels score 1 if all are met, else 0.
     each = torch.where(
         spread > 0, 1 - lost / spread.clamp(min=torch.finfo(torch.float64).tiny), (lost == 0).double()
     )
@@ -446,7 +474,7 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
 
     Args:
         metric: A name, a user's own, or None for the one in the settings.
-        objective: What the run learns.
+        objective: The objective of the run.
         train: The settings.
 
     Raises:
@@ -459,6 +487,7 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
         higher = bool(getattr(metric, "higher_is_better", True))
         return Metric("metric" if name == "<lambda>" else name, objective, metric, higher=higher)
     name = metric or train.metric
+    # Guessed is what no user asked for; only then may another metric replace it.
     guessed, name = name == "auto", _guessed(objective) if name == "auto" else name
     if name not in (*LOWER, *NUMBERS, *RANKED, "accuracy", "f1_micro", "f1_macro"):
         raise ConfigError("metric to be a name that train.metric takes, or metric(out, y)", repr(name))
@@ -469,7 +498,7 @@ def metric_of(metric: Own | str | None, objective: Objective, train: Train) -> M
 
 
 def _guessed(objective: Objective) -> str:
-    """Return the metric's name for labels and loss where none is given."""
+    """Return the name of the default metric for labels and loss."""
     facts = objective.facts
     if objective.name in ("mse", "huber"):
         return "rmse"

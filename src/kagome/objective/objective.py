@@ -51,7 +51,7 @@ NONE: Final = -1
 """The class id that stands for "no label" unless a setting names another."""
 OTHERS: Final = ("mse", "mae", "huber")
 NOTHING: Final = 1e-6
-"""A trial loss of one number below this does not tell a sum from a mean."""
+"""Absolute value of a trial loss below which a sum cannot be told from a mean."""
 LIMIT: Final = 10_000
 """Above this many classes, and more than vertices, labels are taken to be vertex ids or hashes."""
 
@@ -97,18 +97,18 @@ class Objective:
 
     Args:
         name: The name of a built-in loss; empty for a user's own.
-        facts: What the labels hold.
+        facts: The facts about the labels.
         loss: The user's own loss.
-        ignore: The label that stands for "no label"; None where none does.
-        class_weight: A weight a class; empty for none.
-        weight: The attribute that holds a weight a vertex, for a built-in loss.
+        ignore: The label that stands for "no label"; None if there is no such label.
+        class_weight: One weight for each class; empty if classes count alike.
+        weight: The attribute with one weight for each vertex, for a built-in loss.
         rows: The attribute of each further argument of a user's loss that has a row a vertex.
         shared: The attribute of each further argument without a row a vertex.
-        pairs: Whether a user's loss gives weights beside its values; None where it could not be tried yet.
+        pairs: Whether a user's loss returns weights with its values; None if it could not be tried yet.
         alone: Whether a user's loss is always given all rows at once; then a row's value may depend on
             others.
-        scalar: What the user's loss is if it gives one number; known after the first check of real rows.
-        trial: The value of a user's loss on made-up rows; None where it was not tried.
+        scalar: How a user's loss of one number is trained on; known after the first check of real rows.
+        trial: The value of a user's loss on made-up rows; None if it was not tried.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Objective:
         return self.facts.single and self.facts.task == "multiclass" and self.name not in OTHERS
 
     def target(self, inputs: Mapping[str, Any], rows: Tensor | slice) -> Target:
-        """Return what the loss of some rows is compared with.
+        """Return the labels and weights that the loss of some rows needs.
 
         Args:
             inputs: Attributes of own rows by name, and what all ranks share.
@@ -149,6 +149,7 @@ class Objective:
         """
         more = {name: inputs[attribute][rows] for name, attribute in self.rows.items()}
         shared = {name: inputs[attribute] for name, attribute in self.shared.items()}
+        # A user's loss gets labels as they are and weighs its values itself.
         y = inputs["y"][rows]
         if not self.name:
             return Target(y, None, more, shared)
@@ -165,6 +166,7 @@ class Objective:
         """
         flat = y.reshape(y.size(0), self.facts.columns)
         found = torch.ones_like(flat, dtype=torch.bool)
+        # NaN stands for "no label" in built-in losses; a user's loss may do anything with it.
         if self.name and y.is_floating_point():
             found = ~flat.isnan()
         if self.ignore is not None:
@@ -178,6 +180,8 @@ class Objective:
             y ``[n, ...]``; result ``[n]``, bool.
         """
         there = self.there(y)
+        # Shares of classes belong together, so a row with one missing share has no label. Columns of other
+        # losses are labels of their own.
         soft = self.name == "cross_entropy" and not self.facts.single
         return there.all(1) if soft else there.any(1)
 
@@ -189,23 +193,26 @@ class Objective:
         Shapes:
             y ``[n, ...]``, weight ``[n]``; result ``[n]`` for cross entropy, else ``[n, columns]``.
         """
+        # Cross entropy makes one value of a row, however many columns it has.
         by_row = self.name == "cross_entropy"
         found = (self.labelled(y) if by_row else self.there(y)).to(torch.float64)
         if self.class_weight and self.facts.single:
             table = torch.tensor(self.class_weight, dtype=torch.float64, device=found.device)
+            # Soft labels are weighted within torch's cross_entropy, class by class.
             found = found * table[_ids(y, self.labelled(y))]
         if weight is not None:
             found = found * (weight.to(torch.float64) if by_row else weight.to(torch.float64)[:, None])
         return found
 
     def share(self, target: Target) -> float | None:
-        """Return the sum of all weights of some rows; None where a user's loss gives it with its values."""
+        """Return the sum of all weights of some rows; None if a user's loss returns it with its values."""
         if target.weights is not None:
             return float(target.weights.sum())
+        # A user's loss without weights of its own counts each row once.
         return None if self.pairs is not False else float(target.y.size(0))
 
     def lost(self, out: Any, target: Target) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of weighted values; and the sum of weights, if a user's loss gives it.
+        """Return the sum of weighted values, and the sum of weights if a user's loss returns weights.
 
         Args:
             out: The model's output for some rows.
@@ -232,6 +239,7 @@ class Objective:
                 "weights that depend on the model's output",
                 hint="weights.detach(), of y alone",
             )
+        # Weights may be [n] for values of [n, columns].
         wide = given.view(*given.shape, *[1] * (values.dim() - given.dim())).expand_as(values)
         return (values * wide.to(values.dtype)).sum(), wide.double().sum()
 
@@ -253,12 +261,15 @@ class Objective:
         if not self.facts.single:
             if out.shape != y.shape:
                 raise self._odd(out)
+            # A row without a label has weight 0, but 0 times NaN is NaN, so its labels become 0 first.
             soft = torch.where(there[:, None], y, torch.zeros_like(y)).to(out.dtype)
             table = out.new_tensor(self.class_weight) if self.class_weight else None
             return F.cross_entropy(out, soft, table, reduction="none")
         ids = _ids(y, there)
+        # Two classes and one column: a single logit, of class 1.
         if self.facts.classes <= 2 and (out.dim() == 1 or out.shape[1:] == (1,)):
             return F.binary_cross_entropy_with_logits(out.view(-1), ids.to(out.dtype), reduction="none")
+        # More columns than classes are allowed: a class may have no label in this data.
         if out.dim() != 2 or out.size(1) < self.facts.classes:
             raise self._odd(out)
         return F.cross_entropy(out, ids, reduction="none")
@@ -277,9 +288,11 @@ class Objective:
     def _aligned(self, out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return output and labels with one column an entry; both are 0 where there is no label."""
         rows, columns = y.size(0), self.facts.columns
+        # [n] and [n, 1] are one label a row; torch's losses would broadcast them to [n, n] without an error.
         if out.shape != y.shape and not (columns == 1 and out.shape[1:] in ((), (1,))):
             raise self._odd(out)
         flat = y.reshape(rows, columns)
+        # where() on both sides: the weight of a missing label is 0, but the gradient of 0 * NaN is NaN too.
         there = self.there(y)
         kept = torch.where(there, flat, torch.zeros_like(flat)).to(out.dtype)
         shown = out.reshape(rows, columns)
@@ -331,6 +344,7 @@ class Objective:
                 self._check(out, target, trains=trains, calls=calls)
                 return
             self._built_in(out, target)
+            # A rank without training rows has an output of no rows, which tells nothing.
             if trains and target.y.size(0) and not learning(out):
                 raise no_gradient(out)
 
@@ -339,6 +353,10 @@ class Objective:
         return unmoved(self.loss)
 
     def _check(self, out: Any, target: Target, *, trains: bool, calls: str) -> None:
+        # The trials, on the first real rows. Each puts the loss's state and the generators back:
+        #    all rows, twice      the same values, with a gradient by the output
+        #    first third, rest    one number: their sum is the whole. A value a row: the same values in parts
+        #    again, after others  state that moved does not depend on the rows seen
         count, where = target.y.size(0), pair(out, target.y)
         if not count:
             return
@@ -348,8 +366,10 @@ class Objective:
         values, weights = found.values, found.weights
         if not found.learns and (trains or learning(sample)):
             raise no_gradient(out) if trains and not learning(out) else lost_gradient(values, where)
+        # The output needs no gradient. A loss with parameters of its own may still learn.
         if trains and not learning(out) and not self._tried(tree_map(still, out), target).learns:
             raise no_gradient(out)
+        # A single row cannot be cut in two.
         if count < 2:
             return
         if values.dim() == 0 and abs(float(values)) < NOTHING:
@@ -362,18 +382,21 @@ class Objective:
         def of(rows: Any) -> Tensor:
             return self._tried(fresh(rows_of(sample, rows, count)), target.of(rows)).values
 
+        # One number may be the sum over rows or their mean; values by row show which rows they depend on.
         if values.dim() == 0:
             self._check_sum(values, of, first, rest, count, where)
         else:
             check_shapes(values, weights, of(first), count, where)
             if not self.alone:
                 check_rows(values, of(first), cut, count, where)
+        # On several ranks each copy of the loss sees other rows, so its state would differ from rank to rank.
         if found.moved and not self.alone:
             some = fresh(rows_of(sample, first, count)), target.of(first)
             self._check_kept((fresh(sample), target), some, where, calls)
 
     def _first(self, sample: Any, target: Target, where: str) -> tuple[Tried, Callable[[Any], Any]]:
         """Try the loss for the first time; return the result and how to make further samples."""
+        # A loss may write to its arguments, so every trial gets a copy if it can.
         fresh: Callable[[Any], Any] = copied
         try:
             found = self._tried(fresh(sample), target, by=sample, where=where)
@@ -382,6 +405,7 @@ class Objective:
                 raise
             fresh = itself  # a copy would break a derivative of one part of the output by another
             found = self._tried(sample, target, by=sample, where=where)
+        # The same rows again: other values come from state that could not be put back.
         again = self._tried(fresh(sample), target)
         if not near(found.values, again.values):
             raise ConfigError(
@@ -407,6 +431,7 @@ class Objective:
         """Check that state which a loss keeps between calls does not depend on the rows of one rank."""
 
         def after(*before: tuple[Any, Target]) -> Tensor:
+            # Calls in a row without putting state back in between; afterwards it is put back as a whole.
             with self.tried():
                 for each in before:
                     self._called(copied(each[0]), each[1])
@@ -419,6 +444,8 @@ class Objective:
                 where=where,
                 hint="train on one rank, or keep what does not depend on rows: the number of calls",
             )
+        # Stages and chunks call the loss several times an epoch: a
+        # schedule that counts calls would run too fast.
         if calls and not near(after(), after(some)):
             raise ConfigError(
                 "one call an epoch, on all ranks, of a loss(out, y) that changes from call to call",
@@ -433,9 +460,12 @@ class Objective:
         parts = of(first) + of(rest)
         if torch.allclose(whole, parts, rtol=1e-4, equal_nan=True):
             return
+        # One rank has all rows at once, so a mean is right there, and it is trained on as it is.
         if self.alone:
             self.scalar.learned = True
             return
+        # A plain mean is the mean of the values of single rows; a weighted one (class weights) is not. The
+        # hint depends on it. 64 rows bound the time.
         each = torch.stack([of(slice(row, row + 1)).double() for row in range(min(count, 64))]).mean()
         plain_mean = count <= 64 and torch.allclose(whole.double(), each, rtol=1e-4)
         way = (
@@ -459,7 +489,7 @@ def _module(loss: Loss | None) -> str:
 
 
 def row_sum(value: Tensor) -> Tensor:
-    """Return the sum over rows of what a loss gave; further axes are averaged."""
+    """Return the sum over rows of a loss's values; further axes are averaged."""
     return value if value.dim() == 0 else value.flatten(1).mean(1).sum() if value.dim() > 1 else value.sum()
 
 
@@ -470,7 +500,7 @@ def _ids(y: Tensor, there: Tensor) -> Tensor:
 
 
 def split(found: Any) -> tuple[Tensor, Tensor | None]:
-    """Split what a user's loss gave into values and weights."""
+    """Split the result of a user's loss into values and weights."""
     if isinstance(found, tuple) and len(found) == 2:
         found, weights = found
     else:

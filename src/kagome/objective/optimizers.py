@@ -97,7 +97,7 @@ def named(train: Train, loss: object, metric: object) -> Train:
 
 @dataclass(frozen=True)
 class Criteria:
-    """What a run learns, and how it is scored.
+    """The objective and the metric of a run.
 
     Args:
         objective: The loss.
@@ -127,7 +127,7 @@ def criteria_of(
     """Return loss and metric, checked against the labels before training. All ranks call it.
 
     Args:
-        wishes: What the user gives.
+        wishes: The user's loss and metric.
         part: This rank's part.
         meta: The facts of the whole graph.
         settings: The run's settings.
@@ -155,10 +155,12 @@ def criteria_of(
     )
     metric = metric_of(wishes.metric, objective, train)
     _refuse_weights(objective, part, channel)
+    # Vertices without a label are taken out of all masks, so nothing later needs to know about them.
     labelled = objective.labelled(part.nodes["y"])
     nodes = {name: value & labelled if name in splits.NAMES else value for name, value in part.nodes.items()}
     given = [int(part.nodes[name].sum()) for name in splits.NAMES]
     kept = [int(nodes[name].sum()) for name in splits.NAMES]
+    # Counts of all ranks, by one sum: masks as given, masks as kept, vertices without a label.
     mine = torch.tensor([*given, *kept, int((~labelled).sum())], device=channel.device)
     found = channel.all_reduce(mine, action="count labelled vertices", kind="other").tolist()
     return Criteria(objective, metric, _label_notes(objective, meta, found)), replace(part, nodes=nodes)
@@ -176,6 +178,7 @@ def labels_that_count(facts: Labels, part: Partition, train: Train, channel: Cha
     if train.ignore_index is None:
         return facts
     mine = labels_of(part.nodes["y"], train.ignore_index)
+    # Rows of this part become original ids, so that an error names a row of the user's y.
     odd, least, most = (
         int(part.own[row]) if row >= 0 else row for row in (mine.odd, mine.least_row, mine.most_row)
     )
@@ -232,6 +235,7 @@ def _refuse_weights(objective: Objective, part: Partition, channel: Channel) -> 
     elif value.numel() and not (bool(value.double().isfinite().all()) and float(value.double().min()) >= 0):
         fault = f"{float(value.double().min()):g}"
     faults = channel.gather_objects(fault, "check the weights of vertices")
+    # All ranks raise the same error; a rank alone would leave its peers waiting in the next collective.
     fault = next((str(each) for each in faults if each), "")
     if fault:
         raise DataError(f"{name} to have a weight from 0 up for each vertex", fault, where=f"data.{name}")
@@ -260,6 +264,7 @@ def optimizer_of(
     parameters = trained(model)
     if make is None:
         return torch.optim.Adam(parameters, lr=settings.train.lr, weight_decay=settings.train.weight_decay)
+    # An instance has been made of parameters before they were moved to the device, or of another model.
     if isinstance(make, Optimizer) or not callable(make):
         raise ConfigError(
             "optimizer=... to be a callable(params) -> Optimizer",
@@ -274,6 +279,7 @@ def optimizer_of(
             f"one that gives {type(optimizer).__name__}",
         )
     # torch wraps step on the instance; the class shows the real signature.
+    # LBFGS calls a closure that runs the model several times; an epoch here is one forward and backward.
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
@@ -305,12 +311,14 @@ def _refuse_others(optimizer: Optimizer, model: nn.Module, *, alone: bool) -> No
     known = {id(parameter) for parameter in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     others = [parameter for parameter in held if id(parameter) not in known]
+    # None of the model's: the run would train nothing.
     if len(others) == len(held):
         raise ConfigError(
             "an optimizer of parameters of the model that the Trainer was given",
             f"{type(optimizer).__name__} with {len(held)}, none of them the model's",
             hint="optimizer=lambda params: torch.optim.AdamW(params, lr=0.01), over the params it is given",
         )
+    # Gradients of a loss's own weights are not summed over ranks, so copies would drift apart.
     if others and not alone:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise ConfigError(
@@ -331,7 +339,7 @@ def refuse_thawed(model: nn.Module, before: frozenset[str]) -> None:
 
     Args:
         model: The model as it is now.
-        before: What ``frozen`` returned when optimizer and engine were made.
+        before: The names that ``frozen`` returned when optimizer and engine were made.
 
     Raises:
         ModelError: If one of them has been unfrozen since.
@@ -384,6 +392,7 @@ def scheduler_of(
             f"the optimizer itself, a {type(scheduler).__name__}, which would step twice an epoch",
             hint="scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 50)",
         )
+    # A scheduler need not have an attribute `optimizer`; one that has must turn the rates of this run.
     turned = getattr(scheduler, "optimizer", optimizer)
     if isinstance(turned, Optimizer) and turned is not optimizer:
         raise ConfigError(
@@ -415,6 +424,7 @@ def refuse_short(scheduler: Any, epochs: int, train: Train) -> None:
     Raises:
         ConfigError: If the scheduler takes fewer steps.
     """
+    # OneCycleLR raises an error in the step after its last; after hours of training that is too late.
     if isinstance(scheduler, OneCycleLR) and train.patience is None:
         left = scheduler.total_steps - scheduler.last_epoch
         if left < epochs:
@@ -437,7 +447,7 @@ def step_optimizer(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _told(expected: str, hint: str = "") -> Iterator[None]:
-    """Report what a user's own code raises in the block as an error in that code."""
+    """Turn an exception of a user's code in this block into an error that names that code."""
     try:
         yield
     except KagomeError:
@@ -445,6 +455,7 @@ def _told(expected: str, hint: str = "") -> Iterator[None]:
     except Exception as error:
         words = (str(error).strip().splitlines() or [""])[0]
         got = ": ".join(filter(None, (type(error).__name__, words[:300])))
+        # Memory that ran out in the user's code is reported as that.
         raise in_words(error) or ConfigError(expected, got, where=raised_at(error), hint=hint) from error
 
 
@@ -470,10 +481,13 @@ def step_scheduler(
     if not isinstance(scheduler, ReduceLROnPlateau):
         with _told("the scheduler to take a step an epoch"):
             scheduler.step()
+    # A falling quantity is wanted and the metric rises, so the loss stands in for it.
     elif scheduler.mode == "min" and higher:
         scheduler.step(loss)
     elif val_metric is not None:
         scheduler.step(val_metric)
+    # The epoch was evaluated and has no score, so no later one will.
+    # An epoch without evaluation takes no step.
     elif seen and scheduler.mode == "max":
         raise ConfigError(
             'a validation metric that rises, for ReduceLROnPlateau(mode="max")',

@@ -19,11 +19,20 @@ WATCHED: Final = 64 * 2**20
 """Largest buffer, in bytes, that each pass copies in case a forward changes it for the first time."""
 
 
+# [Note: buffers by chunk] A running mean with the value b before a pass of three chunks in the order 2 0 1:
+#
+#     history   chunk 2 writes the model's tensor      b -> b2      the model keeps b2
+#               chunk 0 writes a copy, swapped in      b -> b0      dropped with the pass
+#               chunk 1 writes a copy, swapped in      b -> b1      dropped with the pass
+#     lockstep  the same, but chunk 0's value is kept
+#     drop      each chunk writes the model's tensor   b -> b2 -> b0 -> b1, as micro-batches do
+
+
 class BufferIsolation:
     """The buffers in one pass: each chunk changes its own copies, and the changes of one chunk remain.
 
-    Each chunk has its own tensors, because autograd may have saved another chunk's. The modules of torch and
-    PyG save none, so their tensors stay the same objects and only the values are exchanged.
+    Each chunk has its own tensors, because autograd may have saved another chunk's. It saves no buffer of
+    torch's and PyG's own modules, so these stay the same objects and only their values are exchanged.
 
     Args:
         buffers: All buffers that the stages use.
@@ -41,7 +50,9 @@ class BufferIsolation:
         tensors = buffers.now()
         others = {name for name in tensors if watches and name not in known}
         few = {name for name in others if name in alone and tensors[name].nbytes <= WATCHED}
+        # Values before the pass: every chunk begins with them, as the only chunk would.
         self._before = {name: tensors[name].clone() for name in (*known, *few)}
+        # `_version` shows writes in place without a copy of the buffer.
         self._watched = {name: (tensors[name], tensors[name]._version) for name in others}
         self._own: dict[int, dict[str, Tensor]] = {}
         # Layer replay recognises calls of such modules by their tensors (``replay.layer_calls``).
@@ -50,6 +61,8 @@ class BufferIsolation:
     @contextmanager
     def running(self, chunk: int, *, stays: bool) -> Iterator[None]:
         """Run a chunk, or a piece of it, inside this block; with ``stays`` its changes remain afterwards."""
+        # The chunk whose changes remain works on the model's own tensors, where further changing buffers are
+        # looked for.
         if stays:
             yield
             self._look()
@@ -58,15 +71,19 @@ class BufferIsolation:
             yield
             return
         own = self._own.get(chunk, {})
+        # A chunk in lockstep enters once for each piece, and finds its own tensors of the piece before.
         own |= {name: self._before[name].clone() for name in self._known if name not in own}
         theirs = self._swap(own)
-        yield
-        self._own[chunk] = self._swap(theirs)
+        try:
+            yield
+        finally:
+            self._own[chunk] = self._swap(theirs)
 
     def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Set buffers to these values; return the values that they had before."""
         now = self._buffers.now()
         still = {name: now[name] for name in values if name in self._still}
+        # Library buffers swap values by copying and stay the same objects. Others swap the tensor objects.
         before = {name: now[name].clone() if name in still else now[name] for name in values}
         self._buffers.put({name: value for name, value in values.items() if name not in still})
         with torch.no_grad():

@@ -99,12 +99,14 @@ class ChunkEngine:
         options = PartOptions.of(settings, device, fast=fast)
         self.staging = stage_model(model, part, mesh.world, parallel, options)
         self.fast, self.recompute = fast and not self.staging.escape, False
+        # Weights that the loss reads belong to the last stage too.
         read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
         self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = needed(self.mine, part, criteria.objective.uses)
         options = PartOptions.of(settings, device, parallel, fast=self.fast)
         self.chunks = chunked(part, mesh.graph, parallel, options)
+        # Rules and hooks on the model reach the running chunk's interceptor through `current`.
         self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.isolated])
         self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.report_error)
         self.offload = Offload(parallel, device, lambda t: self.current.get().constants.is_constant(t))
@@ -192,12 +194,15 @@ class ChunkEngine:
         device, known = self.mesh.device, {**part.nodes, **part.shared}
         used = {name: known[name] for name in objective.uses if name in known}
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in used.items()}
+        # A few rows show which weights are read; values do not matter.
         rows = part.nodes["train_mask"].nonzero().view(-1)[:12].to(device)
         generator = torch.Generator().manual_seed(0)
         out = torch.randn(rows.numel(), *value.shape, generator=generator).to(device, value.dtype)
         if out.is_floating_point() and value.grad:
             out.requires_grad_()
         target = objective.target(inputs, rows)
+        # With one chunk, buffers of the last stage have their final values when the loss runs. All others are
+        # still changed by later chunks, or on another rank.
         last = next(stage for stage in self.staging.stages if stage.output is not None)
         alone = last.buffers if self.parallel.chunks == 1 else ()
         moved = self.staging.survey.changed.difference(alone)
@@ -250,6 +255,7 @@ class ChunkEngine:
         self.join_weights()
         if best is not None:
             self.join_weights(best)
+        # Memory of the whole optimizer state is only needed while a checkpoint is written.
         self.ownership.share_optimizer(optimizer)
         yield
         self.ownership.forget_others(optimizer)
@@ -280,6 +286,8 @@ class ChunkEngine:
         )
         self._forget(resumed_rows or NOTHING)
         if resumed_rows is not None and history is not None and tables is not None:
+            # Sites take their rows from the checkpoint when they are first reached, so one evaluation reaches
+            # all of them. If a rank then lacks a site's rows, no rank uses any.
             self.evaluate(restored.epoch)  # it reaches all sites, and reads exactly what all forwards share
             if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
                 resumed_rows = None
@@ -297,7 +305,7 @@ class ChunkEngine:
             self.chunks.tables.forget(resumed_rows)
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return the messages that have come up since the last call."""
+        """Return the messages since the last call."""
         taken, self._notes = tuple(self._notes), []
         return taken
 
@@ -347,6 +355,7 @@ class ChunkEngine:
         value, stops = self._summed(epoch, lost, stop=stop)
         task.check_finite(value, epoch)
         weights = self.controller.observe(epoch, plan, value)
+        # A rollback takes the place of this epoch's step.
         if not self.rollback.apply(weights, optimizer):
             return value, stops
         with self.phases.phase("optimizer", epoch):
@@ -356,6 +365,8 @@ class ChunkEngine:
     def _summed(self, epoch: int, lost: float, *, stop: bool) -> tuple[float, bool]:
         """Return the loss over all ranks and whether any was asked to stop; sum how far rows moved."""
         with self.phases.phase("weights", epoch):
+            # The loss is 0 on all ranks but those of the last stage, so the sum over the world is the mean
+            # loss.
             mine = torch.tensor([lost, float(stop), *self._moved(epoch)], dtype=torch.float64)
             mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
@@ -366,7 +377,9 @@ class ChunkEngine:
         """Return how far rows of this part moved, if needed: the largest drift over the part's stages."""
         if not self._drifts:
             return []
-        mine, self._drifts = torch.tensor(self._drifts, device=self.mesh.device), ()
+        mine = torch.tensor(self._drifts, dtype=torch.float64, device=self.mesh.device)
+        self._drifts = ()
+        # All stages of a part then add the same value to the sums over all ranks, so the mean is over parts.
         found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()
         return found
 
@@ -390,6 +403,8 @@ class ChunkEngine:
     def _probed(self, epoch: int, plan: EpochPlan) -> float:
         """Compute the gradient of the plan's guess, then the exact one, which stays, and compare the two."""
         assert plan.guess is not None
+        # See GraphEngine._probed: the guess is measured only, so buffers and a loss with state are put back
+        # after it.
         with self.ownership.buffers.unmoved(), self.criteria.objective.tried():
             self._gradient(epoch, plan.guess, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
@@ -413,9 +428,13 @@ class ChunkEngine:
             self.gradients.during((), f"sum of gradients, epoch {epoch}"),
         ):
             stage_runs = self._trained(epoch, plan)
+        # Of the epoch's first pass: in a probe that is the one whose rows may be late.
+        self._drifts = self._drifts or self.exchange.drifts
         self._weighed.done()
         with self.phases.phase("weights", epoch):
             self.gradients.finish()
+            # Sums over parts come first (`finish`), then sums over stages for shared weights. Hooks see the
+            # final gradient.
             self.ownership.sum_shared()
             self.gradients.tell_hooks()
         return sum(stage_run.lost for stage_run in stage_runs.values())
@@ -427,6 +446,8 @@ class ChunkEngine:
             return self.chunk_passes.one_by_one(epoch, None, checked=not self._checked)
         history, stale = self.controller.history, self.parallel.stale_gradients
         if plan.exact:
+            # [Note: kinds of epoch] above: a careful epoch may follow, and would read the gradients that are
+            # kept here.
             leaves = history is not None and (stale or history.watch)
             stage_runs = self.chunk_passes.in_lockstep(
                 epoch, training=True, checked=not self._checked, stale=leaves
@@ -436,6 +457,7 @@ class ChunkEngine:
             provider = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
             tables.begin(epoch, provider)
             stage_runs = self.chunk_passes.one_by_one(epoch, provider, checked=not self._checked)
+            # Sums statistics over all vertices, which the next epoch reads.
             with self.phases.phase("history", epoch):
                 tables.end()
         if plan.exact or plan.kind == "refresh":
@@ -449,13 +471,13 @@ class ChunkEngine:
     def _lose(self, stage_run: StageRun) -> None:
         """Compute the loss of a stage run after its forward, if its stage computes the output."""
         self.activations.sample_peak()
-        self._drifts = self._drifts or self.exchange.drifts
         out = self._out(stage_run)
         if out is None:
             return
         rows = stage_run.scope.inputs["train_mask"].nonzero().view(-1)
         target, shown = self.criteria.objective.target(stage_run.scope.inputs, rows), out[rows]
         if not self._checked:
+            # Real rows, which may differ from the made-up ones that were tried before the first epoch.
             with RefusesKept(lambda tensor: stage_run.scope.axes.of(tensor) is not None, self.model):
                 self.criteria.objective.check(shown, target, trains=True, calls=self._loss_calls)
             self.criteria.metric.check(out)
@@ -493,7 +515,9 @@ class ChunkEngine:
             A transfer of the scores from the last stage to the others.
         """
         self.model.train(False)
-        self.exchange.settle()  # any number of evaluations may follow
+        # A message that is not received blocks those sent long after it, and any number of evaluations may
+        # follow before the next epoch receives the late rows.
+        self.exchange.settle()
         if self.chunks.count > 1:
             stage_runs = self.chunk_passes.in_lockstep(epoch, training=False)
         else:

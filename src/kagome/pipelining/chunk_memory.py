@@ -25,7 +25,7 @@ class ChunkActivations:
     """The activations that autograd saves for one rank's chunks.
 
     Args:
-        offload: Where activations go. Nothing is measured here if it moves them.
+        offload: Where activations are kept until backward. Nothing is measured here if it moves them.
         chunks: The chunks of this rank's part.
         model: The user's module.
 
@@ -53,6 +53,7 @@ class ChunkActivations:
             return
         # In lockstep other chunks are in flight too. What is held in any case is counted anew each time,
         # because freed memory is used again for other tensors.
+        # `apart` leaves out weights, tables and constants, which autograd saves as well.
         anyhow = ledger_of_chunks(self.chunks, self.model)
         size = sum(anyhow.apart(self._saved.alive()).values())
         self.bytes = {"activations": max(size, (self.bytes or {}).get("activations", 0))}
@@ -74,11 +75,13 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
         model: The user's module.
         copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
     """
+    # No row counts: halo rows of chunks are in tables, not recognised by shape.
     ledger = TensorMemory(0, 0, chunks.scopes[0].device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
+    # Without `drop` both tuples hold the same interceptors.
     for scope in dict.fromkeys((*chunks.scopes, *chunks.isolated)):
         add_scope(ledger, scope)
     return ledger

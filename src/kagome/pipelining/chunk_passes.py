@@ -65,7 +65,7 @@ class ChunkPasses:
         phases: Records the time of each action.
         isolation: Makes the buffer isolation of a pass; the argument is whether further buffers are watched.
         lose: Called with each stage run whose forward has ended in training.
-        codec: Encodes the values that go from stage to stage in training.
+        codec: Encodes the values that are sent between stages in training.
     """
 
     codes: Mapping[int, StageCode]
@@ -90,8 +90,11 @@ class ChunkPasses:
         program = programs[self.mesh.stage]
         messages = self._messages(stage_runs, epoch, programs, self.codec)
         # Independent chunks each update running statistics, as micro-batches do.
+        # With history, statistics over all vertices are the last epoch's and alike in all chunks: one update
+        # of the running statistics is right, and the first chunk's stays.
         alike = history is not None
         isolation = self.isolation(alike)
+        # The first chunk of this epoch's order, which is shuffled.
         first = next(action.chunk for action in program if action.kind is ActionKind.F)
 
         def compute(action: Action) -> None:
@@ -123,14 +126,18 @@ class ChunkPasses:
         stage_runs = self._make_stage_runs(self.chunks.scopes, epoch, training=training, checked=checked)
         provider = self.chunks.exact(epoch, training=training, stale=stale)
         tables.begin(epoch, provider)
+        # All chunks read fresh rows, so their order does not matter.
         shape = self._shape(tuple(range(len(self.chunks.scopes))))
+        # This program is not performed. It only says in which order messages arrive, so that receives can be
+        # posted.
         programs = self._needed(fill_drain(shape) if training else forward_only(shape))
         messages = self._messages(stage_runs, epoch, programs, self.codec if training else None)
         numbers, isolation, ended = tuple(self.codes), self.isolation(training), set[int]()
 
         def program() -> Generator[Action, None, None]:
-            """Yield a stage's rounds after the other's; how many a stage takes shows when it ends."""
+            """Yield the rounds of one stage after the other; their number is known when a stage has ended."""
             for forward in (True, False) if training else (True,):
+                # The chunks of a stage meet each other only, so each stage has a lockstep of its own.
                 for stage in numbers if forward else numbers[::-1]:
                     mine = [stage_run for (other, _), stage_run in stage_runs.items() if other == stage]
                     ended.clear()
@@ -138,6 +145,7 @@ class ChunkPasses:
                         [stage_run.forward if forward else stage_run.backward for stage_run in mine]
                     )
                     provider.lockstep = lockstep
+                    # Ends the chunks' threads, also if an action fails.
                     with closing(lockstep):
                         yield from self._carrying(_rounds(shape, stage, ended, forward=forward))
 
@@ -148,6 +156,7 @@ class ChunkPasses:
             if done:
                 ended.add(action.chunk)
                 if action.kind is ActionKind.F and training:
+                    # The chunk's thread has ended here. The loss is computed in the main thread.
                     self.lose(stage_runs[action.stage, action.chunk])
 
         # Backward runs in the calling thread, on a GPU too, because chunks in lockstep wait inside it.
@@ -196,6 +205,7 @@ class ChunkPasses:
     def _make_stage_runs(
         self, scopes: Sequence[Interceptor], epoch: int, *, training: bool, checked: bool
     ) -> StageRuns:
+        # A chunk's sites are numbered through all stages of this rank, as in one forward of the whole model.
         named = [Counter[str]() for _ in scopes]
         return {
             (stage, number): StageRun(code, scope, epoch, training, checked, named[number])
@@ -222,6 +232,7 @@ def _rounds(shape: Shape, stage: int, ended: set[int], *, forward: bool) -> Iter
             if piece == 0:
                 yield from receives(shape, stage, chunk, forward=forward)
             yield Action(stage, kind, chunk, piece)
+            # A chunk's last piece is only known once it has run, so its sends follow at once.
             if chunk in ended:
                 yield from sends(shape, stage, chunk, forward=forward)
         if len(ended) == len(shape.order):

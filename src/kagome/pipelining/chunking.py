@@ -80,6 +80,7 @@ class Chunking:
 
     def cut_share(self) -> float:
         """Return the share of edges that start in another chunk or part. A whole graph group calls it."""
+        # Local ids from `own` on are rows of other chunks or parts.
         sources = [(scope.views[0].edge_index[0], scope.own) for scope in self.scopes]
         cut = sum(int((source >= own).sum()) for source, own in sources)
         device = self.scopes[0].device
@@ -122,6 +123,7 @@ class Chunking:
 
     def _left(self, epoch: int) -> Left:
         assert self.tables is not None
+        # Gradients are left for the epoch after this one, by its order of chunks.
         return Left(self.tables, self._steps(epoch + 1, refresh=True, scaled=False))
 
     def _steps(self, epoch: int, *, refresh: bool, scaled: bool) -> tuple[ChunkStep, ...]:
@@ -129,8 +131,12 @@ class Chunking:
         tables, key = self.tables, (epoch, refresh, scaled)
         assert tables is not None
         if key not in self._planned:
+            # A plan is used in its own epoch and, for gradients left, in the epoch before; older ones are
+            # dropped.
             for old in [other for other in self._planned if other[0] < epoch - 1]:
                 del self._planned[old]
+            # Each rank computes the orders of all parts from the seed, so sender and receiver plan alike
+            # without a message.
             orders = [self.order(epoch, part) for part in range(tables.channel.size)]
             steps = plan_steps(
                 tables.chunks,
@@ -148,6 +154,7 @@ class Chunking:
         """Join the rows of all chunks, given by chunk number, in the part's order."""
         laid = torch.cat(list(rows))
         out = torch.empty_like(laid)
+        # rows: [position among the chunks laid end to end] -> row of the part.
         out[self.rows.to(laid.device)] = laid
         return out
 
@@ -176,6 +183,7 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
     drops = settings.cross_chunk == "drop"
     # Independent chunks read no rows of other parts either.
     exchange = CompressedExchange(channel, Parallel() if drops else settings, seed, late=channel.patient)
+    # The memory bound is for feature slices, which chunks exclude.
     options = replace(options, sums_only=options.sums_only and not drops, memory=None)
     method: str = settings.partitioner
     if method == "auto":
@@ -191,6 +199,7 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
     for piece in pieces:
         end = ChunkChannel(piece, tables)
         none = torch.empty(0, dtype=torch.int64, device=device)
+        # No send lists: the epoch's provider exchanges rows with other parts, by the plan of the chunk steps.
         plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
         scopes.append(interceptor_of(piece.part, end, options, rows=plan))
         end.where = scopes[-1].where
@@ -203,6 +212,7 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
 def _isolated(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
     """Return the interceptor of a chunk without the edges that come from outside it."""
     whole, count = alone(piece), len(tables.chunks.pieces)
+    # Each chunk of each part counts as a rank of its own, which is alone with its rows.
     rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count
     end = IsolatedChannel(rank, size, piece.own, whole.num_nodes)
     found = interceptor_of(whole, end, options)

@@ -1,7 +1,7 @@
 """Executor: performs a rank's program action by action, and points at the action that fails.
 
 Where it sits: ``chunk_passes`` runs the chunks of a graph with it, ``dag.sample_pass`` the samples of a
-batch. They compute; their transfers send and receive.
+batch. These modules compute, and their transfers send and receive.
 
 ::
 
@@ -65,7 +65,7 @@ class Executor:
             compute: Performs an F or a B.
             transfers: Performs a SEND or a RECV.
             turn: The epoch or update in words.
-            epoch: Its number, for the times; None if they belong to none.
+            epoch: Its number, for the times; None where there is no epoch.
 
         Raises:
             BaseException: Any exception of an action; the program with an arrow at it is written to stderr.
@@ -74,6 +74,7 @@ class Executor:
         try:
             for action in program:
                 done.append(action)
+                # Peers that wait in vain report this text as what the rank was doing.
                 self.doing(f"{turn}: {action}")
                 with self.phase(str(action), epoch):
                     if action.kind.computes:
@@ -84,6 +85,7 @@ class Executor:
                         transfers.receive(action)
             transfers.end()
         except BaseException:
+            # A generator's further actions are not known: the arrow then points at the last word.
             known = program if isinstance(program, tuple) else done
             print(
                 f"kagome: rank {self.rank} stopped here in {turn}:\n{pointed(known, len(done) - 1)}",
@@ -98,8 +100,9 @@ def names_of(action: Action, stage: Stage | Piece, values: Mapping[str, Any]) ->
     Args:
         action: The action.
         stage: Its stage.
-        values: What is known of each value, among it whether it has a gradient (``grad``).
+        values: What is known of each value, such as whether it has a gradient (``grad``).
     """
+    # SEND_F and RECV_B are about values that this stage gives, RECV_F and SEND_B about values that it takes.
     given = stage.gives if action.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else stage.takes
     return [name for name in given.get(action.other, ()) if action.kind.forward or values[name].grad]
 
@@ -107,5 +110,5 @@ def names_of(action: Action, stage: Stage | Piece, values: Mapping[str, Any]) ->
 def needed(
     program: Iterable[Action], stages: Sequence[Stage | Piece], values: Mapping[str, Any]
 ) -> Iterator[Action]:
-    """Yield the actions of a program, but for messages that would carry nothing."""
+    """Yield the actions of a program without messages that would carry no value."""
     return (a for a in program if a.kind.computes or names_of(a, stages[a.stage], values))

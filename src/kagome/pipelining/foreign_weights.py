@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kagome.components.task import forked
 from kagome.errors import ModelError
 from kagome.model.split.stages import Stage
 
@@ -31,7 +32,6 @@ _FACTS = frozenset(
             "names",
             "_version",
             "__hash__",
-            "__len__",
         ),
         *("dtype", "device", "layout", "shape", "ndim", "dim", "size", "numel", "nelement", "stride"),
         *("element_size", "itemsize", "nbytes", "data_ptr", "get_device", "is_contiguous", "is_same_size"),
@@ -60,6 +60,8 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch call, and record the weights among its arguments."""
         name = getattr(func, "__name__", "")
+        # Reading an attribute (`weight.grad`) arrives as the `__get__` of a descriptor, whose owner has the
+        # name.
         if name == "__get__":
             name = getattr(getattr(func, "__self__", None), "__name__", name)
         if name not in self._facts:
@@ -118,6 +120,7 @@ def watched(foreign: Mapping[str, Tensor], who: str, *, grads: bool = False) -> 
         return
     with Reads(foreign, grads=grads) as reads:
         yield
+        # After the block, so that an error of the block itself comes first.
         if reads.found:
             raise refused(reads.found, who)
 
@@ -156,15 +159,17 @@ def unmoving(buffers: Mapping[str, Tensor]) -> Iterator[None]:
 def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that updates a weight by the gradients of others.
 
-    Two steps on copies differ in the gradient of one weight; all other weights must come out the same. An
+    Two steps on copies differ in the gradient of one weight; all other weights must be equal after both. An
     optimizer that takes a norm over all gradients would here see the gradients of one rank's stages only.
 
     Raises:
-        ModelError: If another weight comes out different.
+        ModelError: If another weight differs.
     """
     if type(optimizer).__module__.startswith("torch."):
         return  # torch's optimizers update each weight by itself
     steps = []
+    # Only the first weight's gradient differs between the two steps. 3 changes a norm over all gradients
+    # clearly.
     for factor in (1.0, 3.0):
         copied = object.__new__(type(optimizer))  # a copied optimizer lacks the attributes of its subclass
         vars(copied).update(copy.deepcopy(vars(optimizer)))
@@ -178,7 +183,8 @@ def refuse_mixing(optimizer: torch.optim.Optimizer) -> None:
         ]
         for place, (theirs, ours) in enumerate(pairs):
             ours.grad = theirs.grad.clone() * (factor if place == 0 else 1.0)
-        with torch.random.fork_rng(devices=[]):
+        # An optimizer that draws (noisy updates) must draw the same in both steps.
+        with forked():
             torch.manual_seed(0)
             copied.step()
         steps.append([ours.detach() for _, ours in pairs[1:]])

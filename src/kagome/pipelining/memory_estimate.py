@@ -63,11 +63,13 @@ def share_of(pipeline: ChunkEngine, counts: PartSize, optimizer: Optimizer) -> S
     """
     rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.ownership.parameters
     flight = 1.0
+    # 1F1B holds a few chunks at a time. In fill-drain and in lockstep all of them are in flight (1.0).
     if chunks.count > 1 and pipeline.parallel.cross_chunk == "drop":
         programs = pipeline.chunk_passes.programs(1)
         flight = simulate(programs, lambda _: 1.0).held[rank] / (chunks.count * len(pipeline.mine))
     own = sum(p.nbytes for p in learning)
     several = pipeline.mesh.weights.size > 1
+    # Chunks read each other's rows, so a row counts for each chunk that reads it.
     reads = sum(scope.views[0].rows.halo for scope in chunks.isolated) if chunks.count > 1 else 0
     edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.isolated)
     here = counts if chunks.count == 1 else replace(counts, halo=reads, edges=edges, cut=0)
@@ -105,6 +107,7 @@ def held_by_stages(
     whole = rates.at(counts, group_size=group_size)
     kept: float | None = whole.activations
     halo = None if whole.halo is None else whole.halo * share.kept
+    # Halo rows of chunks lie in tables and not among the activations.
     if parallel.chunks != 1:
         whole = rates.at(replace(counts, halo=0, cut=0, edges=share.edges))
         kept, drops = share.whole, parallel.cross_chunk == "drop"
@@ -113,6 +116,7 @@ def held_by_stages(
             forward, backward = share.read
             # Gradients of one epoch. The history controller also keeps those that the next epoch may use.
             own = parallel.cross_chunk == "history" and (parallel.guard or parallel.stale_gradients)
+            # Rows of this epoch and of the last kept one, gradients of this epoch and perhaps of the next.
             each = 2 * forward + (0 if drops else backward * (2 if own else 1))
             halo = each * (counts.rows + counts.halo)
     return MemoryByKind(

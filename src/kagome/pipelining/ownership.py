@@ -23,6 +23,14 @@ from kagome.model.sparse_buffers import laid_out
 from kagome.model.split.stages import Stage, shared_parameters
 from kagome.pipelining.buffer_isolation import BufferIsolation
 
+# [Note: shared weights] Stages on ranks 0 and 1 both use w2, as tied embeddings do:
+#
+#     rank 0   trains and owns w1 w2    its value of w3 is old until weights are shared (foreign)
+#     rank 1   trains w2 w3, owns w3    its value of w1 is old
+#
+# The gradient of w2 is the sum over both ranks, so both make the same step and have the same value. For
+# norms, checkpoints and `share` it counts once, by its owner.
+
 
 class ParameterOwnership:
     """The owner rank of each parameter and buffer, and the transfers that follow from it.
@@ -44,6 +52,7 @@ class ParameterOwnership:
         """The weights that several ranks train, each with these ranks."""
         self.of: dict[str, int] = {}
         """The owner of each parameter and buffer; shared ones belong to the first stage that uses them."""
+        # Reversed, so that the first stage that uses a name writes last and owns it.
         for stage in reversed(stages):
             self.of.update(dict.fromkeys((*stage.parameters, *stage.buffers), stage.rank))
         for stage in stages:  # a buffer that a forward changes belongs to one stage
@@ -77,12 +86,15 @@ class ParameterOwnership:
         parameters = dict(self.model.named_parameters())
         for name in sorted(self.shared):
             parameter = parameters[name]
+            # All ranks of the pipe axis take part in the sum, also those that do not use the weight.
             grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             found = self.pipe.all_reduce(grad, action=f"shared weights {name}", kind="weights")
             parameter.grad = found if self.mine in self.shared[name] else None
 
     def clip(self, parameters: Sequence[nn.Parameter], most: float) -> None:
         """Clip the norm of all stages' gradients together to ``most``. All ranks call it."""
+        # As torch's clip_grad_norm_ computes it, with the norm over all stages: a rank alone has a part of
+        # the sum.
         factor = most / (self.products(parameters)[0] ** 0.5 + 1e-6)
         if factor < 1.0:
             for parameter in parameters:
@@ -102,6 +114,7 @@ class ParameterOwnership:
         """
         names = {id(p): name for name, p in self.model.named_parameters()}
         pairs = zip(parameters, others or [None] * len(parameters), strict=True)
+        # By owner, so that a shared weight, which several ranks train, enters the sum once.
         found = products(pair for pair in pairs if self.of[names[id(pair[0])]] == self.mine)
         found = self.pipe.all_reduce(found.to(self.pipe.device), action="norm of gradients", kind="weights")
         one, other_, both = found.tolist()
@@ -117,6 +130,7 @@ class ParameterOwnership:
             return
         with torch.no_grad():
             for rank in range(self.pipe.size):
+                # Names that no stage uses belong to rank 0.
                 owned = [tensor for name, tensor in state.items() if self.of.get(name, 0) == rank]
                 held = [piece for tensor in owned for piece in laid_out(tensor)]
                 for tensor, came in zip(held, self._broadcast(held, rank, action), strict=True):
@@ -126,6 +140,7 @@ class ParameterOwnership:
     def _broadcast(self, tensors: Sequence[Tensor], rank: int, action: str) -> list[Tensor]:
         if not tensors:
             return []
+        # As bytes, so that one message holds tensors of all number types.
         flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
         came = self.pipe.broadcast(flat, rank, action=action)
         parts = came.split([tensor.nbytes for tensor in tensors])
@@ -140,6 +155,7 @@ class ParameterOwnership:
             return
         named = dict(self.model.named_parameters())
         for rank in range(self.pipe.size):
+            # Sorted: both ends must list the tensors of the message in one order.
             names = sorted(name for name in named if self.of.get(name, 0) == rank)
             facts: list[tuple[str, dict[str, Any]]] = []
             if rank == self.mine:
@@ -154,6 +170,7 @@ class ParameterOwnership:
             tensors = [
                 optimizer.state[named[name]][key]
                 if rank == self.mine
+                # Receivers only need shapes and types here, to split the message; `came` has the values.
                 else torch.empty(fact[0], dtype=fact[1], device=self.pipe.device if fact[2] else "cpu")
                 for name, entries in told
                 for key, fact in entries.items()

@@ -53,6 +53,7 @@ class StageTransfers:
     def post(self, actions: Iterable[Action]) -> None:
         """Start these receives; those from one rank must be in the order in which it sends."""
         for action in actions:
+            # Values between two stages of this rank need no message; they stay in `_here`.
             if self.ranks[action.other] != self.pipe.rank:
                 self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
 
@@ -61,6 +62,7 @@ class StageTransfers:
         code, stage_run = self.codes[action.stage], self.stage_runs[action.stage, action.chunk]
         value = code.survey.values[name]
         shape, dtype = code.shape(name, stage_run.scope), value.dtype or torch.float32
+        # Sender and receiver decide alike whether a value is encoded, from the survey, so no header is sent.
         size = None if self.codec is None else self.codec.size(value, shape)
         coming = self.pipe.start_receive(
             shape if size is None else (size,),
@@ -88,8 +90,10 @@ class StageTransfers:
                 # In evaluation the receiving stage may change it in place while it is still being sent to
                 # other stages.
                 kept = value if stage_run.training else value.clone()
+                # Filed under the RECV that will ask for it.
                 self._here.setdefault(action.counterpart, []).append((name, kept))
                 continue
+            # The work holds the tensor until it is sent; `end` waits for all.
             self._leaving.append(
                 self.pipe.start_send(
                     self._written(name, value, action).contiguous(),

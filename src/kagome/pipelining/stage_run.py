@@ -1,7 +1,7 @@
 """Stage run: one chunk in one stage of a rank, with its inputs, its outputs and its backward pass.
 
 Where it sits: ``chunk_passes`` makes one for each stage, chunk and epoch. The stage's steps run here, with
-the chunk's interceptor active. Samples of a batch have ``dag.stage_run``: they know nothing of each other,
+the chunk's interceptor active. Samples of a batch have ``dag.stage_run``: they do not read each other,
 so that they need no interceptor, but their values come in parts.
 """
 
@@ -96,6 +96,7 @@ class StageRun:
     def take(self, name: str, value: Tensor) -> None:
         """Store a value that an earlier stage has sent, as a leaf with its placement."""
         known = self.code.survey.values[name]
+        # A leaf, so that backward ends here and leaves the gradient that is sent back in `.grad`.
         leaf = value.detach()
         if known.kind == "rows":
             leaf = self.scope.placements.put(leaf, Placement(PlacementKind.ROWS))
@@ -120,6 +121,8 @@ class StageRun:
         draws = code.survey.draws if self.training else code.survey.eval_draws
 
         def before(step: Step) -> None:
+            # Dropout masks depend on the number of the draw. It must be that of the whole model's forward,
+            # whichever stages come before on other ranks.
             scope.forward.draws = draws[step.name]
             scope.forward.path[:] = [step.within or root]
 
@@ -142,6 +145,7 @@ class StageRun:
                 keep=names,
             )
             refuse_some_rows(scope, found, "a stage")
+            # Deferred sums are computed here: the next stage receives values, not expressions.
             self.outs = {name: rewrite_rules.computed(value) for name, value in found.items()}
         self.token = forward_pass.token
 
@@ -150,6 +154,7 @@ class StageRun:
 
     def backward(self) -> None:
         """Run backward from the gradients of later stages, the loss and the token."""
+        # One backward call from all roots. Several calls would need the graph twice where roots share it.
         pairs = [(self.outs[name], gradient) for name, gradient in self.gradients.items()]
         roots: list[tuple[Tensor, Tensor | None]] = [pair for pair in pairs if pair[0].requires_grad]
         roots += self.roots
@@ -158,6 +163,7 @@ class StageRun:
         if roots:
             with self._running():
                 torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        # Frees the chunk's graph as soon as its backward is done; `values` stay for `gradient`.
         self.outs, self.gradients, self.roots, self.token = {}, {}, [], None
 
     def gradient(self, name: str) -> Tensor:

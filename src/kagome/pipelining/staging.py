@@ -80,8 +80,10 @@ class Staging:
 def needed(stages: Sequence[Stage], part: Partition, uses: Collection[str]) -> Partition:
     """Reduce a part to the attributes that some stages and the loss read, so that others are not held."""
     names = {name for stage in stages for name in stage.inputs} | set(uses)
+    # The masks say on which rows the loss and the metric are computed.
     names |= {name for name in part.nodes if name.endswith("_mask")}
     matrix = adjacency_of(part.edges)
+    # A sparse adjacency travels as an edge attribute whose name encodes the matrix's layout.
     names |= {matrix.name} if matrix is not None and "adj_t" in names else set()
     nodes = {name: value for name, value in part.nodes.items() if name in names}
     edges = {name: value for name, value in part.edges.items() if name in names}
@@ -122,6 +124,7 @@ class Steps:
         # Parts differ by some rows, yet all pipelines of a mesh must be cut between the same steps.
         rows, edges = (max(1, round(each / part.num_parts)) for each in (part.num_nodes, part.num_edges))
         forward, backward = (
+            # Seconds of all chunks: a fixed cost per call and chunk, and a cost per row.
             {name: chunks * call[way] + rows * self.rows[name][way] for name, call in self.calls.items()}
             for way in (0, 1)
         )
@@ -225,6 +228,7 @@ def steps_of(
 
     def look(parted: bool) -> Looked:
         seen = survey_on_sample(model, graph, part, options, named=bool(layers), parted=parted, exact=exact)
+        # Steps are timed as they will run: with fast paths, or without them if the model cannot have them.
         try:
             return _measured(model, graph, seen, part, options, parted=parted)
         except EscapeError as error:
@@ -242,6 +246,7 @@ def steps_of(
                 return look(True)
             raise error
 
+    # Rank 0 alone measures: stages cut by different timings would not fit together.
     found = by_first(world, looked, "look at the model's steps", [Survey, ActivationProfile])
     return Steps(found[0].told(graph), *found)
 

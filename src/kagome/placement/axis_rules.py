@@ -63,6 +63,7 @@ LOSE = frozenset(
     ]
 )
 """Calls after which the row axis is unknown, or whose result mixes rows."""
+# Calls that remove the axes they are given, or all axes.
 _REDUCE = frozenset(
     [
         "sum",
@@ -113,6 +114,7 @@ _SHARES = frozenset(["softmax", "log_softmax", "softmin", "special_softmax", "sp
 """Calls that run along one axis, and whose result matches their input entry by entry."""
 _AMONG = frozenset(["topk", "kthvalue", "roll"])
 """Calls that run along one axis, given after another number, and keep the others."""
+# Calls that reorder axes; some are attributes, whose name is that of the getter.
 _TURNS = frozenset(
     [
         "t",
@@ -129,6 +131,7 @@ _TURNS = frozenset(
         "permute",
     ]
 )
+# Calls that lay tensors side by side, along an axis that exists or, for ``stack``, a new one.
 _JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
 _BY_AXIS = frozenset(
     [
@@ -157,6 +160,7 @@ _ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
 }
 """Calls along named axes: the position of that argument, and its default. None stands for all axes."""
+# The calls of torch behind nn.GRU, nn.LSTM and nn.RNN.
 _RECURRENT = frozenset(["gru", "lstm", "rnn_tanh", "rnn_relu"])
 _MIXING = ("linalg_", "fft_", "svd", "qr", "pca_lowrank", "lu", "cholesky", "inverse", "pinverse", "matrix_")
 """Prefixes of calls that mix all rows of a matrix, and treat each matrix of a batch by itself."""
@@ -198,6 +202,7 @@ ELEMENTWISE = frozenset(
     ]
 )
 """Calls that combine rows of one tensor with the same rows of another, by name without underscores."""
+# Views: entries keep their order, so the number of entries before the row axis identifies it.
 PREFIX = frozenset(
     ["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"]
 )
@@ -217,12 +222,14 @@ def place_of(
         rows: The size of that axis.
         out: The result.
     """
+    # Where a name is in several sets, the first rule below is the one that counts.
     if name in LOSE:
         return None
     if name in PREFIX:
         return _by_view(name, args, kwargs, base, axis, rows, out)
     if name in _TURNS:
         return _by_transpose(name, args, base, axis)
+    # [..., P, M], [..., R, M] -> [..., P, R]
     if name == "cdist":  # rows against points that are not rows: see ``placement`` for rows against rows
         inner, outer = base.dim() - 2, out.dim() - (2 if args[0] is base else 1)
         return outer if axis == inner else axis if axis < inner else None
@@ -232,6 +239,7 @@ def place_of(
         return _by_reduction(args, kwargs, base, axis, out)
     if name in ("unbind", "select"):
         dim = _positive(kwargs.get("dim", args[1] if len(args) > 1 else 0), base)
+        # The axis vanishes: axes behind it move left. One row alone has no axis of rows.
         return None if dim == axis else axis - int(dim < axis)
     if name in _JOINS:
         return _by_join(name, args, kwargs, axis, out)
@@ -239,6 +247,7 @@ def place_of(
         return _by_index(args[1], base, axis)
     if name in ("embedding", "one_hot"):
         return axis
+    # gather(dim, index) has the shape of the index: rows stay only if the result has as many.
     if name in _BY_AXIS:
         along = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int)), None))
         kept = along is not None and args and args[0] is base and _positive(along, base) != axis
@@ -248,6 +257,8 @@ def place_of(
     if name in _RECURRENT:
         return _by_recurrence(args, base, axis, rows, out)
     if name in _BATCHED or name.startswith(_MIXING):
+        # A convolution treats each sample of axis 0 by itself, a call on matrices each entry of the axes
+        # before the last two.
         kept = axis == 0 and base.dim() >= _BATCHED[name] if name in _BATCHED else axis < base.dim() - 2
         return axis if kept and out.dim() > axis and out.size(axis) == rows else None
     if name in ("renorm", "renorm_"):  # each row by itself, or along the other axes
@@ -255,6 +266,7 @@ def place_of(
         return axis if _positive(dim, base) == axis else None
     if name in ("layer_norm", "rms_norm"):
         shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+        # The trailing ``len(shape)`` axes are normalized together.
         return axis if axis < base.dim() - len(shape) else None
     if name in _SHARES:
         return axis
@@ -269,6 +281,7 @@ def _by_view(
     """Follow the row axis through a view, which keeps the entries in their order."""
     if name == "unsqueeze":
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+        # A new axis at ``dim`` moves those from ``dim`` on to the right.
         return axis + int(dim <= axis)
     if name == "squeeze":
         return _by_squeeze(args, kwargs, base, axis)
@@ -281,6 +294,7 @@ def _by_transpose(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> 
         dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
         return [_positive(d, base) for d in dims].index(axis)
     if name in ("transpose", "swapaxes", "transpose_", "swapdims"):
+        # transpose(0, 0) swaps an axis with itself, so the pair has one element.
         pair = {_positive(args[1], base), _positive(args[2], base)}
         return axis if axis not in pair else (pair - {axis} or {axis}).pop()
     if name in ("mT", "mH", "adjoint") and axis < base.dim() - 2:
@@ -293,9 +307,11 @@ def _by_transpose(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> 
 def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, out: Tensor) -> int | None:
     """Follow the row axis through a concatenation or a stack."""
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    # hstack joins along axis 1, and vectors along axis 0, which is 1 % 1.
     dim = {"hstack": 1, "vstack": 0}.get(name, dim) % out.dim()
     if name == "stack":
         return axis + int(dim <= axis)
+    # Along the row axis rows of several tensors follow each other: see ``positions.row_order.cat``.
     return None if dim == axis else axis
 
 
@@ -308,14 +324,17 @@ def _by_named(
     if named is None:
         return None
     dims = {_positive(dim, base) for dim in (named if isinstance(named, (tuple, list)) else (named,))}
+    # x.select_scatter(src, ...) writes to x: the result has the rows of x, but not those of src.
     writes = name.startswith(("select_", "slice_", "index_"))
     if axis in dims or (writes and base is not args[0]):
         return None
+    # cosine_similarity removes the axis that it names; fft and cross keep it.
     return axis if out.dim() == base.dim() else axis - sum(dim < axis for dim in dims)
 
 
 def _by_run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
     """Follow the row axis through calls that run along some axes."""
+    # topk(k, dim), kthvalue(k, dim) and roll(shifts, dims) name the axis behind another number.
     place = 2 if name in _AMONG else 1
     dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else -1))
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
@@ -328,6 +347,7 @@ def _positive(dim: int, base: Tensor) -> int:
 
 def _by_shape(base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
     """Find the row axis after an element-wise call. Shapes align from the right; equal depth wins."""
+    # First the axis that broadcasting aligns with the row axis, then the same axis counted from the left.
     right = out.dim() - base.dim() + axis
     for place in (right, axis):
         if 0 <= place < out.dim() and out.size(place) == rows:
@@ -343,6 +363,7 @@ def _by_prefix(
     Where a part has one row, axes of size 1 fit as well. The one that was not given as a plain 1 is then
     taken.
     """
+    # base [A, rows, B] -> out [a1, a2, rows, b]: the row axis still has A = a1 * a2 entries before it.
     want, have = base.shape[:axis].numel(), 1
     fits = []
     for place, size in enumerate(out.shape):
@@ -364,15 +385,18 @@ def _given_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 def _by_recurrence(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
     """Follow the axis of samples through a recurrent layer, whose final states put it elsewhere."""
+    # ``batch_first`` is the last argument. Input [L, B, F], or [B, L, F] with it.
     first = bool(args[-1]) if args and isinstance(args[-1], bool) else False
     if base.dim() != 3 or axis != (0 if first else 1):
         return None
+    # Outputs have the layout of the input. Final states are [layers, B, H] in both layouts.
     return 0 if first and out.size(0) == rows and out.size(1) == base.size(1) else 1
 
 
 def _by_squeeze(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dims is None:
+        # On a part with one row, squeeze() removes the row axis, which other parts keep.
         gone = [d for d in range(base.dim()) if base.size(d) == 1]
     else:
         named = [_positive(d, base) for d in (dims if isinstance(dims, (tuple, list)) else (dims,))]
@@ -392,6 +416,7 @@ def merged(base: Tensor, axis: int, each: int, out: Tensor) -> tuple[int, int] |
     Returns:
         The axis, and how many entries of it belong to one row; None if rows are no longer separate.
     """
+    # base [A, rows * each, B] -> out [A, rows * new, C]: a row keeps its each * B = new * C entries.
     rows = base.size(axis) // each
     entries = each * base.shape[axis + 1 :].numel()
     want, have = base.shape[:axis].numel(), 1
@@ -405,6 +430,7 @@ def merged(base: Tensor, axis: int, each: int, out: Tensor) -> tuple[int, int] |
 
 def _by_product(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
     left = args[0] is base
+    # [.., p, k] @ [.., k, q]: the sum runs over the last axis on the left, the last but one on the right.
     inner = base.dim() - 1 if left else max(base.dim() - 2, 0)
     if axis == inner:
         return None  # the product sums over the rows: see ``model.exact.reductions``
@@ -437,12 +463,15 @@ def reduced(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor) -> tupl
 def _by_index(index: Any, base: Tensor, axis: int) -> int | None:
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(p, (Tensor, list)) for p in parts):
+        # x[:, ids] selects columns. An index at the row axis itself is answered by handlers.
         whole = parts[0] == slice(None) if isinstance(parts[0], slice) else False
         return 0 if axis == 0 and whole else None
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
+        # ``...`` stands for as many full slices as axes are not named; None names no axis.
         given = sum(p is not None for p in parts) - 1
         parts[at : at + 1] = [slice(None)] * (base.dim() - given)
+    # ``seen`` counts axes of the base, ``place`` axes of the result: an integer uses up one and makes none.
     seen = place = 0
     for part in parts:
         if part is None:
@@ -456,5 +485,6 @@ def _by_index(index: Any, base: Tensor, axis: int) -> int | None:
 
 def attribute(func: Any) -> str:
     """Return the name of the tensor attribute that a ``__get__`` reads."""
+    # The getter of ``x.shape`` is ``Tensor.shape.__get__``, bound to the descriptor that has the name.
     owner = getattr(func, "__self__", None)
     return str(getattr(owner, "__name__", "__get__"))

@@ -142,6 +142,7 @@ class Placements:
         with torch._C.DisableTorchFunction():
             memory = weight.untyped_storage()
             gone = self._memory.get(memory)
+            # nn.Parameter(h) is h if it shows the same entries of one memory. Other entries are lost rows.
             alike = [held for held in self._plain() if weight.numel() and held.untyped_storage() is memory]
             same = next((held for held in alike if weight.is_set_to(held)), None)
             if same is not None:
@@ -179,6 +180,7 @@ class Placements:
             return
         if self.stays_lost(name, args, kwargs, result):
             return
+        # Calls that read or write by ids (NO_IDS) give rows. Others give ids, or what is computed from ids.
         lead = next((m for m in found if m.kind in IDS), None)
         picks = name == "index_select" and self.get(args[0]) is lead
         if lead is not None and (picks or name not in NO_IDS):
@@ -550,6 +552,7 @@ def _pairwise(placements: Placements, args: tuple[Any, ...], kwargs: dict[str, A
     held = [
         (t, m) for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES
     ]
+    # Row axes from the right, as broadcasting aligns: x[:, None] - x[None] has rows along -3 and -2.
     return len({m.axis - t.dim() for t, m in held}) > 1
 
 

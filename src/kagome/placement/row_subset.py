@@ -39,6 +39,7 @@ class RowSubset:
 
     def same(self, other: RowSubset | None) -> bool:
         """Return True if another tensor's rows belong to the same vertices, in the same order."""
+        # A span and a mask may select the same rows on this part and different ones on another.
         if other is None or (self.span is None) != (other.span is None):
             return False
         if self.span is not None:
@@ -56,6 +57,7 @@ def among(ids: Tensor, span: range) -> Tensor:
     Shapes:
         ids ``[k]`` -> ``[k]`` bool.
     """
+    # An empty range has no first and last position.
     if not span:
         return torch.zeros_like(ids, dtype=torch.bool)
     inside = (ids >= span[0]) & (ids <= span[-1])

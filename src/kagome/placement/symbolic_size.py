@@ -84,6 +84,7 @@ class SymbolicSize(int):
         return _known(other) - self._known()
 
     def __mul__(self, other: Any) -> Any:
+        # x.size(0) * H: H entries per vertex, so a tensor of this size still belongs to the vertices.
         if type(other) is int and other > 0 and self._global:
             placement = self.placement.merged(other)
             return SymbolicSize(int(self) * other, placement, lambda: self.of_all() * other)
@@ -92,6 +93,7 @@ class SymbolicSize(int):
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
+        # And back: N * H // H counts vertices again.
         if type(other) is int and other > 0 and self.placement.each % other == 0 and self._global:
             placement = self.placement.merged(self.placement.each // other, anew=True)
             return SymbolicSize(int(self) // other, placement, lambda: self.of_all() // other)
@@ -142,6 +144,7 @@ class SymbolicSize(int):
 
     def _compared(self) -> int:
         """Return the whole graph's number where user code compares: ranks must agree there."""
+        # PyG's own branches go by this part's number.
         return self.of_all() if self._global or by_user() else int(self)
 
 
@@ -189,6 +192,7 @@ class Entries(SymbolicSize):
         return by_user()
 
     def __floordiv__(self, other: Any) -> Any:
+        # x.numel() // x.size(1)
         if type(other) is int and other == self.each:
             return self.rows
         return self._known() // _known(other)
@@ -206,6 +210,7 @@ class Shown(SymbolicSize):
     @classmethod
     def of(cls, count: SymbolicSize) -> Shown:
         """Make the number that user code sees for a symbolic size."""
+        # The int itself is the whole graph's number: C code such as ``range`` reads it without a method.
         made = cls(count.of_all(), count.placement, count.of_all)
         assert isinstance(made, Shown)
         made.count = count
@@ -242,9 +247,11 @@ for _name in (
 def behind(value: Any) -> Any:
     """Replace shown sizes in an argument by the symbolic sizes behind them."""
     if isinstance(value, Shown):
+        # Tensors are made with this part's number of rows.
         return value.count
     if isinstance(value, slice):
         return slice(behind(value.start), behind(value.stop), behind(value.step))
+    # A named tuple could not be made from one iterable.
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
         return type(value)(map(behind, value)) if _holds(value) else value
     return value
@@ -263,6 +270,7 @@ _MAY_HOLD: Final = (Shown, slice, tuple, list)
 class NoneHere(int):
     """Zero edges on this rank, though other ranks may have some: in PyG's code it does not equal 0."""
 
+    # PyG returns early where ``edge_index.numel() == 0``; this rank would then miss exchanges of the others.
     def __eq__(self, other: object) -> bool:
         return False
 

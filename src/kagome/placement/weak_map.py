@@ -29,6 +29,7 @@ class WeakTensorMap(Generic[Value]):
 
     def get(self, key: object, default: Other | None = None) -> Value | Other | None:
         """Return the value of a key, or the default if there is none."""
+        # Equal ids mean the same object, so no key is compared: ``==`` of tensors is a torch call.
         found = self._table.get(id(key))
         return default if found is None else found[1]
 
@@ -40,6 +41,7 @@ class WeakTensorMap(Generic[Value]):
 
     def __setitem__(self, key: object, value: Value) -> None:
         place = id(key)
+        # Setting an entry again drops its old weak reference, whose callback then never runs.
         self._table[place] = (ref(key, partial(_forget, self._table, place)), value)
 
     def __delitem__(self, key: object) -> None:
@@ -60,6 +62,7 @@ class WeakTensorMap(Generic[Value]):
 
     def living(self) -> list[object]:
         """Return the keys that are still alive."""
+        # The list is copied: a key may die, and remove its entry, while it is read.
         return [key for held, _ in list(self._table.values()) if (key := held()) is not None]
 
     def values(self) -> list[Value]:

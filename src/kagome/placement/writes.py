@@ -24,6 +24,7 @@ _NO_NUMBERS: Final = frozenset(["requires_grad_", "detach_", "share_memory_", "r
 
 def writes(name: str) -> bool:
     """Return True if a call writes to its first argument and makes no other result."""
+    # add_ and copy_ write, __add__ does not; IN_PLACE has the operators that do.
     return name == "__setitem__" or (
         name.endswith("_") and not name.endswith("__") and name not in _NO_NUMBERS
     )
@@ -39,6 +40,7 @@ def written_by(name: str, what: str, args: tuple[Any, ...], kwargs: dict[str, An
         kwargs: Named arguments.
     """
     found: list[Any] = []
+    # ``x.data = y`` gives x other values without a call that ends in an underscore.
     if args and (writes(name) or name in IN_PLACE or (name == "__set__" and what == "data")):
         found = [args[0]]
     if kwargs.get("out") is not None:

@@ -73,6 +73,7 @@ class Candidate:
 
     def record(self) -> dict[str, object]:
         """Return all fields except the simulation, as JSON values."""
+        # asdict would copy the whole simulation, with thousands of actions, so it is removed first.
         told = asdict(replace(self, run=None))
         del told["run"]
         return {**told, "name": self.name}
@@ -86,7 +87,7 @@ class Plans:
         fitting: The candidates that fit the memory, the fastest first. An inexact one comes before an exact
             one only if it is at least ``WORTH`` times as fast.
         refused: The other candidates, each with the reason.
-        facts: What the predictions are based on.
+        facts: The facts that the predictions are based on.
     """
 
     fitting: tuple[Candidate, ...]
@@ -139,9 +140,13 @@ def parts(
         halved: Whether gradients of weights are summed in bf16.
         late: Whether rows of other parts are those of the epoch before, so that transfers overlap with it.
     """
+    # A row is encoded at one end and decoded at the other, forward and backward: each rank does half of both
+    # for the rows that it sends and for those that it reads. rates.coding is the time of both halves.
     coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
+    # A single rank may use all threads of the machine, while the rates are those of one rank among several.
     pace = cluster.pace(parts) * (rates.alone if parts == 1 else 1.0)
     coded = replace(rates, forward=rates.coded[0], backward=rates.coded[1]) if onebit else rates
+    # bf16 has half the bytes of float32.
     messages = [size / 2 for size in rates.weights] if halved else rates.weights
     sums, link = summed(parts, messages), cluster.bandwidth(parts)
     busy = tuple(
@@ -149,10 +154,15 @@ def parts(
         / pace
         for load in loads
     )
+    # All ranks meet at every exchange. The slowest rank between two exchanges is not always the same one,
+    # which makes an epoch longer than that of the rank that is slowest overall.
     compute = max(busy) * (rates.uneven if parts > 1 else 1.0)
     most, halo = halos(coded, loads, parts)
+    # Rows that are in flight while a rank computes cost no time, except for the tenth that HIDES leaves. Late
+    # rows have the whole epoch to arrive, others only until the layer that reads them.
     comes = most / link
     waits = comes - HIDES * min(comes, compute * (1.0 if late else rates.meanwhile)) + sums / link
+    # A rank sends its messages one after another: parts - 1 of them at each meeting.
     waits += cluster.latency * (parts - 1) * (rates.meetings + ROUNDS * len(rates.weights))
     settings = settings_of(decoupled, graph=parts)
     settings |= {"codec": "onebit"} if onebit else {}
@@ -195,6 +205,7 @@ def slices(
     """
     count = sliced.count
     size = count * groups
+    # One load may stand for all parts.
     rows = [load.rows for load in loads] if len(loads) == groups else [loads[0].rows] * groups
     pace = cluster.pace(size)
     most, halo = halos(rates, loads, groups) if groups > 1 else (0.0, 0.0)
@@ -203,8 +214,12 @@ def slices(
     busy = tuple(
         (sliced.computing(load) + rates.exchanged * (load.sent + load.halo) / count) / pace for load in loads
     )
+    # sliced.sent counts the transposes of all ranks together. The part with the most rows has the largest
+    # share, which its `count` ranks send over links within the group.
     waits = sliced.sent * max(rows) / max(sum(rows), 1) / count / cluster.bandwidth(count)
     waits += (most / count + sums) / cluster.bandwidth(size)
+    # Transposes go to the count - 1 ranks of the own part, halo rows
+    # to the size - count ranks of other parts.
     messages = (count - 1) * sliced.meetings + (size - count) * rates.meetings
     waits += cluster.latency * (messages + (size - 1) * ROUNDS * len(rates.weights))
     sent = {"transpose": round(sliced.sent), "weights": round(sums * size)}
@@ -239,6 +254,7 @@ def ranked(
     """
     fitting = sorted(
         (one for one in candidates if one.memory_bytes <= cluster.memory),
+        # An inexact plan ranks first only if it is faster by more than the error of a prediction.
         key=lambda one: one.epoch_seconds * (1.0 if one.exact else WORTH),
     )
     refused = [
@@ -250,6 +266,7 @@ def ranked(
         if one.memory_bytes > cluster.memory
     ]
     if not fitting:
+        # The plan nearest to fitting tells the user how much memory is missing.
         least = min(candidates, key=lambda one: one.memory_bytes)
         raise PlanError(
             f"a cut that fits {cluster.size} devices of {cluster.memory / 2**30:.2f} GiB",
@@ -257,6 +274,7 @@ def ranked(
             hint="more devices, a narrower model, or --allow history decoupled",
         )
     told = [
+        # A page draws the first few plans only, and a simulation of many chunks is large.
         _with_reason(one if place < DRAWN else replace(one, run=None), fitting)
         for place, one in enumerate(fitting)
     ]
@@ -266,6 +284,7 @@ def ranked(
 def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
     """Add the sentence that compares a candidate with the best, or the best with its runner-up."""
     best = fitting[0]
+    # The best is compared with its runner-up, any other with the best.
     other = (fitting[1] if len(fitting) > 1 else None) if one is best else best
     share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0
     what = "messages and other stages" if "pipe" in one.settings else "messages"
@@ -275,6 +294,7 @@ def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
     else:
         ratio = max(one.epoch_seconds, other.epoch_seconds) / min(one.epoch_seconds, other.epoch_seconds)
         verb = "faster" if one.epoch_seconds < other.epoch_seconds else "slower"
+        # The best may be slower than its runner-up: an exact plan ranks before a slightly faster inexact one.
         before = ", but exact" if one is best and verb == "slower" else ""
         text = f"{ratio:.2f} times {verb} than {other.name}{before}: {_why(one, other)}; {waits}"
     return replace(one, reason=text)
@@ -284,6 +304,7 @@ def _why(one: Candidate, other: Candidate) -> str:
     computing = one.compute_seconds - other.compute_seconds
     waiting = one.exposed_seconds - other.exposed_seconds
     faster = computing + waiting < 0
+    # The larger of the two differences has the sign of their sum, so it is the reason.
     if abs(computing) >= abs(waiting):
         return "it computes less a rank" if faster else "it computes more a rank"
     return "less of it waits for messages" if faster else "more of it waits for messages"

@@ -64,6 +64,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         hints = hints_of(Cluster)
+        # Values come from a user's TOML file, where a wrong type is as likely as a wrong number: types first,
+        # since a comparison of a string with a number would raise a TypeError without the field's name.
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if not fits(value, hints[name]):
@@ -71,6 +73,7 @@ class Cluster:
             if name == "name":
                 continue
             low, high = LIMITS[name]
+            # The default of `cores` is inf, which is outside LIMITS.
             if not low <= value <= high and not (name == "cores" and value == inf):
                 raise PlanError(f"a cluster's {name} to be from {low:g} to {high:g}", f"{value:.17g}")
         if self.size > DEVICES:
@@ -83,10 +86,12 @@ class Cluster:
 
     def pace(self, ranks: int) -> float:
         """Return the speed of a device relative to the measured machine while this many ranks compute."""
+        # If ranks outnumber the cores, they take turns: each has cores / ranks of a core.
         return self.speed if ranks == 1 else self.speed * self.crowded * min(1.0, self.cores / ranks)
 
     def bandwidth(self, ranks: int) -> float:
         """Return the bytes per second of one of several consecutive ranks: within a host, or across hosts."""
+        # All ranks wait for the slowest link, so one link between hosts decides for all.
         return self.inside if ranks <= self.devices else self.between
 
     @staticmethod
@@ -119,6 +124,7 @@ class Cluster:
                     where=where,
                 )
         try:
+            # __post_init__ knows the fields but not the file, so its error gets the file's name here.
             return Cluster(**record)
         except PlanError as error:
             raise PlanError(error.expected, error.got, where=where) from None

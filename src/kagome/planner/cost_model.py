@@ -106,6 +106,8 @@ class Sliced:
             sum(rate * unit for rate, unit in zip(rates, units, strict=True))
             for rates in (self.two, self.four)
         )
+        # Seconds with T slices are a + b / T, so a = 2 four - two and b = 4
+        # (four - a). Noise must make neither negative.
         alike = min(max(0.0, 2 * four - two), four)
         return alike + 4 * (four - alike) / self.count
 
@@ -118,6 +120,10 @@ def summed(ranks: int, messages: Sequence[float], stages: int = 1) -> float:
         messages: The bytes of each message.
         stages: The number of stages that share the messages.
     """
+    # Bytes that a rank sends to sum a message of m bytes over r ranks:
+    #    one round   each rank sends all of it to each other one     (r - 1) m
+    #    two rounds  reduce-scatter, then all-gather                 2 (r - 1) / r m
+    # Both are m for two ranks, so one round, which has half the latency, is always right there.
     total = 0.0
     for message in messages:
         size = message / stages
@@ -132,6 +138,8 @@ def halos(rates: CostRates, loads: Sequence[Load], parts: int) -> tuple[float, f
     At each exchange all ranks wait for the busiest link, in or out, in forward and in backward. A single load
     stands for all parts if they are alike.
     """
+    # Rows that are sent in forward are those whose gradients are received in backward, and the other way
+    # round. The busier direction of a link decides, and it is the same number of rows in both passes.
     most = (rates.forward + rates.backward) * max(max(load.sent, load.halo) for load in loads)
     each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
     return most, sum(each) if len(each) == parts else each[0] * parts

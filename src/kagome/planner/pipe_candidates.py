@@ -58,6 +58,7 @@ class PipeCut:
             rates: The measured costs of the whole model, an upper bound that is used if widths are unknown.
             old: Whether gradients of an earlier epoch are kept too.
         """
+        # A stage keeps tables for its own reads only; the whole model's reads are an upper bound.
         forward, backward = (rates.forward, rates.backward) if self.widths is None else self.widths[rank]
         return HALVES * forward + (HALVES if old else 1) * backward
 
@@ -100,11 +101,13 @@ def pipes(
     """
     stages, ranks, tensor = len(cut.shares), cut.ranks, 1 if sliced is None else sliced.count
     size = ranks * number * tensor
+    # With history, chunks read rows of an earlier epoch and send gradients for fresh rows alone.
     old = chunks > 1 and not exact
     pace = cluster.pace(size)
     most, halo = halos(replace(rates, backward=rates.backward * FRESH) if old else rates, loads, number)
     sent = {"stage": round(cut.stage_bytes), "halo": round(halo)}
     sent |= {} if sliced is None else {"transpose": round(sliced.sent)}
+    # The slowest part stands for all of them in the simulation.
     compute = max(
         sliced.computing(load)
         if sliced is not None
@@ -113,18 +116,22 @@ def pipes(
     )
     compute /= pace
     python = CHUNK / min(pace, 1.0)  # a GPU does not make it faster
+    # A message is the share of one link, one direction, one part, one slice and one chunk in all traffic.
     link = cluster.bandwidth(size)
     message = cut.stage_bytes / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
 
+    # In exact order an action is one piece of a chunk: a read of neighbours and what follows it.
     def seconds(action: Action) -> float:
         pieces = cut.reads[action.stage] if exact else 1
         reads = cut.reads[action.stage]
         busy = cut.shares[action.stage] * compute / chunks / pieces + python * reads / pieces
+        # Seconds are measured for both passes together; backward takes about twice as long.
         return busy * (1 if action.kind is ActionKind.F else 2) / 3
 
     shape = Shape(stages, tuple(range(chunks)), ranks=ranks)
     programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
     run = simulate(programs, seconds, transfer=lambda action: message)
+    # Each stage sums the gradients of its own weights, over its own ranks.
     sums = summed(number * tensor, rates.weights, ranks)
     # With one chunk, stages wait for each other's halo messages too.
     waits = most / tensor / (1 if chunks == 1 else ranks) / link + sums / link

@@ -44,6 +44,7 @@ def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple
     Raises:
         ModelError: If it is unknown which edge a row belongs to.
     """
+    # Sizes and attributes combine no rows.
     if name in _ASKS:
         return args, kwargs
     found = [
@@ -51,8 +52,11 @@ def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple
         for tensor in flat(args, kwargs)
         if (placement := _of_edges(scope, tensor)) is not None
     ]
+    # All rows are of in-edges, or all of out-edges: rank and order agree.
     if len({placement.view for _, placement in found}) < 2:
         return args, kwargs
+    # cat([edge_index, back], 1): the two views number their halo rows differently, so one list cannot hold
+    # ids of both. The flipped half is made from own in-edges, in the order of their attributes (cat([w, w])).
     if name in _JOINS and all(placement.kind is PlacementKind.EDGES for _, placement in found):
         return _each(args, kwargs, lambda value: _inward(scope, value))
     if any(placement.view == 1 and not _whole(scope, tensor, placement) for tensor, placement in found):
@@ -92,6 +96,7 @@ def _whole(scope: AlignedEdges, tensor: Tensor, placement: Placement) -> bool:
     """Return True if a tensor has an entry for each edge of its view, in that order."""
     view = scope.views[placement.view]
     edges = tensor if placement.kind is PlacementKind.EDGES else placement.edges
+    # A list that forward made has another order, and ``edge_ids`` says nothing of it.
     known = edges is view.edge_index or edges is view.given
     return known and tensor.size(_axis(tensor, placement)) == view.edge_ids.numel()
 
@@ -124,12 +129,15 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     assert view.across is not None
     assert view.across_index is not None
     with torch._C.DisableTorchFunction():
+        # Constant values, such as edge weights, are exchanged in the first forward and kept for all others.
         last = scope.constants.is_constant(values)
         key = ("turned", address(values), tuple(values.shape), axis)
         found: Tensor | None = scope.constants.cached(key) if last else None
         if found is None:
             front = values.movedim(axis, 0)
+            # [e, ...] -> [e, columns]: an exchange sends rows of a matrix.
             rows = front.reshape(front.size(0), front.shape[1:].numel())
+            # Exchanges carry floats. Float64 keeps whole numbers up to 2^53.
             if not rows.is_floating_point():
                 rows = rows.double()
             if last:
@@ -137,7 +145,9 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
                     every = view.across.gather(rows, scope.forward.forward_pass, "flipped edges")
             else:
                 every = view.across.gather(rows, scope.forward.forward_pass, f"{scope.where()}.flipped")
+            # [e + received] -> [e'], in the order of the out-edges.
             picked = every.index_select(0, view.across_index).to(values.dtype)
+            # Without rows, -1 could not be resolved.
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:
                 scope.constants.cache(key, found)
@@ -152,6 +162,7 @@ def _inward(scope: AlignedEdges, value: Any) -> Any:
     if not _whole(scope, value, placement):
         raise refused(scope, "a list put together with flipped edges that forward has chosen")
     edges = scope.views[0].edge_index
+    # View 1 as given has the graph's edges unflipped. Over all ranks they are the in-edges again.
     if value is scope.views[1].given:
         return edges
     with torch._C.DisableTorchFunction():

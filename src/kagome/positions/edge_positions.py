@@ -52,6 +52,7 @@ class EdgeCount(SymbolicSize):
     """The number of a part's edges in user code. Arithmetic on it would give positions on this part only."""
 
     def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
+        # Counts of two concatenated lists may be added: both are this part's. PyG computes with local counts.
         if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
             return do(int(self), int(other))
         raise _refused("", f"the number of edges {what} {other!r}, a place among a part's edges")
@@ -100,6 +101,7 @@ def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
         return None
     if placement.kind is PlacementKind.PAIRS:
         return placement.axis, placement
+    # [2, E] has its edges along the last axis, one row of it [E] along the first.
     if placement.kind is PlacementKind.EDGES:
         return tensor.dim() - 1, placement
     return (0, placement) if placement.kind in IDS and tensor.dim() == 1 else None
@@ -107,6 +109,8 @@ def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
 
 def _ids(scope: Edges, tensor: Tensor, axis: int, placement: Placement) -> Tensor | None:
     """Return each edge's position in the whole list; None if the edges are not exactly those of a view."""
+    # Only the lists that the part itself provides are in the graph's order. A list that forward made (with
+    # self-loops, or with edges dropped) has another position for each edge.
     edges = tensor if placement.kind is PlacementKind.EDGES else placement.edges
     for view in scope.views:
         if (edges is view.edge_index or edges is view.given) and tensor.size(axis) == view.edge_ids.numel():
@@ -116,6 +120,7 @@ def _ids(scope: Edges, tensor: Tensor, axis: int, placement: Placement) -> Tenso
 
 def _subset(tensor: Tensor, placement: Placement) -> Placement:
     """Return the placement of a selection of the edges."""
+    # ``edges`` would claim that there is a row for each edge of that list.
     return replace(placement, edges=None)
 
 
@@ -157,6 +162,8 @@ def _sliced(scope: Edges, base: Tensor, axis: int, placement: Placement, items: 
 
 def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
     """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
+    # ``edge_ids`` ascends, so a slice of the whole list is one run of own edges:
+    #   edge_ids  1 3 4 7     edge_index[:, 2:6]     own edges 1:3, the graph's edges 3 and 4
     whole = range(scope.edges)[item]
     if whole.step < 0:
         raise refused(scope, "a slice that turns the order of edges round")
@@ -166,6 +173,7 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
         if whole.step == 1:
             return slice(begin, max(begin, end))
         places = torch.arange(begin, max(begin, end), device=ids.device)
+        # With a step: those edges of the run whose position in the whole list is on the step.
         return places[(ids[begin:end] - whole.start) % whole.step == 0]
 
 
@@ -178,6 +186,7 @@ def _chosen(
     if item.dtype in (torch.bool, torch.uint8):
         if item.dim() != 1:
             return NotImplemented
+        # One flag for each edge of the graph, equal on all ranks, selects among own edges.
         if held is None and item.numel() == scope.edges != base.size(axis):
             if _ids(scope, base, axis, placement) is None:
                 raise refused(scope, "flags of the graph's edges that choose among edges made in forward")
@@ -187,6 +196,7 @@ def _chosen(
         return _placed(scope, out, base, placement, items, at)
     if placement.kind is not PlacementKind.PAIRS and held is None and from_library():
         return NotImplemented
+    # Positions among own edges select own rows. MIXED ids are refused by the handler of gathers.
     if held is not None and held.kind in (PlacementKind.LOCAL, PlacementKind.MIXED):
         return NotImplemented
     if from_library() and (held is None or held.kind is not PlacementKind.PAIRS):
@@ -204,12 +214,14 @@ def _placed(
     """Return the result of an index with the placement of a selection of edges."""
     if placement.kind is PlacementKind.PAIRS:
         before = items[:at]
+        # Before the edge axis an integer removes an axis and None adds one.
         gone = sum(isinstance(each, int) and not isinstance(each, bool) for each in before)
         new = sum(each is None for each in before)
         place = placement.axis - gone + new
         return scope.placements.put(out, replace(_subset(base, placement), axis=place))
     head = items[0]
     if placement.kind is PlacementKind.EDGES and at == 1 and isinstance(head, int):
+        # Row 1 names targets, unless the rows are swapped. With edges of both directions neither row does.
         target = (head % 2 == 1) is not placement.swapped and not placement.both
         return scope.placements.put(
             out, Placement(PlacementKind.TARGET if target else PlacementKind.SOURCE, placement.view)
@@ -264,6 +276,7 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     if _ids(scope, base, *found) is None:
         raise refused(scope, f"{name}, which cuts a list of edges made in forward into pieces")
     with torch._C.DisableTorchFunction():
+        # torch itself says where the pieces of the whole list end. Each becomes a slice of own edges.
         places = getattr(torch, name.replace("split_with_sizes", "split"))(torch.arange(scope.edges), how)
     ends = [(int(piece[0]), int(piece[-1]) + 1) if piece.numel() else (0, 0) for piece in places]
     return tuple(_cut(scope, base, *found, slice(*each)) for each in ends)
@@ -284,6 +297,7 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     count = next((each for each in (*args, *kwargs.values()) if isinstance(each, SymbolicSize)), None)
     if count is None or not scope.parted or count.placement.kind is not PlacementKind.PAIRS:
         return NotImplemented
+    # PyG numbers the part's edges to sort them and to undo the sort: local positions are right there.
     if from_library():
         return scope.placements.put(func(*args, **kwargs), Placement(PlacementKind.LOCAL))
     view = (
@@ -296,6 +310,7 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     given = [scope.edges if isinstance(each, SymbolicSize) else each for each in args]
     named = {key: scope.edges if isinstance(each, SymbolicSize) else each for key, each in kwargs.items()}
     with torch._C.DisableTorchFunction():
+        # All E numbers, of which own ones are kept: linspace and logspace cannot start in the middle.
         every: Tensor = func(*given, **named)
     if every.numel() != scope.edges:
         raise refused(scope, f"{name} with {every.numel():,} numbers for {scope.edges:,} edges")
@@ -313,6 +328,7 @@ def by_order(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if name == "flip" and len(args) > 2:
         dims = args[1:]
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    # Along another axis each row is by itself. No axis given (None) means all of them, or a flattened tensor.
     if all(isinstance(dim, int) and dim % base.dim() != found[0] for dim in dims):
         return NotImplemented
     raise refused(scope, f"{name} along the list of edges")
@@ -323,6 +339,7 @@ _DIMS: Final[dict[str, tuple[int, int | None]]] = {
     "diff": (2, -1),
     "roll": (2, None),
     "take_along_dim": (2, None),
+    # These take no axis: 9 is behind every argument, so that the default is used.
     "fliplr": (9, 1),
     "flipud": (9, 0),
 }
@@ -341,6 +358,7 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     held = scope.placements.get(item)
     if (isinstance(item, slice) and item == FULL) or held is not None or from_library():
         return NotImplemented
+    # A mask of own edges, computed on this rank: torch's own assignment is right.
     if isinstance(item, Tensor) and item.dtype == torch.bool and item.numel() == base.size(axis):
         return NotImplemented
     ids = _ids(scope, base, axis, placement)
@@ -359,6 +377,10 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         return NotImplemented
     shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
     sizes = [size for size in shape if isinstance(size, int)]
+    # Served are shapes that keep the edge axis whole, or end in it. [before, E, rest]:
+    #   [E, H * C]    view(-1, H, C), view(E, H, C)    one row per edge stays
+    #                 view(-1)                         edges stay in order, several entries each
+    #                 view(K, P, F)                    refused: which edges share a group depends on the part
     rows, before = base.size(placement.axis), base.shape[: placement.axis].numel()
     rest = base.shape[placement.axis + 1 :].numel()
     for place in range(len(sizes)):
@@ -367,6 +389,7 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
             continue
         size = sizes[place]
         if size == -1 or isinstance(size, SymbolicSize) or (size == rows and rows != 1):
+            # -1 stands for the edge axis only if the sizes behind it divide what belongs to one edge.
             inner = torch.Size(sizes[place + 1 :]).numel()
             if size != -1 or (inner and rest % inner == 0):
                 return NotImplemented
@@ -390,11 +413,13 @@ def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     ):
         return NotImplemented
     axis = dim % max(args[0].dim(), 1)
+    # As many rows as ids: nothing to cut.
     if value.dim() <= axis or value.size(axis) == index.size(0 if index.dim() == 1 else axis):
         return NotImplemented
     if scope.placements.get(value) is not None or value.size(axis) != scope.edges:
         raise refused(scope, f"{name} with {value.size(axis):,} rows for {index.size(0):,} edges")
     own = own_edges(scope, value, axis, placement)
+    # The call is made again, so that the handler of scatters answers it with own rows.
     if key:
         return scope.__torch_function__(func, (), args, {**kwargs, key: own})
     return scope.__torch_function__(func, (), (*args[:3], own, *args[4:]), kwargs)

@@ -34,6 +34,8 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 WAY_OUT: Final = "give it to the model as an attribute of the edges (data.edge_attr), or as data.e_id"
+# Tensors of these modules are weights, even if a size happens to be the number of edges. Containers and
+# embeddings are theirs too, but hold what the user put there.
 _OWN: Final = ("torch_geometric.nn.", "torch.nn.")
 _HOLDERS: Final = (nn.ParameterList, nn.ParameterDict, nn.Embedding)
 _ROWS_FIRST: Final = frozenset(
@@ -76,6 +78,7 @@ _SKIPPED: Final = frozenset(
         "get_device",
     ]
 )
+# Attributes answered for own rows. Others, such as dtype, device or grad, are asked of the table itself.
 _ATTRIBUTES: Final = frozenset(["shape", "T", "mT", "data"])
 
 
@@ -110,6 +113,7 @@ class EdgeTables:
         Raises:
             ModelError: If the call writes to a table.
         """
+        # These calls look at no rows, and hash or deepcopy must see the table itself.
         if name in _SKIPPED or (name == "__get__" and attribute(func) not in _ATTRIBUTES):
             return args, kwargs
         first = args[0] if args else None
@@ -120,8 +124,11 @@ class EdgeTables:
                 where="; ".join(filter(None, (scope.where(), user_line()))),
                 hint="compute a new tensor from it, or train on one rank",
             )
+        # w[data.e_id] reads by numbers in the whole graph, so it needs the whole table. w[order], with
+        # positions among own edges, reads own rows.
         whole = name in _READS and first in self and _by_number(args[1:], kwargs)
         whole = whole and not self._by_order(scope, first, (*args[1:], *kwargs.values()))
+        # F.linear(h, weight) with as many outputs as edges: the weight stays whole.
         if name in _ROWS_FIRST and args:
             return (self._of(scope, first, whole=whole), *args[1:]), kwargs
         return (
@@ -154,6 +161,7 @@ class EdgeTables:
         ]
         for index, placement in local:
             view = scope.views[placement.view]
+            # If the list that they count is unknown, as many numbers as own edges are an order of all.
             known = placement.edges is not None and (
                 placement.edges is view.edge_index or placement.edges is view.given
             )
@@ -175,6 +183,7 @@ class EdgeTables:
             )
         if value not in self or whole:
             return value
+        # Cut once per forward. An in-place write changes the version; rows cut under no_grad have no graph.
         version, grad, own = self._own.get(value, (-1, False, value))
         if version != value._version or grad != torch.is_grad_enabled():
             own = own_edges(scope, value, _axis(value, scope.edges), Placement(PlacementKind.PAIRS))
@@ -237,9 +246,11 @@ def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
         places ``[e]``.
     """
     found = {id(tensor): tensor for _, tensor in _tables_among(model, edges, vertices)}
+    # All edges stay, in their order.
     if places.numel() == edges:
         return False
     for tensor in found.values():
+        # The tensor object stays, so that everything that refers to it sees the cut one.
         tensor.data = tensor.data.index_select(_axis(tensor, edges), places)
     return bool(found)
 
@@ -253,6 +264,7 @@ def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple
                 where=name,
                 hint="give the Data adj_t, and forward(x, adj_t); or train on one rank",
             )
+        # A size equal to the number of edges is the only sign of a table.
         places = [axis for axis, size in enumerate(tensor.shape) if size == edges]
         if edges < 2 or not places or tensor.layout is not torch.strided:
             continue
@@ -279,6 +291,7 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_placement(scope, t)) is not None), None)
     if found is None:
         return None
+    # Axis of the edges from the right, as broadcasting aligns them.
     right, cut = found[1].axis - found[0].dim(), False
     # The result of an operator like += takes the place of its operand, so that is not a write to a table.
     targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
@@ -290,6 +303,7 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         if not isinstance(value, Tensor) or scope.placements.get(value) is not None or value.dim() < -right:
             return value
         axis = value.dim() + right
+        # A mask of all edges, as in messages[mask], need not align: it selects along an axis of its own size.
         if value.size(axis) != scope.edges:
             axis = _axis(value, scope.edges) if value.dtype == torch.bool else -1
         if axis < 0:
@@ -325,6 +339,7 @@ def _edges_placement(scope: Cutter, tensor: Tensor) -> Placement | None:
         if placement.kind is PlacementKind.EDGES
         else 0
     )
+    # Rows or ids of edges that forward selected have another number of entries.
     fits = tensor.dim() > axis and tensor.size(axis) == scope.views[placement.view].edge_ids.numel()
     return Placement(PlacementKind.PAIRS, placement.view, axis) if fits else None
 
@@ -339,6 +354,7 @@ def _by_number(rest: Args, kwargs: Kwargs) -> bool:
     for value in (*rest, *kwargs.values()):
         items += value if isinstance(value, (tuple, list)) else [value]
     numbers = [each for each in items if isinstance(each, Tensor)]
+    # w[ids] reads by number and so does w[5]; w[:m] and w[mask] follow the order of the edges.
     if any(each.dtype not in (torch.bool, torch.uint8) for each in numbers):
         return True
     return not numbers and isinstance(items[0] if items else None, int)
@@ -358,6 +374,7 @@ def tensors_of(model: nn.Module, *, libraries: bool = False) -> Iterator[tuple[s
         held = {**vars(module), **module._parameters, **module._buffers}
         for name, value in held.items():
             label = f"{path}.{name}" if path else name
+            # ``vars`` has the registries themselves too, whose entries were added above by name.
             if name in ("_parameters", "_buffers", "_modules") or "hook" in name:
                 continue
             if isinstance(value, Tensor):

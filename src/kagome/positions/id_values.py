@@ -54,14 +54,19 @@ _STAY: Final = NO_IDS | frozenset(
 
 ``edge_positions`` refuses calls along the edge list, and ``gather_scatter`` sparse matrices.
 """
+# A cast to integers keeps ids; a cast to floats or booleans looks at their values.
 _CASTS: Final = frozenset(["to", "type", "type_as"])
+# Calls that hand numbers to Python or NumPy, where no placement follows them.
 _LEAVE: Final = frozenset(["tolist", "numpy", "__array__", "item", "__int__", "__index__"])
 _ORDERS: Final = frozenset(["gt", "lt", "ge", "le", "__gt__", "__lt__", "__ge__", "__le__"])
 """Comparisons that find the larger end of an edge; PyG's own code makes them too."""
+# Two lists of local ids are equal where their global numbers are.
 _SAME: Final = frozenset(["eq", "ne", "__eq__", "__ne__", "equal"])
+# Writes by an index: the index stays local, and ids that are written as values become global.
 _SOURCES: Final = frozenset(
     ["scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_"]
 ) | frozenset(["scatter_reduce", "scatter_reduce_", "__setitem__", "index_put", "index_put_"])
+# Reads by an index, and cuts whose bounds are positions.
 _READS: Final = frozenset(["embedding", "index_select", "gather", "take_along_dim", "__getitem__"])
 _SLICES: Final = frozenset(["narrow", "select", "split", "chunk", "tensor_split"])
 _BLIND: Final = _STAY - _SOURCES - _SLICES - _READS
@@ -77,6 +82,7 @@ def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tu
         args: Its positional arguments, as the user gave them.
         kwargs: Its keyword arguments, as the user gave them.
     """
+    # Every torch call of a part passes here. Most leave at this line or once no argument has ids.
     if name in _BLIND:
         return args, kwargs
     found, places = [], False
@@ -91,6 +97,8 @@ def by_value(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs) -> tu
         return args, kwargs
     looks = name not in _STAY or name in _SOURCES
     kinds = {placement.kind for each in found if (placement := scope.placements.get(each)) is not None}
+    # PyG's own code compares and computes with local ids, which handlers and layer rules make exact. The one
+    # question that they cannot answer is which end of an edge has the larger number.
     ordered = name in _ORDERS and len(kinds) > 1  # dropout_edge keeps one of both directions this way
     if not (places or (found and looks)) or (from_library() and not ordered):
         return args, kwargs
@@ -134,10 +142,12 @@ def _refuse_places(scope: EndpointValues, name: str, args: Args, kwargs: Kwargs)
     if name == "__getitem__" and base is not None and base.kind is PlacementKind.LOCAL:
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
         item = next((item for item in items if item is not None), FULL)  # nonzero()[:, 0] has columns
+        # order[..., :k] of a list of positions cuts the list, too.
         if item is Ellipsis and args[0].dim() == 1:
             item = items[-1]
         sliced = isinstance(item, (int, list)) or (type(item) is slice and item != FULL)
     floats = name in _CASTS and _to_float(name, args, kwargs)
+    # x[order] reorders own rows. A table that all ranks have whole would be read at a part's own positions.
     table = name in _READS and _of_no_rows(scope, name, args, kwargs)
     written = name in _SOURCES - {"__setitem__"} and _writes_places(scope, name, args, kwargs)
     if sliced or floats or table or written or name in _SLICES or name not in _STAY | _CASTS:
@@ -177,6 +187,7 @@ def _to_float(name: str, args: Args, kwargs: Kwargs) -> bool:
         kind = value.dtype if isinstance(value, Tensor) else value
         if isinstance(kind, torch.dtype):
             return kind.is_floating_point or kind.is_complex or kind is torch.bool
+        # The type may be given as a text: ids.type("torch.cuda.LongTensor").
         if isinstance(kind, str) and name == "type":
             return not kind.endswith(("LongTensor", "IntTensor"))
     return False
@@ -207,6 +218,7 @@ def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
     assert placement is not None
     scope.numbered = True
     edges = ids if placement.kind is PlacementKind.EDGES else placement.edges
+    # ``with_halo`` lists the original numbers of own and halo rows, [n + H], in the order of local ids.
     with torch._C.DisableTorchFunction():
         values = scope.ids.with_halo(placement)[ids.long()].to(ids.dtype)
     count = edges.size(-1) if edges is not None else None
@@ -219,6 +231,7 @@ def _axis(values: Tensor, placement: Placement, edges: int | None) -> int:
     """Return the axis along which there is one entry per edge: ids may have been put in columns."""
     if placement.kind is PlacementKind.EDGES:
         return values.dim() - 1
+    # One end of the edges is [E]; forward may have made a column [E, 1] or a row [1, E] of it.
     if edges is not None:
         return next((axis for axis, size in enumerate(values.shape) if size == edges), 0)
     return next((axis for axis, size in enumerate(values.shape) if size != 1), 0)
@@ -232,12 +245,14 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
     weights = kwargs.get("weights", args[1] if len(args) > 1 else None)
     least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     whole = isinstance(least, SymbolicSize) and least.of_vertices and least.placement.is_complete
+    # Without it torch returns max(ids) + 1 counts, a number that differs between parts.
     if not whole and int(least) != scope.vertices:
         raise refused(
             scope,
             f"bincount of the ids of edges with minlength={least}, and as many counts as there happen to be",
             hint="minlength=x.size(0)",
         )
+    # A count is a sum of ones over edges. The handler of scatters sends counts of halo rows to their owners.
     each = torch.ones(ids.shape, dtype=torch.float64, device=ids.device) if weights is None else weights
     with torch._C.DisableTorchFunction():
         none = torch.zeros(scope.own, dtype=each.dtype, device=ids.device)
@@ -256,6 +271,7 @@ def refuse_rows_by_value(
     """
     held = scope.placements.get(base)
     rows = held is not None and held.kind in (PlacementKind.ROWS, PlacementKind.NUMBERS) and held.axis == axis
+    # Masks select among own rows, and floats cannot index: only whole numbers can name other vertices.
     ints = index.dtype not in (torch.bool, torch.uint8) and not index.is_floating_point()
     if rows and scope.parted and placement.kind is PlacementKind.PAIRS and ints and not from_library():
         raise refused(

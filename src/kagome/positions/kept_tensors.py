@@ -75,6 +75,7 @@ class KeptTensors:
             sizes: The numbers of vertices and edges of the whole graph.
         """
         named = tensors_of(model)
+        # An axis of N or E entries marks a table. Tensors with a placement already are rows of this part.
         tables = {
             name for name, each in named if {*sizes} & {*each.shape} and scope.placements.get(each) is None
         }
@@ -101,8 +102,11 @@ class KeptTensors:
         for target in written_by(name, attribute(func) if name == "__set__" else "", args, kwargs):
             memory = _memory(target)
             copied = self._copies.get(memory) if memory is not None else None
+            # The arguments that are read: all but the target. With ``out=`` that includes the first one.
             rest = (*args[1:], *(each for key, each in kwargs.items() if key != "out"))
             given = rest if "out" not in kwargs else (*args[:1], *rest)
+            # Two faults: the target is a copy of rows of a kept tensor, which would stay as it was; or a
+            # value with a placement, so of this part alone, is written into memory that the model keeps.
             found = None
             if copied is None and scope.placements.get(target) is None:
                 found = next(
@@ -124,7 +128,9 @@ class KeptTensors:
         Raises:
             ModelError: If the model holds rows of this part in place of a table, or in a buffer it saves.
         """
+        # The next forward may find other tensors under the model's names.
         self._held = None
+        # A write through ``.data`` changes no version, by which cached results are told to be up to date.
         if self.shown:
             scope.constants.forget()
             self.shown = False
@@ -132,6 +138,7 @@ class KeptTensors:
             scope.edge_tables.forget()
         if self._model is None or not scope.parted:
             return
+        # A buffer that checkpoints save, or a tensor that took a table's name, must not be of one part.
         for label, tensor in (*_saved(self._model), *self._replaced()):
             placement = scope.placements.get(tensor)
             if placement is not None:
@@ -152,6 +159,8 @@ class KeptTensors:
         """Return the name of the model's tensor that shares memory with this one; else None."""
         if self._model is None or (memory := _memory(tensor)) is None:
             return None
+        # The map is made at the first write of a forward, since most models write nothing. Its keys are
+        # storages, so that a tensor is found through its views too.
         if self._held is None:
             self._held = WeakTensorMap()
             for label, each in tensors_of(self._model, libraries=True):
@@ -184,6 +193,7 @@ def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _memory(tensor: Any) -> object | None:
     """Return the storage of a tensor; None if it has none of its own."""
+    # Lazy tensors and other subclasses have no memory to compare.
     if type(tensor) not in (Tensor, nn.Parameter):
         return None
     with torch._C.DisableTorchFunction():

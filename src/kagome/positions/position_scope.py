@@ -54,13 +54,16 @@ def span_of(scope: PositionScope, placement: Placement, item: slice) -> range:
     whole = scope.axes.length(placement)
     if whole < 0:
         raise refused(scope, "a slice that counts rows chosen by a mask")
+    # Python resolves missing, negative and too large bounds against the whole graph's length.
     span = range(whole)[slice(as_place(item.start), as_place(item.stop), as_place(item.step))]
     if span.step < 0:
         raise refused(scope, "a slice that turns the order of vertices round")
+    # [N * each]: the bounds must fall between vertices.
     if placement.each > 1:
         if span and (span.step != 1 or span.start % placement.each or span.stop % placement.each):
             raise refused(scope, f"a slice that cuts through the {placement.each} entries of a vertex")
         span = range(span.start // placement.each, span.stop // placement.each)
+    # x[a:b][c:d]: the second slice counts within the span of the first.
     held = (
         placement.subset.span
         if placement.subset is not None and placement.subset.span is not None

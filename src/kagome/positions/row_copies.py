@@ -35,13 +35,16 @@ class RowCopies:
 
     def meet(self, name: str, args: Args) -> None:
         """Check a call that may write into a copy, or put back what was written."""
+        # Every torch call of a part passes here.
         if not len(self._held) or not args or not isinstance(args[0], Tensor):
             return
         assigns = name == "__setitem__"
+        # x[::2] *= 2 runs as three calls: rows = x[::2]; rows *= 2; x[::2] = rows. The third puts rows back.
         if assigns and len(args) > 2:
             self._open = [each for each in self._open if each[0] is not args[2]]
         if not assigns and (not name.endswith("_") or name.startswith("_")):
             return
+        # Rows of a copy, v[0].zero_(), share its memory.
         with torch._C.DisableTorchFunction():
             whole = args[0]._base
         if args[0] in self._held or (whole is not None and whole in self._held):

@@ -40,8 +40,10 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     )
     dims = max(value.dim() for value in values)
     dim = {"hstack": 1, "vstack": 0}.get(name, kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
+    # Along another axis the rows stay apart. PyG's own code concatenates rows of this part.
     if dim != first.axis or (not scope.parted and first.subset is None) or from_library():
         return NotImplemented
+    # torch.cat([empty, ...]), as a loop may begin: an empty list without a placement adds nothing.
     pieces = [
         (value, placement)
         for value, placement in zip(values, placements, strict=True)
@@ -49,6 +51,7 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     ]
     subsets = [_subset_of(scope, placement) if placement is not None else None for _, placement in pieces]
     spans = [subset.span for subset in subsets if subset is not None]
+    # Entries per vertex of each piece; 0 marks a piece whose rows are not along this axis.
     alike = {
         placement.each if placement is not None and placement.axis == dim else 0 for _, placement in pieces
     }
@@ -57,9 +60,12 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
         if not scope.parted:
             return NotImplemented
         raise refused(scope, f"{name} of rows of vertices that do not follow one another")
+    # Pieces follow each other in the whole graph:    x[:5], x[5:9]    whole = range(0, 9)
     laid = torch.cat([now(value) for value, _ in pieces], dim)
     placement = replace(first, subset=None)
     with torch._C.DisableTorchFunction():
+        # Own rows in the order of the pieces. They are out of place where own rows do not ascend (merged
+        # chunks): each piece has its rows in own order, and the pieces follow in the graph's.
         at = torch.cat([subset.places() for subset in subsets if subset is not None])
         if len(whole) < scope.vertices:
             placement = replace(first, subset=RowSubset(at, whole))
@@ -95,6 +101,7 @@ def _with_edges(
         ),
         None,
     )
+    # Edges and self-loops, ids of both kinds; or values of edges and, for the loops, values of vertices.
     given = zip(values, placements, strict=True)
     if lead is not None:
         local = [_loops(scope, value, placement, lead) for value, placement in given]
@@ -106,6 +113,7 @@ def _with_edges(
         ]
     else:
         return NotImplemented
+    # Every value is this part's already, so torch's own ``cat`` is right.
     if all(one is other for one, other in zip(local, values, strict=True)):
         return NotImplemented
     kwargs = {key: value for key, value in kwargs.items() if key != "tensors"}
@@ -120,10 +128,13 @@ def _loops(scope: PositionScope, value: Tensor, placement: Placement | None, lea
     Raises:
         ModelError: If a user adds other edges, whose ids would be taken for ids of this part.
     """
+    # Made of torch.arange(x.size(0)): both ends of a loop are an own vertex.
     if placement is not None and placement.kind is PlacementKind.NUMBERS:
         return scope.placements.put(scope.ids.local_of(value), replace(lead, edges=None))
     if placement is not None or not scope.parted or not value.numel():
         return value
+    # Ids without a placement are understood only as 0, 1, ... of all vertices, the loops of
+    # add_self_loops. A list of all N is cut to own ones, a list of n is this part's already.
     with torch._C.DisableTorchFunction():
         row = value.reshape(-1, value.size(-1))
         every = torch.arange(row.size(1), device=value.device).expand_as(row)
@@ -149,6 +160,7 @@ def count(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         return NotImplemented
     with torch._C.DisableTorchFunction():
         here, dims = len(args[0]), args[0].dim()
+    # The axis that ``len`` counts, the first, must be the one with rows.
     along = placement.axis if placement.kind in ALIGNED else dims - 1 if placement.kind in IDS else 0
     return scope.ranks.number_of(placement, here) if along == 0 else NotImplemented
 
@@ -160,6 +172,7 @@ def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     ]
     if not counts or not scope.parted or from_library():
         return NotImplemented
+    # The whole list, [N], is made on each rank: own entries depend on its ends and its length.
     with torch._C.DisableTorchFunction():
         every = func(*map(as_place, args), **{key: as_place(value) for key, value in kwargs.items()})
     if every.dim() != 1 or every.numel() != scope.vertices:
@@ -169,6 +182,7 @@ def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
 
 def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``torch.arange(x.size(0))`` with the numbers of own vertices."""
+    # arange(end), arange(start, end), arange(start, end, step).
     given = [kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)]
     plain = [value for value in args if isinstance(value, (int, float))]
     if len(plain) == 1 and "end" not in kwargs:
@@ -184,6 +198,7 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         raise refused(scope, "an arange that counts rows of some vertices, or several a vertex")
     named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
     placement = Placement(PlacementKind.NUMBERS)
+    # The check then compares on a sample in which every vertex has its own number.
     scope.numbered = scope.parted or scope.numbered
     with torch._C.DisableTorchFunction():
         ids = scope.ids.of(placement)
@@ -209,6 +224,7 @@ def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
     if held is None:
         return NotImplemented
     base, placement = held
+    # Each call names its axes in its own way. Without any, ``roll`` flattens and ``flip`` is an error.
     if name in ("fliplr", "flipud", "__reversed__"):
         dims: Any = (1,) if name == "fliplr" else (0,)
     elif name == "rot90":
@@ -226,6 +242,7 @@ def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
         return NotImplemented
     if from_library():
         return NotImplemented
+    # Reached also without an axis: the flattened tensor goes from row to row.
     raise refused(scope, f"{name}, which goes from one vertex to the next by their places")
 
 
@@ -235,6 +252,7 @@ def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     Raises:
         ModelError: If values are looked up among rows of vertices or edges, of which a part has only some.
     """
+    # bucketize(values, boundaries) and isin(values, test_elements), but searchsorted(sorted, values).
     second = ("boundaries", "test_elements") if name != "searchsorted" else ("self", "input")
     looked, held = args[0] if args else None, args[1] if len(args) > 1 else None
     held = next((kwargs[key] for key in second if key in kwargs), held)
@@ -249,6 +267,7 @@ def among(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         and (name == "isin" or placement.kind in IDS or placement.axis == held.dim() - 1)
     ):
         raise refused(scope, f"{name} of numbers among rows of which a part has only some")
+    # searchsorted(table, x) with a table that all ranks have: one result per row of x.
     told = scope.placements.get(looked) if name == "searchsorted" and placement is None else None
     if told is None or told.kind not in ALIGNED or held.dim() != 1:
         return NotImplemented
@@ -284,6 +303,7 @@ def of_list(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     values = args[int(name == "new_tensor")] if len(args) > int(name == "new_tensor") else kwargs.get("data")
     if not scope.parted or not isinstance(values, (list, tuple)) or from_library():
         return NotImplemented
+    # On a rank that owns all vertices, or few, the length says nothing.
     if len(values) != scope.own or scope.own == scope.vertices or scope.own < FEWEST:
         return NotImplemented
     out = func(*args, **kwargs)

@@ -54,18 +54,23 @@ def getitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     if type(item) is slice and item == FULL:
         return NotImplemented
     alone = all(type(each) is slice and each == FULL for i, each in enumerate(items) if i != at)
+    # A mask of own rows, or ids of this part: the index already selects among own rows.
     if isinstance(item, Tensor) and _known(scope, item):
         return _chosen(scope, func, base, index, placement, item) if alone else NotImplemented
+    # PyG computes with the part's own sizes, so its positions are local and torch's own indexing is right.
     if scope.parted and from_library():
         return NotImplemented
+    # The whole graph is local, so torch's slice is right. Draws still need to know which vertices it has.
     if not scope.parted:
         return _noted(scope, func, now(base), index, placement, item) if alone else NotImplemented
     out = take(scope, base, placement, item)
+    # One position: the result has no axis of vertices, and every rank has it. In plain PyTorch it is a view.
     if isinstance(item, int):
         del items[at]
         return scope.copies.note(out[tuple(items)] if not alone else out)
     if alone:
         return out
+    # Rows are selected already, so the other axes are indexed with the row axis taken whole.
     items[at] = FULL
     if isinstance(item, Tensor) and any(isinstance(each, (Tensor, list)) for each in items):
         raise refused(scope, "x[ids, columns], which picks single entries by the numbers of vertices")
@@ -77,6 +82,7 @@ def _chosen(
 ) -> Any:
     """Answer ``x[mask]`` and ``x[order]``: own rows selected by one flag per row, or by own positions."""
     held = scope.placements.get(item)
+    # x[arange(x.size(0))]: the index holds original numbers of own vertices, so no other rank is asked.
     if held is not None and held.kind is PlacementKind.NUMBERS:
         scope.numbered = True
         places = scope.ids.local_of(item)
@@ -86,6 +92,8 @@ def _chosen(
             else NotImplemented
         )
         return out if out is NotImplemented else scope.placements.put(out, replace(placement))
+    # A flag per own row selects whatever it was computed from. Positions do so only if they were made on this
+    # part (LOCAL): an argsort of own rows, say. Any other integers would be vertex numbers held as data.
     own = held is None or held.kind in (*VERTICES, PlacementKind.LOCAL)
     if not own or item.dim() != 1 or placement.each > 1:
         return NotImplemented
@@ -97,6 +105,7 @@ def _chosen(
     out = func(now(base), index)
     with torch._C.DisableTorchFunction():
         places = item.bool() if flags else item
+        # A subset names positions among all own rows, also where x itself has rows of some of them.
         if placement.subset is not None:
             places = placement.subset.places()[places]
     return scope.placements.put(out, replace(placement, subset=RowSubset(places)))
@@ -106,6 +115,7 @@ def _noted(
     scope: PositionScope, func: Func, base: Tensor, index: Any, placement: Placement, item: Any
 ) -> Any:
     """Run a slice where all rows are local, and record which vertices it selects, for random draws."""
+    # A subset that a mask selected has no span, so a slice of it is no range of vertices.
     spanned = placement.subset is None or placement.subset.span is not None
     if not isinstance(item, slice) or placement.each > 1 or not spanned:
         return NotImplemented
@@ -126,8 +136,10 @@ def _noted(
 def _known(scope: PositionScope, item: Tensor) -> bool:
     """Return True if an index already refers to own rows, rather than listing numbers of vertices."""
     placement = scope.placements.get(item)
+    # Ids, LOCAL positions and NUMBERS refer to this part. Rows of integers are vertex numbers held as data.
     if placement is not None and placement.kind is not PlacementKind.LOST:
         return placement.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS) or item.dtype == torch.bool
+    # A mask without a placement has an entry per own row, or, as a constant of the model, one per vertex.
     if item.dtype in (torch.bool, torch.uint8):
         return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
     return not scope.parted
@@ -142,6 +154,8 @@ def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
         axis: The axis to find.
     """
     items = list(index) if isinstance(index, tuple) else [index]
+    # An item consumes one axis, a boolean mask of k axes consumes k, and None consumes none:
+    #   x [N, A, B]    x[..., None, mask]    mask [A, B]    items [:, None, mask], row item at 0
     wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
     given = sum(w for each, w in zip(items, wide, strict=True) if each is not None and each is not Ellipsis)
     place = next((i for i, each in enumerate(items) if each is Ellipsis), None)
@@ -199,6 +213,7 @@ def take(scope: PositionScope, base: Tensor, placement: Placement, item: Any) ->
 
 def _spanned(scope: PositionScope, base: Tensor, placement: Placement, span: range) -> Tensor:
     """Return own rows among a span of vertices."""
+    # The span covers the axis: a view, so that writes to it reach x as in plain PyTorch.
     if len(span) * placement.each == scope.axes.length(placement):
         return scope.placements.put(base.view_as(base), placement)
     ids = scope.ids.of(placement)
@@ -207,6 +222,7 @@ def _spanned(scope: PositionScope, base: Tensor, placement: Placement, span: ran
         chosen = inside.nonzero().view(-1)
         held = placement.subset.places() if placement.subset is not None else None
         out = rows_at(base, placement, chosen, whole=scope.ids.ascending)
+        # The rows were copied, because they are not contiguous here. A write to the copy would not reach x.
         if out._base is None:
             scope.copies.note(out)
     subset = RowSubset(chosen if held is None else held[chosen], span)
@@ -215,6 +231,7 @@ def _spanned(scope: PositionScope, base: Tensor, placement: Placement, span: ran
 
 def rows_at(base: Tensor, placement: Placement, chosen: Tensor, *, whole: bool) -> Tensor:
     """Return rows at positions along the row axis; contiguous rows are returned as a view."""
+    # Own rows usually ascend in the graph's order, so a span of vertices is one run of own rows.
     first = int(chosen[0]) if chosen.numel() else 0
     if (
         placement.each == 1
@@ -224,6 +241,7 @@ def rows_at(base: Tensor, placement: Placement, chosen: Tensor, *, whole: bool) 
         return base.narrow(placement.axis, first, chosen.numel())
     if placement.each == 1:
         return base.index_select(placement.axis, chosen)
+    # [rows * each] -> [rows, each]
     apart = base.unflatten(placement.axis, (base.size(placement.axis) // placement.each, placement.each))
     out: Tensor = apart.index_select(placement.axis, chosen).flatten(placement.axis, placement.axis + 1)
     return out
@@ -233,6 +251,7 @@ def _masked(scope: PositionScope, base: Tensor, placement: Placement, mask: Tens
     """Return own rows where a mask over all vertices is true."""
     if placement.subset is not None or placement.each > 1:
         raise refused(scope, "a mask of all vertices that chooses among some of them")
+    # [N] -> [n]
     own = scope.placements.put(mask.bool()[scope.ids.of(placement)], Placement(PlacementKind.ROWS))
     with torch._C.DisableTorchFunction():
         chosen = own.nonzero().view(-1)
@@ -256,12 +275,19 @@ def _listed(scope: PositionScope, base: Tensor, placement: Placement, places: Te
     ids = scope.ids.of(placement)
     _alike(scope, places)
     with torch._C.DisableTorchFunction():
+        # The rank that owns a wanted vertex contributes its row and all others contribute zeros:
+        #   wanted         5    7    9
+        #   rank 0, owns 5, 9    x5   0    x9
+        #   rank 1, owns 7       0    x7   0      sum over ranks: x5 x7 x9 on both
+        # Backward of the sum gives each owner the gradients of all ranks.
         wanted = torch.where(places < 0, places + whole, places).reshape(-1)
         if wanted.numel() and not bool(((wanted >= 0) & (wanted < whole)).all()):
             raise IndexError(f"an index is out of bounds for dimension {placement.axis} with size {whole}")
+        # Positions within x[a:b:s] become original numbers.
         if placement.subset is not None and placement.subset.span is not None:
             wanted = placement.subset.span.start + wanted * placement.subset.span.step
         order = ids.argsort()
+        # The search also finds a place for a vertex that is not here; comparing the ids tells the two apart.
         at = torch.searchsorted(ids[order], wanted).clamp(max=max(ids.numel() - 1, 0))
         local = order[at] if ids.numel() else at
         mine = ids[local] == wanted if ids.numel() else torch.zeros_like(wanted, dtype=torch.bool)
@@ -269,6 +295,7 @@ def _listed(scope: PositionScope, base: Tensor, placement: Placement, places: Te
         front = base.movedim(placement.axis, 0)
         found = front.new_zeros(shape)
         found = found.index_add(0, mine.nonzero().view(-1), front[local[mine]])
+    # An all-reduce cannot sum flags.
     wide = found.to(torch.int64) if found.dtype == torch.bool else found
     summed = scope.ranks.total(wide, NAMED).to(found.dtype)
     with torch._C.DisableTorchFunction():
@@ -281,6 +308,8 @@ def _alike(scope: PositionScope, places: Tensor) -> None:
     if not scope.forward.forward_pass.checked:
         return
     with torch._C.DisableTorchFunction():
+        # Count and sum of p (p + 1) of the list. max(w) and max(-w), in one all-reduce, show whether all
+        # ranks have the same numbers. The order of the list is not compared.
         word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
         both = torch.cat([word, -word]).to(places.device)
     with scope.forward.forward_pass.reading_once():  # later forward passes skip this check
@@ -340,6 +369,7 @@ def _ends(name: str, whole: int, how: Any) -> list[int]:
     if name == "tensor_split":
         if isinstance(how, (tuple, list)):
             return [int(as_place(each)) for each in how]
+        # tensor_split(n): n pieces, of which the first ``whole % n`` have one row more.
         how = int(how)
         sizes = [whole // how + (i < whole % how) for i in range(how)]
     elif isinstance(how, (tuple, list)):
@@ -347,6 +377,7 @@ def _ends(name: str, whole: int, how: Any) -> list[int]:
         if sum(sizes) != whole:
             raise RuntimeError(f"split sizes sum to {sum(sizes)}, the dimension has {whole}")
     else:
+        # chunk(n): pieces of ceil(whole / n) rows, possibly fewer than n. split(s): pieces of s rows.
         size = int(as_place(how)) if name != "chunk" else -(-whole // int(how))
         sizes = [size] * (whole // size) + ([whole % size] if whole % size else [])
     ends, total = [], 0
@@ -360,6 +391,7 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     """Answer ``x[...] = value`` where the item at the row axis is a position."""
     base, index, value = args
     placement, held = scope.placements.get(base), scope.placements.get(value)
+    # A tensor that receives lost rows is lost as a whole.
     if held is not None and held.kind is PlacementKind.LOST:
         scope.placements.put(base, held)
     if placement is None or placement.kind not in VERTICES or not scope.parted:
@@ -383,6 +415,7 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
         else:
             wanted = torch.as_tensor(item, device=ids.device).reshape(-1)
             wanted = torch.where(wanted < 0, wanted + whole, wanted)
+        # [N]: own local row of each vertex, -1 for rows of other ranks. Each rank writes only what it owns.
         known = torch.full((scope.vertices,), -1, device=ids.device)
         known[ids] = torch.arange(ids.numel(), device=ids.device)
         local = known[wanted]
@@ -404,17 +437,20 @@ def _written(
     single: bool,
 ) -> Any:
     """Return own rows' share of a value given for all rows that are written."""
+    # A scalar, or one row for one position, is the same for all rows written.
     if not isinstance(value, Tensor) or value.dim() == 0 or single:
         return value
     held = scope.placements.get(value)
     if held is not None and held.kind in VERTICES:
         with torch._C.DisableTorchFunction():
+            # x[2:6] = f(x[2:6]): the value has own rows only, and they must be those that are written.
             same = held.subset is not None and torch.equal(held.subset.places(), items[placement.axis])
         if not same:
             raise refused(scope, "rows written by number from rows of other vertices")
         with torch._C.DisableTorchFunction():
             shared = now(value).untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
         return now(value).clone() if shared else now(value)  # x[:n] += 1 writes the rows it has read
+    # Row axis of the value, counted from the right: x[:9, 3] = v has one axis fewer than x.
     right = placement.axis - base.dim() + sum(isinstance(each, int) for each in items[placement.axis + 1 :])
     if value.dim() < -right or value.size(right) == 1:
         return value
@@ -441,6 +477,7 @@ def written_by_place(scope: PositionScope, name: str, func: Func, args: Args, kw
         return NotImplemented
     if adds:
         raise refused(scope, f"{name} to rows by numbers that are not those of the graph's edges")
+    # index_fill returns a new tensor, index_fill_ writes to its argument.
     if not name.endswith("_"):
         base = scope.placements.put(now(base).clone(), placement)
     done = setitem(scope, "__setitem__", Tensor.__setitem__, (base, index, value), {})

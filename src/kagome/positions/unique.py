@@ -41,6 +41,7 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         raise refused(scope, f"{name} of {values.dtype}, which tells a part's own values apart")
     with torch._C.DisableTorchFunction():
         whole = values.long()
+    # Each rank marks which of the values from low to high it has; the maximum over ranks is their union.
     low, high = _ends(scope, whole)
     if high - low >= WIDEST:
         raise refused(scope, f"unique of values from {low:,} to {high:,}, which are more than ranks compare")
@@ -50,6 +51,7 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     there = scope.ranks.greatest(there)
     with torch._C.DisableTorchFunction():
         found = there.nonzero().view(-1) + low
+        # Position of each own value in the sorted list [u], as torch.unique returns it.
         inverse = torch.searchsorted(found, whole)
         counts = torch.bincount(inverse.reshape(-1), minlength=found.numel()).double()
     out = [found.to(values.dtype)]
@@ -63,6 +65,7 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
     """Return the least and the greatest value over all ranks."""
     with torch._C.DisableTorchFunction():
+        # max(-v) and max(v) in one all-reduce. A rank without values sends -2^53, which never wins.
         far = torch.full((2,), -float(2**53), dtype=torch.float64, device=values.device)
         if values.numel():
             far = torch.stack([-values.min(), values.max()]).double()
@@ -92,6 +95,7 @@ def bincount(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         whole = values.long()
     _, high = _ends(scope, whole)
     with torch._C.DisableTorchFunction():
+        # All ranks count up to the same greatest value, so that the counts can be summed.
         counts = torch.bincount(whole, weights, max(int(as_place(least)), high + 1))
     summed = scope.ranks.total(counts.double())
     if weights is None:

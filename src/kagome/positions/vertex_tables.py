@@ -30,6 +30,7 @@ def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
     if type(index) not in (slice, tuple) or scope.placements.get(base) is not None:
         return NotImplemented
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    # The bound is a count of own vertices, [:x.size(0)], so the slice asks for one row per vertex.
     if type(head) is slice and isinstance(head.stop, SymbolicSize) and head.stop.of_vertices:
         if (
             not isinstance(base, Tensor)
@@ -39,11 +40,14 @@ def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         ):
             return NotImplemented
         placement = head.stop.placement
+        # A table may be longer than the graph, as one of positional encodings is.
         if not placement.is_complete or base.size(0) < scope.vertices:
             return NotImplemented
         scope.numbered = True
         own = func(base, scope.ids.of(placement)) if scope.parted else func(base, head)
         scope.placements.put(own, Placement(PlacementKind.ROWS))
+        # In plain PyTorch these rows are a view. Here a write to them would be lost, so it is watched: by
+        # ``keeping`` if the model keeps the table, else by ``copies``.
         if scope.parted and not scope.keeping.copy(scope, base, own):
             scope.copies.note(own)
         return own[(FULL, *rest)] if rest else own
@@ -59,9 +63,11 @@ def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
     base, index, value = args
     held = scope.placements.get(value)
     if has_all(scope, base, 0) and not from_library():
+        # Each rank would write its own rows only, and the tables of the ranks would differ.
         if held is not None and held.kind in VERTICES:
             raise all_rows_written(scope, name)
         head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        # table[:x.size(0)] = value fills all rows, so the bound becomes the whole graph's.
         if (
             type(head) is slice
             and isinstance(head.stop, SymbolicSize)
@@ -123,6 +129,7 @@ def original(
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.is_complete:
         raise refused(scope, "edges that read rows of some vertices only, by ids of all of them")
+    # Rows of vertices, or a tensor with as many rows as own vertices: the part's ids index it.
     if held is not None or table.size(axis) == scope.own:
         return None
     if from_library() and not library and table.size(axis) != scope.vertices:
@@ -133,6 +140,7 @@ def original(
             f"a tensor of shape {list(table.shape)} indexed by ids of {scope.vertices:,} vertices",
             hint="index tensors with a row for each vertex of the graph, or rows that forward was given",
         )
+    # [n + H] original numbers, read by local ids.
     scope.numbered = True
     with torch._C.DisableTorchFunction():
         return scope.ids.with_halo(placement)[ids]
@@ -157,6 +165,7 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
         and scope.placements.get(index) == Placement(PlacementKind.TARGET)
     ):
         return base  # a layer's own groups, made from ids of targets
+    # The caller keeps a reference to the tensor, which would stay as it was.
     if name.endswith("_") and not from_library():
         raise all_rows_written(scope, name)
     return own_rows(scope, base, axis)
@@ -193,6 +202,7 @@ def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, er
     Raises:
         ModelError: If the user's code gave the call such rows.
     """
+    # A part's [n] rows beside a tensor of [N] rows fail in torch with sizes that the user never wrote.
     placements = [scope.placements.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
     gone = next(
         (
@@ -226,6 +236,7 @@ def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
         return {key: given_rows(scope, value, axis) for key, value in values.items()}
     if not has_all(scope, values, axis):
         return values
+    # A layer's input may be a learned table [N, F]. Vectors and sparse matrices are left to the layer.
     table = values.dim() > 1 and values.layout is torch.strided
     return own_rows(scope, values, axis % values.dim()) if table else values
 
@@ -357,6 +368,7 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
     )
     if placed is None or not placed[1].is_complete:
         return None
+    # Row axis from the right, as broadcasting aligns x [n, F] with table [N, F].
     right = placed[1].axis - placed[0].dim()
     # The result of an operator like += takes the place of its operand, so that is not a write to a table.
     targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
@@ -397,6 +409,7 @@ def embedding(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
         # Rows of vertices, or lost rows: not a table that all ranks have.
         return scope.__torch_function__(Tensor.__getitem__, (), (table, ids))
     axis = ids.dim() - 1 if placement.kind in IDS else placement.axis
+    # A number that each vertex holds, such as its type, reads the table as it is.
     if placement.kind in VERTICES:
         out = func(*args, **kwargs)
         return scope.placements.put(out, replace(placement, kind=PlacementKind.ROWS))
@@ -404,6 +417,7 @@ def embedding(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
         return NotImplemented
     own = original(scope, table, 0, ids, placement)
     named = {key: value for key, value in kwargs.items() if key not in ("input", "weight")}
+    # [E, d] from one end of the edges, [2, E, d] from both.
     out = func(ids if own is None else own, table, *args[2:], **named)
     if placement.kind is PlacementKind.EDGES:
         return scope.placements.put(out, Placement(PlacementKind.PAIRS, placement.view, axis, ids))

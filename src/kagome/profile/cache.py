@@ -65,12 +65,15 @@ class MeasurementCache:
         Raises:
             KagomeError: Any error that ``measure`` raises.
         """
+        # Values in memory are valid for this process alone, so only the number of threads can change. On disk
+        # they depend on the machine and on Kagome's code too: an edit of Kagome measures again.
         text = json.dumps([what, facts, _machine() if self.folder else torch.get_num_threads()])
         key = f"{what}-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
         if key not in self._here:
             found = self._read(key)
             if found is None:
                 found = measure()
+                # A doubtful value serves this plan alone, which says so in a note.
                 if (apart := spread(found)) > AGREE:
                     self.doubtful[what] = max(apart, self.doubtful.get(what, 0.0))
                 else:
@@ -98,6 +101,7 @@ class MeasurementCache:
             return
         with suppress(OSError):
             write_text(self.folder / f"{key}.json", json.dumps(value))
+            # The folder has no owner that could clean it, so each write removes what is too old to be read.
             for file in self.folder.iterdir():
                 with suppress(OSError):
                     if time.time() - file.stat().st_mtime > FRESH_SECONDS:
@@ -122,6 +126,7 @@ def _fixed() -> tuple[object, ...]:
 
 def _processor() -> str:
     with suppress(OSError):
+        # platform.processor() is empty or just "x86_64" on Linux.
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()

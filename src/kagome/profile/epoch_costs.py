@@ -50,7 +50,7 @@ class EpochCost:
 
     Args:
         seconds: Seconds of forward and backward.
-        meanwhile: The seconds of these in which rows were in flight that nothing waited for yet.
+        meanwhile: The seconds of these in which rows were in flight and the rank did not wait for them.
         spans: The seconds between successive collectives of all ranks.
         bytes: Bytes sent to peers, by kind.
     """
@@ -85,6 +85,7 @@ def epochs(
     Returns:
         For each rank the costs of its ``count + turns`` epochs, or of more.
     """
+    # Threads share the process, so each rank needs weights and gradients of its own.
     models = [copied(model).train() for _ in pieces]
     group, seconds = ThreadGroup(len(pieces), timeout=PATIENCE), clock()
 
@@ -105,13 +106,17 @@ def _epochs(
     cut: Parallel,
 ) -> list[EpochCost]:
     exchange = CompressedExchange(channel, cut, options.seed)
+    # The same objects as in a run, with threads in place of processes.
     net = parallelize(model, piece, exchange, replace(options, device=CPU, tensor=cut.tensor))
     found: list[EpochCost] = []
 
     def one() -> None:
         before, meanwhile, begun = dict(channel.bytes), channel.meanwhile, channel.clock()
+        # `met` has the time of each collective; between two of them a rank computes without the others:
+        #    begun ── span 0 ── met[0] ── span 1 ── met[1] ── ... ── span m ── end
         channel.met.clear()
         out = net.forward(len(found) + 1, training=True)
+        # Any loss will do for time and bytes. The token makes backward visit each exchange.
         loss = out.float().square().mean() + net.scope.forward.forward_pass.token
         loss.backward()
         sent = {kind: value - before[kind] for kind, value in channel.bytes.items()}
@@ -122,8 +127,10 @@ def _epochs(
 
     with net:
         for epoch in range(count):
+            # By the last common epoch constant rows are cached, and are not sent again.
             with channel.recording() if turns and epoch == count - 1 else nullcontext():
                 one()
+        # One rank at a time; the others wait at the end of each turn and leave the core alone.
         for mine in channel.turn() if turns else ():
             while mine and again([epoch.seconds for epoch in found[count:]], turns):
                 with channel.replaying():
@@ -140,6 +147,7 @@ def halo_bytes(model: nn.Module, part: Partition, options: PartOptions) -> tuple
         options: How the model runs.
     """
     pieces = made_pieces(part, several=True, loops=False, seed=options.seed)
+    # Unencoded rows have whole numbers of bytes.
     sent, halo = _by_row(model, pieces, options, WHOLE)
     return float(round(sent)), float(round(halo))
 
@@ -149,6 +157,7 @@ def _by_row(
 ) -> tuple[float, float]:
     found = [each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, options, cut)]
     counts = [counts_of(piece) for piece in pieces]
+    # bytes = forward * sent + backward * halo, over pieces whose numbers vary independently.
     units = np.array([[one.sent, one.halo] for one in counts], dtype=float)
     rates = np.linalg.lstsq(units, np.array(found, dtype=float), rcond=None)[0]
     return float(rates[0]), float(rates[1])
@@ -157,6 +166,7 @@ def _by_row(
 def coded(model: nn.Module, part: Partition, options: PartOptions) -> tuple[float, float]:
     """Measure halo bytes as :func:`halo_bytes` does, with rows encoded at one bit per number."""
     data = drawn(part, UNEVEN[-1], 4 * UNEVEN[-1], options.seed)
+    # Three parts of 128, 256 and 640 vertices: with equal parts both rates could not be told apart.
     owner = torch.bucketize(torch.arange(UNEVEN[-1]), torch.tensor(UNEVEN[:-1]), right=True)
     pieces = [extract(data, owner, rank, len(UNEVEN)) for rank in range(len(UNEVEN))]
     return _by_row(model, pieces, options, Parallel(codec="onebit"))
@@ -170,6 +180,7 @@ def coding(turns: int = 3) -> tuple[float, float]:
     """
     rows, codec = torch.rand(SAMPLE, generator=torch.Generator().manual_seed(0)), Codec("onebit")
     message = torch.empty(codec.size(*SAMPLE, rows.dtype), dtype=torch.uint8)
+    # Draws of stochastic rounding depend on the row's id.
     row_ids, out, seconds = torch.arange(SAMPLE[0]), torch.empty_like(rows), clock()
     found: list[float] = []
     while again(found, turns):
@@ -199,6 +210,7 @@ def transposes(model: nn.Module, part: Partition, options: PartOptions) -> tuple
     data = drawn(part, EVEN, 4 * EVEN, options.seed)
 
     def sent(count: int) -> float:
+        # Contiguous equal shares: 64 vertices in 2 or in 4.
         owner = torch.arange(EVEN) * count // EVEN
         pieces = [extract(data, owner, rank, count) for rank in range(count)]
         found = epochs(model, pieces, SETTLED, options, Parallel(tensor=count))
@@ -208,6 +220,7 @@ def transposes(model: nn.Module, part: Partition, options: PartOptions) -> tuple
         two, four = sent(2), sent(4)
     except KagomeError:
         return None
+    # `sent` has divided by T - 1: two = a / 2 + b and four = a / 4 + b.
     shared = max(0.0, 4 * (two - four))
     return (shared, max(0.0, two - shared / 2)) if two else None
 
@@ -236,18 +249,22 @@ def timed(
         found = [each[SETTLED:] for each in ran]
         free += [sum(e.meanwhile for e in each) / sum(e.seconds for e in each) for each in found]
         counts = [counts_of(piece) for piece in pieces]
-        agreed = [sorted(each, key=lambda epoch: epoch.seconds)[:2] for each in found]
+        # Of each rank the two fastest epochs, which `steady` counts too.
+        agreed = [sorted(each, key=lambda epoch: epoch.seconds)[:2] for each in found]  # [ranks][2]
         spans = np.array([np.mean([epoch.spans for epoch in each], axis=0) for each in agreed])
+        # spans is [ranks, spans]. At each exchange all wait for the slowest, so the maxima over ranks add up.
         longest = float(spans.max(axis=0).sum())
         whole, apart = zip(*(steady([epoch.seconds for epoch in each]) for each in found), strict=True)
         spreads.append(max(apart))
         uneven.append(longest / max(whole))
+        # Slices: all ranks work on the same rows, so each graph gives one equation.
         if slices > 1:
             units.append([1.0, sum(one.rows for one in counts), sum(one.edges for one in counts), 0.0])
             seconds.append(longest)
         else:
             units += [[1.0, one.rows, one.edges, one.sent + one.halo] for one in counts]
             seconds += whole
+    # seconds = none + row * rows + edge * edges + exchanged * (sent + halo), over all parts of all graphs.
     none, row, edge, exchanged = _fitted(units, seconds)
     shares = min(1.0, float(np.median(free))), max(1.0, float(np.median(uneven)))
     return Timed(none, row, edge, exchanged, *shares, len(found[0][-1].spans) - 1, spread=max(spreads))
@@ -262,9 +279,10 @@ def shares_of(sample: Partition, count: int) -> list[Partition]:
 
 
 def _fitted(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Fit the seconds of each unit, none below 0."""
+    """Fit the seconds of each unit, which are at least 0."""
     # Relative errors count, not seconds, so that small parts are predicted as well as large ones.
     table = np.array(units) / np.array(seconds)[:, None]
+    # Non-negative least squares: noise may make a rate negative, with which large parts would cost less.
     scale = np.where(table.any(axis=0), table.max(axis=0), 1.0)
     solved, _ = nnls(table / scale, np.ones(len(seconds)))
     return [float(each) for each in solved / scale]

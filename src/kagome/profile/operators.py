@@ -73,6 +73,7 @@ def measured(
 ) -> OperatorGraph:
     """Measure a module whose graph of operators is already known; see :func:`measure`."""
     found: dict[str, list[tuple[int, float, float, int]]] = {name: [] for name in branches.operators}
+    # All that a measurement changes is put back: gradients, buffers, modes, generators and hooks.
     pieces = {name: branches.alone(name) for name in branches.operators}
     gradients = [(weight, weight.grad) for weight in model.parameters()]
     buffers = Buffers(model)
@@ -82,12 +83,14 @@ def measured(
     for weight, _ in gradients:
         weight.grad = None
     try:
+        # Hooks of a user's weights would run once for each measurement.
         with torch.random.fork_rng(devices=[]), hooks_off(model.parameters()):
             for size in sizes:
                 with _telling(f"{size} samples"):
                     bench = _Bench(model, branches, inputs, size)
                 for name, piece in pieces.items():
                     with _telling(f"operator {name!r}"):
+                        # The first run allocates and fills caches, so it counts only if it is the only one.
                         runs = [bench.run(piece) for _ in range(repeats + 1)][1 if repeats else 0 :]
                     forward, backward = min(run[0] for run in runs), min(run[1] for run in runs)
                     found[name].append((size, forward, backward, runs[0][2]))
@@ -108,6 +111,7 @@ def measured(
                 tuple((size, backward) for size, _, backward, _ in found[name]),
                 weights=sum(weights[weight] for weight in piece.parameters),
                 output=sum(branches.facts[value].bytes for value in piece.given),
+                # Bytes a sample at the largest size, where what does not grow with samples weighs least.
                 kept=found[name][-1][3] // sizes[-1],
                 least=2 if name in joint else 1,
             )
@@ -148,6 +152,8 @@ def joint_norms(model: nn.Module, branches: Branches) -> dict[str, str]:
                 continue
             module, shape = model.get_submodule(step.path), branches.facts[step.name].shape
             norms = [name for name, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
+            # The shape is that of the module's output. It is the norm's own shape only if the module is the
+            # norm; of a norm within a module the shape is unknown, so two samples are required.
             if norms and (norms != [""] or math.prod(shape[1:]) == 1):
                 found[operator] = ".".join(part for part in (step.path, norms[0]) if part)
     return found
@@ -158,6 +164,7 @@ class _Bench:
 
     def __init__(self, model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], size: int) -> None:
         self.model, self.branches = model, branches
+        # Samples are repeated in turn if the size is larger than the sample batch.
         rows = torch.arange(size) % count_of(inputs)
         self.inputs = {name: value[rows.to(value.device)] for name, value in inputs.items()}
         self.device = next(iter(self.inputs.values())).device
@@ -167,12 +174,14 @@ class _Bench:
         self.values: dict[str, Any] = {}
         graph = branches.graph
 
+        # Values that some operator reads from another are cloned: later steps may write to them in place.
         def after(step: Step, value: Any) -> None:
             if step.name in graph_taken:
                 self.values[step.name] = tree_map_only(Tensor, Tensor.clone, value)
 
         graph_taken = {v for name in branches.operators for v in branches.alone(name).taken}
         with self.masks.on(0, self.ids), torch.no_grad():
+            # A step may write to its input, and later runs need the inputs unchanged.
             copies = {name: value.clone() for name, value in self.inputs.items()}
             graph.run(model, copies, training=True, before=self.masks.at, after=after)
 
@@ -180,9 +189,11 @@ class _Bench:
         """Run an operator once; return its seconds forward and backward, and the bytes it saves."""
         values: dict[str, Any] = dict(self.inputs)
         for name in piece.taken:
+            # Leaves of their own, so that backward ends at this operator.
             values[name] = tree_map_only(Tensor, Tensor.detach, self.values[name])
             if self.branches.facts[name].grad:
                 values[name].requires_grad_()
+        # The operator writes to these in place, which autograd refuses on a leaf.
         for name in piece.copied:
             values[name] = values[name].clone()
         graph = self.branches.graph
@@ -205,6 +216,7 @@ class _Bench:
             there = self._timed(forward)
         kept: dict[int, int] = {}
         for tensor in saved.take():
+            # Views of one storage are saved once; weights are counted separately.
             place = tensor.untyped_storage().data_ptr()
             if place not in self.own:
                 kept[place] = max(kept.get(place, 0), tensor.nbytes)

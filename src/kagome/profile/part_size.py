@@ -100,10 +100,13 @@ def split_counts(
 
     Cost: a sort of the edges that are cut.
     """
+    # Counts need owners and edges only, so a plan for a thousand ranks costs a few passes over the edges.
     source, target = edge_index
     of_source, of_target = owner[source], owner[target]
     away = of_source != of_target
     # A part receives a halo row once, however many of its edges read it.
+    # A pair (part that reads, vertex that is read) as one number: part * N + vertex. Its quotient by N is the
+    # part that receives the row, its remainder the vertex, whose owner sends it.
     pairs = torch.unique(of_target[away] * owner.numel() + source[away])
     learns = owner if train is None else owner[train]
 
@@ -112,6 +115,7 @@ def split_counts(
         return found
 
     columns = (
+        # In the order of PartSize: rows, halo, edges, loops, cut, sent, train.
         by_part(owner),
         by_part(pairs // max(owner.numel(), 1)),
         by_part(of_target),
@@ -137,12 +141,16 @@ def fitted(
         Kind -> bytes for each of :data:`UNITS`; 0 for a unit that is not fitted.
     """
     units = np.array([one.units for one in counts], dtype=np.float64)
+    # A unit that no part has (no loops, no halo) would make the system singular.
     there = units.any(axis=0) & np.isin(UNITS, list(among))
     scale = units[:, there].max(axis=0)
     rates = {}
     for kind in dict.fromkeys(chain.from_iterable(found)):
         bytes_ = np.array([one.get(kind, 0) for one in found], dtype=np.float64)
+        # bytes = units @ rates, least squares. Units range from 1 to the number of edges; scaling to at most
+        # 1 keeps the solution accurate.
         solved = np.linalg.lstsq(units[:, there] / scale, bytes_, rcond=None)[0] / scale
+        # Rates are bytes, whole numbers up to rounding, if memory grows linearly: a row of 16 floats has 64.
         near = np.round(solved)
         row = np.zeros(len(UNITS))
         row[there] = np.where(np.abs(solved - near) < 1e-4 * np.maximum(1, np.abs(near)), near, solved)

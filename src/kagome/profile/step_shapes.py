@@ -50,8 +50,10 @@ class Asked(Channel):
     """
 
     def __init__(self, device: torch.device, *, parted: bool = False, exact: bool = True) -> None:
+        # No process group. NeighborReads asks for `exact`, as it asks the exchange of a run.
         super().__init__(None, device)
         self.exact = exact
+        # Set to the interceptor's `where` once there is one; str() is "" until then.
         self.where: Callable[[], str] = str
         self.layers: list[str] = []
         self.named: list[str] = []
@@ -69,12 +71,15 @@ class Asked(Channel):
         if request.site is None:
             self.note(self.where())
         rows = request.selected(rows)
+        # send_counts and recv_counts are by peer; peer 0 is this rank. The other rank has no rows to send, so
+        # what it would send is zeros of the right shape.
         own, theirs = rows[: request.send_counts[0]], sum(request.recv_counts[1:])
         come = rows.new_zeros(theirs, *rows.shape[1:])
         return ChannelWork(torch.cat([own, come]), self, request.action, request.kind)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, key: Hashable = None, **rest: Any) -> Tensor:
         """Return this rank's own share, and note the layer if it reads vertices named by number."""
+        # A read of vertices by number is an all-reduce of a table in which each rank fills its own rows.
         if is_named(key):
             self.note(self.where(), self.named)
         return tensor.detach().clone()
@@ -109,6 +114,7 @@ def on_sample(
         channel: The channel. Its size is 1 for a sample that is a graph by itself, and 2 for one that stands
             for a part of the graph, as chunks do.
     """
+    # A sample with peers keeps the numbers of the whole graph; a sample by itself is renumbered as a graph.
     if channel.size > 1:
         piece = sample_part(part, vertices, options.seed)
     else:
@@ -146,7 +152,9 @@ def survey_on_sample(
     Cost:
         Two forwards of a sample, and two more in training and in evaluation mode each.
     """
+    # Without fast paths, since a deferred message has no shape of its own until it is computed.
     asked, options = Asked(options.device, parted=parted, exact=exact), replace(options, fast=False)
+    # Both samples must be smaller than the graph, else they cannot be parts of it.
     first = min(SAMPLE, max(1, part.num_nodes - 1)) if parted else SAMPLE
     nets = [on_sample(model, part, vertices, options, asked) for vertices in (first, first // 2)]
     asked.where = nets[0].scope.where
@@ -155,6 +163,7 @@ def survey_on_sample(
     vertices = nets[0].scope.own, nets[1].scope.own
     edges = nets[0].scope.part.edge_index.size(1), nets[1].scope.part.edge_index.size(1)
     beyond, by_number = (next(iter(notes), "") for notes in (asked.layers, asked.named))
+    # A value of unknown placement with 48 rows in one sample and 24 in the other is one of vertices.
     return replace(settled(one, other, vertices, edges), beyond=beyond, named=by_number)
 
 
@@ -170,6 +179,7 @@ def _survey(graph: LayerGraph, net: ParallelModel) -> Survey:
         if not isinstance(value, Tensor):
             return "none"
         placement = scope.placements.get(value)
+        # Unknown: `settled` compares both samples. A value with a placement that no stage can send is "none".
         if placement is None:
             return "fixed"
         kind, rows = kinds.get(placement.kind, ("none", 0)) if placement.is_complete else ("none", 0)
@@ -188,12 +198,14 @@ def _compare(graph: LayerGraph, net: ParallelModel, *, named: bool) -> None:
     def on(training: bool) -> Iterator[None]:
         with (
             unmoved(tensors_of(scope.inputs).values()),
+            # Trace and forward must draw the same dropout masks to be compared.
             draws_of(net.options.seed, 0),  # before the forward, in which the user may set another seed
             one_pass(net, training=training),
         ):
             yield
 
     def before(step: Step) -> None:
+        # A function's step runs outside of the module that calls it, whose path draws and errors depend on.
         scope.forward.path[:] = [step.within or root]
 
     hint = "what forward does between layers goes into modules, named in their places in --parallel.layers"
@@ -217,6 +229,7 @@ def one_pass(net: ParallelModel, *, training: bool = True) -> Iterator[None]:
         net: The model on a part.
         training: Whether the model is in training mode.
     """
+    # fork_rng without devices would copy the state of every CUDA device.
     generators = [net.scope.device] if net.scope.device.type == "cuda" else []
     with _restored(net.model), net, torch.random.fork_rng(devices=generators):
         net.model.train(training)
@@ -231,6 +244,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     held = [
         (module, dict(vars(module)), dict(module._buffers))
         for module, _ in modes
+        # Attributes of a scripted module live in C++, not in its __dict__.
         if not isinstance(module, torch.jit.ScriptModule)
     ]
     try:
@@ -238,6 +252,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, attributes, named in held:
+            # In place, because others may hold the dict itself. A forward may replace attributes (caches,
+            # counters) as well as add them.
             _refill(vars(module), attributes)
             _refill(module._buffers, named)
         for module, mode in modes:

@@ -44,8 +44,8 @@ def timed(
 ) -> tuple[dict[str, Seconds], dict[str, Seconds]]:
     """Measure the seconds of a call of each step, and of each row in it.
 
-    A large and a small sample tell the two apart. Steps that do the same work are given their median, so that
-    a delay of the machine does not count against one layer.
+    A large and a small sample separate the two. Steps that do the same work all have the median of their
+    times, so that a delay of the machine does not count against one layer.
 
     Args:
         model: The user's module.
@@ -61,9 +61,16 @@ def timed(
     Raises:
         EscapeError: If a message reaches code that fast paths do not see.
     """
+    # Seconds of a call and of a row, from two samples of `few` and `many` rows:
+    #    seconds
+    #      most   |            /        row  = (most - least) / (many - few)
+    #      least  |_______----          call = least, since 48 rows cost next to nothing
+    #             +---------------
+    #               few      many
     (most, many), (least, few) = (
         _fastest(model, graph, part, vertices, options, parted=parted) for vertices in (TIMED, SAMPLE)
     )
+    # Steps that do the same work, by key.
     kinds: dict[Hashable, list[str]] = {}
     for step in graph.steps:
         kinds.setdefault(_alike(step, model, seen), []).append(step.name)
@@ -90,11 +97,13 @@ def _alike(step: Step, model: nn.Module, seen: Survey) -> Hashable:
         for value in map(seen.values.get, step.reads)
         if value
     )
+    # References to other steps differ by name alone, so only their place among the arguments counts.
     given = mapped((step.args, dict(step.kwargs)), lambda leaf: type(leaf) if isinstance(leaf, Ref) else leaf)
     if step.kind != "module":
         return step.kind, step.target if step.kind != "attribute" else "", reads, repr(given)
     module = model.get_submodule(step.target)
     shapes = tuple(tuple(weight.shape) for weight in module.parameters())
+    # repr(module) has the settings (channels, heads, dropout), the shapes have what it leaves out.
     return step.kind, type(module), repr(module), shapes, reads, repr(given)
 
 
@@ -122,6 +131,7 @@ def _fastest(
             for step, spent in step_by_step(model, graph, net.scope, clock):
                 seconds[step.name].append(spent)
     fastest = {}
+    # The first run fills caches: edge layouts, kept rows, compiled kernels.
     for name, each in seconds.items():
         forward, backward = zip(*each[1:], strict=True)
         fastest[name] = min(forward), min(backward)
@@ -145,6 +155,8 @@ def step_by_step(
     Raises:
         ModelError: If a step fails; the error has its line.
     """
+    # Autograd's graph of a step is freed before the next step runs, so the memory is that of one step, and
+    # each backward has a time of its own.
     values: dict[str, Any] = dict(scope.inputs)
     changed = {name for step in graph.steps for name in step.changes}
     for step, over in zip(graph.steps, over_after(graph.steps), strict=True):
@@ -180,6 +192,7 @@ def _one(
     Later steps read its results as leaves, so that each step runs backward alone. Results that a later step
     writes to are copies of leaves.
     """
+    # A CUDA kernel is only started by its call, so the clock is read when the device has finished.
     _wait(scope.device)
     begun = clock()
     out = mapped(step.call(model, values, training=True), _computed)
@@ -193,6 +206,7 @@ def _one(
             return value
         roots.append(value)
         leaves.append(value.detach().requires_grad_())
+        # Autograd refuses an in-place write to a leaf that requires a gradient, so such readers get a copy.
         given = leaves[-1].clone() if copies else leaves[-1]
         return _placed(given, value, scope)
 
@@ -205,12 +219,14 @@ def _one(
         scope.forward.forward_pass.token = leaves[-1]
     back = 0.0
     if roots:
+        # The time of a backward through views of the leaves alone is that of the engine.
         views = [leaf.view_as(leaf) for leaf in leaves]
         ones = [torch.ones_like(root) for root in roots]
         # A real run calls autograd's engine once per chunk, not once per step, so its cost is subtracted.
         with scope.forward.forward_pass.paused():
             empty, back = (_backward(each, ones, clock, scope.device) for each in (views, roots))
         back = max(back - empty, 0.0)
+    # The next step's backward must find no gradient: adding to one takes other time than setting it.
     for tensor in (*leaves, *model.parameters()):
         tensor.grad = None
     if scope.edge_tables is not None:  # the graph of cut table rows is freed now, so they must be cut anew

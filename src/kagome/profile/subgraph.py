@@ -19,7 +19,7 @@ from kagome.positions.edge_tables import fit
 
 
 def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
-    """Sample a connected piece of a graph, as far as it has one, breadth first from random vertices.
+    """Sample vertices of a graph breadth first from random ones, so that most are connected.
 
     Args:
         data: The graph, or a rank's part of it.
@@ -30,6 +30,7 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
         At most ``vertices`` rows, and all edges among them.
     """
     if isinstance(data, Partition):
+        # Edges from halo rows are left out: their sources have no attributes on this rank.
         inside = data.edge_index[0] < data.own.numel()
         edge_index, places = data.edge_index[:, inside], data.edge_ids[inside]
         kinds = kinds_of(data)
@@ -39,23 +40,28 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
         count, edge_index = int(data.num_nodes or 0), data.edge_index
         places = torch.arange(edge_index.size(1))
         given = attributes_of(data)
+    # A generator of its own leaves the user's random numbers as they are.
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.zeros(count, dtype=torch.bool)
     if count <= vertices:
         chosen[:] = True
     while (missing := vertices - int(chosen.sum())) > 0 and count > vertices:
         # Start from random vertices that are not chosen yet, then follow their in-edges back three steps.
+        # Few starts make few large pieces, where layers have neighbours to sum. Each round chooses at least
+        # one vertex, so the loop ends also in a graph without edges.
         rest = (~chosen).nonzero().view(-1)
         front = rest[torch.randperm(rest.numel(), generator=generator)[: max(missing // 16, 1)]]
         for _ in range(3):
             new = torch.zeros(count, dtype=torch.bool)
             new[front] = True
             fresh = (new & ~chosen).nonzero().view(-1)
+            # A hub can have more in-neighbours than there is room for, so some are chosen at random.
             room = vertices - int(chosen.sum())
             chosen[fresh[torch.randperm(fresh.numel(), generator=generator)[:room]]] = True
             front = edge_index[0][new[edge_index[1]]]
             if not front.numel():
                 break
+    # Renumber: place[v] is the row of vertex v in the sample, -1 if it is left out.
     kept = chosen.nonzero().view(-1)
     place = torch.full((count,), -1)
     place[kept] = torch.arange(kept.numel())
@@ -67,6 +73,7 @@ def take_sample(data: Data | Partition, vertices: int, seed: int) -> Data:
         given.refused,
     )
     sample = Sorted(place[edge_index[:, inside]], kept.numel(), taken)
+    # Past Data.__setattr__, which would make these two attributes of the graph and give them to the model.
     sample.__dict__["edge_places"], sample.__dict__["vertices"] = places[inside], kept
     return sample
 
@@ -84,10 +91,12 @@ def sample_part(part: Partition, vertices: int, seed: int) -> Partition:
     Shapes:
         At most ``vertices`` rows, at most one less than the graph has, and all edges among them.
     """
+    # A sample of all vertices would not be a part: chunks always have rows outside of them.
     sample = take_sample(part, max(1, min(vertices, part.num_nodes - 1)), seed)
     kept, taken, none = sample.__dict__["vertices"], attributes_of(sample), part.send[:0]
     return replace(
         part,
+        # The second part has no edge to the first and owns the other vertices; nobody computes it.
         part=0,
         num_parts=2,
         own=part.own[kept],
@@ -132,6 +141,7 @@ def numbered_sample(data: Data | Partition, sample: Data) -> Data | None:
     entries = sum(math.prod(value.shape[1:]) for value in given.nodes.values()) * count
     if entries > NUMBERED or kept.numel() == count:
         return None
+    # like[v] is the own row whose attributes vertex v gets: its own, or one of the others in turn.
     like = torch.arange(count) % max(own.numel(), 1)
     like[own] = torch.arange(own.numel())
     found = attributes_of(sample)

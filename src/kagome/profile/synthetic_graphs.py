@@ -64,8 +64,10 @@ class GraphSize:
         n, e = self.vertices, self.edges
         if self.data is not None:
             edge_index: Tensor = self.data.edge_index
+            # As a run cuts it by default, with the same seed, so that rows and halo are exact.
             owner = self.owner("metis" if number > 1 else "contiguous", number, seed)
             return split_counts(edge_index, owner, number, getattr(self.data, "train_mask", None)), 0.0
+        # No graph at hand: the mean degree stands for the degree of each vertex.
         degree = e / max(n, 1)
         # In a random cut, none of a vertex's d neighbours lies in a part with probability (1 - 1/P)^d.
         outside = (number - 1) * (1 - (1 - 1 / number) ** degree) * COMMUNITIES
@@ -84,6 +86,7 @@ class GraphSize:
             (one,), _ = self.counts(size, seed)
             return (one,)
         edge_index: Tensor = self.data.edge_index
+        # Feature slices: each part's vertices are dealt to its `number` ranks in equal shares.
         owner = shared_out(self.owner("metis" if groups > 1 else "contiguous", groups, seed), groups, number)
         mask = getattr(self.data, "train_mask", None)
         return split_counts(edge_index, owner, size, mask)
@@ -94,6 +97,8 @@ def samples_of(graph: GraphSize, like: Partition, seed: int) -> list[Partition]:
 
     The first is the graph itself if it is at hand and small enough.
     """
+    # Three unknowns (fixed seconds, seconds per row, seconds per edge) need three graphs: n vertices and e
+    # edges, n / 4 and e / 4, n and e / 4.
     there = graph.data is not None and graph.edges <= LARGEST
     share = 1.0 if there else min(1.0, MADE / max(graph.edges, 1))
 
@@ -116,6 +121,7 @@ def cuts_of(graph: GraphSize, like: Partition, seed: int) -> list[Sequence[Parti
         seed: The seed of cuts and of random edges.
     """
     samples = samples_of(graph, like, seed)
+    # A random graph has no communities that METIS could find, so equal shares will do.
     if samples[0] is not like:
         return [shares_of(sample, CUTS[0]) for sample in samples]
     data = Sorted(like.edge_index, graph.vertices, kinds_of(like))

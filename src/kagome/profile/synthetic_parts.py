@@ -50,12 +50,14 @@ def made_pieces(part: Partition, *, several: bool, loops: bool, seed: int) -> li
     inside = [_links(k, starts[k], loops, generator) for k in range(len(ROWS))]
     if several:
         away = [_away(k, starts, generator) for k in range(len(ROWS))]
+        # One graph of all rows, in which piece k owns ROWS[k] consecutive vertices.
         graph = Data(edge_index=torch.cat([*inside, *away], dim=1), num_nodes=starts[-1])
         owner = torch.repeat_interleave(torch.tensor(ROWS))
         pieces = [extract(graph, owner, k, len(ROWS)) for k in range(len(ROWS))]
     else:
         pieces = []
         for k, count in enumerate(ROWS[:ALONE]):
+            # Each piece is a whole graph: one part of one.
             graph = Data(edge_index=inside[k] - starts[k], num_nodes=count)
             pieces.append(extract(graph, torch.zeros(count, dtype=torch.int64), 0, 1))
     return [
@@ -81,6 +83,8 @@ def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
     """
     generator = torch.Generator().manual_seed(seed)
     rows = [(like.nodes, vertices), (like.edges, edges)]
+    # Row i of the new graph has the attributes of row i mod n of the part, so values have the data's
+    # distribution, which sparse features and integer inputs of embeddings need.
     attributes = {
         name: value[torch.arange(count) % value.size(0)]
         if value.size(0)
@@ -95,6 +99,7 @@ def drawn(like: Partition, vertices: int, edges: int, seed: int) -> Data:
 
 def tables_of(model: nn.Module, part: Partition) -> list[Tensor]:
     """Return the tensors of a model with a row for each vertex or each edge of the whole graph."""
+    # A tensor that several modules share is one table.
     sizes = {part.num_nodes, part.num_edges}
     found = {id(tensor): tensor for _, tensor in tensors_of(model) if sizes.intersection(tensor.shape)}
     return [tensor for tensor in found.values() if tensor.layout is torch.strided]
@@ -109,15 +114,19 @@ def fit(model: nn.Module, part: Partition, piece: Partition) -> None:
         piece: A part of the synthetic graph.
     """
     for table in tables_of(model, part):
+        # An axis is known by its size alone, so where a graph has as many
+        # edges as vertices it counts as vertices.
         for axis, size in enumerate(table.shape):
             whole = part.num_nodes if size == part.num_nodes else part.num_edges
             rows = piece.num_nodes if size == part.num_nodes else piece.num_edges
             if size == whole:
+                # Through .data, so that the parameter stays the same object for modules that share it.
                 table.data = table.data.index_select(axis, torch.arange(rows) % whole)
 
 
 def _links(k: int, start: int, loops: bool, generator: torch.Generator) -> Tensor:
     ends = torch.randint(0, ROWS[k], (2, LINKS[k]), generator=generator)
+    # A step of 1 to ROWS[k] - 1 from the first end, modulo ROWS[k].
     ends[1] = (ends[0] + 1 + ends[1] % (ROWS[k] - 1)) % ROWS[k]  # never the vertex itself
     own = torch.arange(LOOPS[k] if loops else 0).expand(2, -1)
     return start + torch.cat([ends, ends.flip(0), own], dim=1)
@@ -126,6 +135,7 @@ def _links(k: int, start: int, loops: bool, generator: torch.Generator) -> Tenso
 def _away(k: int, starts: list[int], generator: torch.Generator) -> Tensor:
     others = torch.cat([torch.arange(starts[k]), torch.arange(starts[k + 1], starts[-1])])
     pool = others[torch.randperm(others.numel(), generator=generator)[: POOL[k]]]
+    # Each edge has its reverse: the other piece reads the near row as one of its halo rows.
     far = pool[torch.randint(0, pool.numel(), (AWAY[k],), generator=generator)]
     near = starts[k] + torch.randint(0, ROWS[k], (AWAY[k],), generator=generator)
     return torch.cat([torch.stack([far, near]), torch.stack([near, far])], dim=1)

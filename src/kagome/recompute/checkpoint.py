@@ -50,10 +50,10 @@ def recompute(model: nn.Module, scope: Interceptor) -> Callable[[], None]:
         Each layer's forward once more, without its exchanges. Between forward and backward the layers' inputs
         and what they received from peers are kept; beside these, one layer's inner tensors at a time.
     """
-    before, scope.layer_replay.on = (
-        scope.layer_replay.on,
-        False,
-    )  # the second pass has to save what the first saved
+    # Torch restores saved tensors by their order. A call that is recorded in the first pass and replayed in
+    # the second might save others.
+    before, scope.layer_replay.on = scope.layer_replay.on, False
+    # The forward of a scripted module cannot be replaced; its inner tensors are kept.
     undo = [
         _wrap(layer, scope) for layer in layers_of(model) if not isinstance(layer, torch.jit.ScriptModule)
     ]
@@ -79,9 +79,16 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, pyg.MessagePassing):
         yield module
         return
+    # Three models, and what runs again as a whole in each:
+    #
+    #     convs = ModuleList(conv, conv)               each conv
+    #     blocks = ModuleList(Block(norm, conv), ...)  each block, so that only its input is kept
+    #     net = Sequential(Stack(blocks))              each block too: with Stack as a whole, backward would
+    #                                                  hold the inner tensors of all blocks at once
     passing = [child for child in module.children() if _passes(child)]
     for child in passing:
         inside = any(isinstance(m, LISTS) and any(map(_passes, m.children())) for m in child.modules())
+        # A list inside a list has no forward of its own, so its children are searched.
         whole = isinstance(module, LISTS) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         if whole and not (inside and len(passing) == 1):
             yield child
@@ -98,10 +105,12 @@ def _wrap(layer: nn.Module, scope: Interceptor) -> Callable[[], None]:
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        # Evaluation has no backward. While the channel records or replays, this is a layer inside a layer
+        # that runs again as a whole.
         if (
             not (scope.forward.forward_pass.grad and scope.forward.forward_pass.follows())
             or scope.channel.runs
-        ):  # evaluation; a layer inside a layer
+        ):
             return inner(*args, **kwargs)
         return _kept(layer, inner, scope, args, kwargs)
 
@@ -114,12 +123,17 @@ def _kept(
     """Run a layer so that backward can run it again."""
     with torch._C.DisableTorchFunction():  # this is not the user's computation
         args, kwargs = mapped(args, now), mapped(kwargs, now)  # nothing deferred enters or leaves the layer
+        # Rows that were read before the layer began would be found here and asked for in backward, where the
+        # record does not have them.
         scope.reads.forget()
         given, standing, moment = Given(scope, args, kwargs), Standing(layer), LayerSnapshot(scope)
     record: Record = []
     ran = False
 
     def run(*tensors: Tensor) -> Any:
+        # Torch calls this function twice: in forward, and in backward once a
+        # saved tensor is asked for. ``hook`` is the one that torch has just
+        # set, and tells this second run from a checkpoint of the user's.
         nonlocal ran
         hook = torch._C._autograd._top_saved_tensors_default_hooks(True)[0]
         if not ran:
@@ -128,6 +142,7 @@ def _kept(
                 return mapped(inner(*args, **kwargs), now)
         restored, named = given.restored(tensors)
         with ExitStack() as stack:
+            # Backward runs outside of the interceptor. Its mode is entered last, when all state is back.
             for state in (moment.restored(hook), standing.restored(), scope.channel.replaying(record), scope):
                 stack.enter_context(state)
             return mapped(inner(*restored, **named), now)

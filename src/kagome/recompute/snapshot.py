@@ -21,7 +21,9 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.intercept.interceptor import Interceptor
 from kagome.placement.placement import Placement
 
+# Fields of ``RunningForward`` that a layer reads or changes, besides its forward pass.
 _STATE = ("path", "arguments", "draws", "fault", "layers", "fast")
+# Value of an attribute that did not exist before the first pass.
 _NOTHING = object()
 
 
@@ -47,6 +49,8 @@ class LayerSnapshot:
         """Restore that state in a forward pass of its own, where torch's ``hook`` may run layers again."""
         scope, then = self._scope, self._forward_pass
         found, there = self._read(), scope.forward.forward_pass
+        # The second run has a token and site names of its own: backward is walking the graph of the first
+        # token, which must not grow. Its sites are numbered from where the first run began.
         forward_pass = scope.forward.forward_pass = ForwardPass(
             then.epoch, checked=then.checked, device=scope.device, grad=True
         )
@@ -75,6 +79,7 @@ class LayerSnapshot:
 
 
 def _copied(value: Any) -> Any:
+    # ``path`` and ``arguments`` are stacks, to which hooks push and from which they pop.
     return list(value) if isinstance(value, list) else value
 
 
@@ -102,6 +107,9 @@ class Standing:
     """
 
     def __init__(self, layer: nn.Module) -> None:
+        # A layer changes these tables in two ways: it replaces an entry (``self.count = new``), which a
+        # comparison of objects shows, or it writes to a tensor in place, which the tensor's version shows.
+        # Buffers alone are cloned in advance; a write to any other tensor is refused in backward.
         self._buffers = [module._buffers for module in layer.modules()]
         self._tables = [*self._buffers, *(vars(module) for module in layer.modules())]
         self._before = [dict(table) for table in self._tables]
@@ -195,6 +203,7 @@ class Given:
                 "a write to it in place",
                 hint="leave --model.recompute out",
             )
+        # Not strict: without an argument that has a gradient, ``tensors`` is one placeholder.
         for tensor, placement in zip(tensors, self._found, strict=False):
             self._placements.put(tensor, placement)
 
@@ -205,8 +214,10 @@ class Given:
 
     def _keep(self, tensor: Tensor) -> Any:
         if not tensor.requires_grad:
+            # A tensor without history is kept by reference; its version shows a write before backward.
             self._versions.append((tensor, tensor._version))
             return tensor
+        # One slot for each tensor: what was one object in two arguments is one object again.
         if id(tensor) not in self._slots:
             self._slots[id(tensor)] = _Slot(len(self.tensors))
             self.tensors.append(tensor)
@@ -228,6 +239,7 @@ def mapped(value: Any, do: Callable[[Any], Any], *, anew: bool = False) -> Any:
         items = [mapped(item, do, anew=anew) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)) and not anew:
             return value
+        # A named tuple takes its fields as separate arguments.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if not isinstance(value, (dict, Data)):
         return value

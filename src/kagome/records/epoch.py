@@ -68,6 +68,7 @@ class EpochRecord:
 
 def by_kind(counts: Mapping[str, float]) -> dict[str, Any]:
     """Return bytes by kind and their ``total``; unknown kinds count as ``other``."""
+    # A `total` in the counts, as files have it, is not counted again.
     full: dict[str, Any] = dict.fromkeys(KINDS, 0)
     for kind, count in counts.items():
         if kind != "total":
@@ -88,6 +89,8 @@ def hidden_shares(records: Sequence[EpochRecord]) -> dict[str, float]:
     """
     shares = {}
     for kind in KINDS:
+        # Sums over epochs first, then the quotient: an epoch with little
+        # traffic must not count as much as others.
         under_way = sum(record.under_way.get(kind, 0.0) for record in records)
         if under_way > 0:
             waited = sum(record.waited.get(kind, 0.0) for record in records)
@@ -120,6 +123,8 @@ def read_records(path: str | Path) -> list[EpochRecord]:
         try:
             records.append(_record(json_text(line)))
         except (ValueError, TypeError, RecursionError) as error:
+            # The process died while it wrote this line; split("\n")
+            # leaves an empty last line after a whole one.
             if number == len(lines):
                 break
             raise ConfigError(
@@ -139,6 +144,7 @@ def _record(values: Any) -> EpochRecord:
     """
     if not isinstance(values, dict):
         raise ValueError("it is no object")
+    # Unknown or missing names are a TypeError; "total" within bytes is an ordinary key.
     record = EpochRecord(**values)
     for name, each in values.items():
         if name in ("epoch", "best_epoch"):
@@ -155,6 +161,7 @@ def _record(values: Any) -> EpochRecord:
 
 
 def _number(value: object) -> bool:
+    # Any comparison with NaN is false, so it is refused too.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e21
 
 
@@ -175,6 +182,7 @@ class JsonLines:
     def write(self, record: EpochRecord) -> None:
         """Append one record and flush it."""
         self._file.write(_line(record))
+        # To the system, not to the disk: it survives a crash of the process, which is what happens.
         self._file.flush()
 
     def close(self) -> None:
@@ -219,6 +227,7 @@ class Memory:
     def __init__(self) -> None:
         self.exact = False
         try:
+            # Writing 5 resets VmHWM to the present resident size (man 5 proc).
             Path("/proc/self/clear_refs").write_text("5")
             self.exact = True
         except OSError:
@@ -231,6 +240,7 @@ class Memory:
 
     def peak(self) -> int:
         """Return the highest resident size so far minus that at the start, in bytes."""
+        # Library pages of the process before the fork that this rank has not touched.
         untouched = max(self.files - (_status("RssFile") or self.files), 0)
         return max((_status("VmHWM") or _max_resident()) + untouched - self.start, 0)
 
@@ -244,6 +254,7 @@ def _status(key: str) -> int | None:
         with open("/proc/self/status", encoding="utf-8") as lines:
             for line in lines:
                 if line.startswith(f"{key}:"):
+                    # The line is "VmRSS:     12345 kB".
                     return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
@@ -252,4 +263,5 @@ def _status(key: str) -> int | None:
 
 def _max_resident() -> int:
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # macOS counts bytes, Linux kilobytes.
     return size if sys.platform == "darwin" else size * 1024

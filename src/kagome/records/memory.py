@@ -35,7 +35,7 @@ class MemoryByKind:
     normalisation, sums of constant features.
     """
     activations: int | None = 0
-    """What autograd keeps from one forward for its backward; None if unknown."""
+    """Tensors that autograd keeps from one forward for its backward; None if unknown."""
     halo: int | None = 0
     """Rows of other ranks that are kept until backward or permanently; None if unknown."""
     other: int | None = None
@@ -55,6 +55,7 @@ class MemoryByKind:
 
     def beside(self, peak: int) -> MemoryByKind:
         """Return a copy in which ``other`` is the rest up to a measured peak."""
+        # The peak of the process may be below the sum: kinds need not be held at the same time.
         return replace(self, other=max(peak - replace(self, other=None).total, 0))
 
     def as_dict(self) -> dict[str, int | None]:
@@ -77,6 +78,7 @@ KINDS: Final = tuple(field.name for field in fields(MemoryByKind))
 
 
 def _large(value: int | None, total: int) -> bool:
+    # A twentieth of the whole, or unknown, which might be any size.
     return value is None or value * 20 >= max(total, 1)
 
 
@@ -129,10 +131,12 @@ def table(memory: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str
 def _cell(rank: Mapping[str, Any], kind: str, predicts: bool) -> str:
     found = (rank.get("measured") or {}).get(kind)
     guess = (rank.get("predicted") or {}).get(kind)
+    # A kind that is empty on every rank gets no row.
     if not found and not guess:
         return ""
     text = "-" if found is None else bytes_text(found)
     if not predicts or kind in ("other", "total"):
         return text
+    # "-" if nothing was predicted for the rank, "unknown" if this kind was not.
     told = "-" if not rank.get("predicted") else "unknown" if guess is None else bytes_text(guess)
     return f"{text} ({told})"

@@ -97,6 +97,10 @@ def measure(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None) -
     Returns:
         The epoch's actions and shares, or None if no action of it was recorded.
     """
+    # The window of one epoch; times of the slices count from its begin:
+    #    begin                                         end
+    #      rank 0   |F0|F1|F2|....RECV....|B2|B1|B0|
+    #      rank 1      |F0|F1|F2|B2|B1|B0|..........|      idle counts as bubble
     kept = [list(training(spans)) for spans in spans_by_rank]
     actions = [[span for span in spans if action_of(span.name) is not None] for spans in kept]
     epoch = _usual_epoch(actions) if epoch is None else epoch
@@ -155,10 +159,14 @@ def predict(
         [(action, span) for span in training(spans) if (action := action_of(span.name)) is not None]
         for spans in spans_by_rank
     ]
+    # Means over all recorded epochs, since a single one has the noise of the machine. Ranks without actions
+    # are left out: they have no common epoch with the others.
     epochs = {measured.epoch, *common_epochs([[span for _, span in pairs] for pairs in actions if pairs])}
     seen: defaultdict[_Key, list[float]] = defaultdict(list)
     for action, span in (pair for pairs in actions for pair in pairs):
         if action.kind.computes and span.epoch in epochs:
+            # Stored under stage, kind, chunk and piece, and under
+            # stage and kind alone, for actions never seen.
             for key in _keys(action):
                 seen[key].append(span.duration)
     means = {key: fmean(durations) for key, durations in seen.items()}
@@ -208,8 +216,10 @@ def pipeline_summary(
 
 def _usual_epoch(actions: Sequence[Sequence[Span]]) -> int | None:
     counts = Counter((rank, span.epoch, span.name) for rank, spans in enumerate(actions) for span in spans)
+    # A probe runs the stages twice in its epoch, so it lasts twice as long and is not usual.
     twice = {epoch for (_, epoch, _), count in counts.items() if count > 1}
     once = [[span for span in spans if span.epoch not in twice] for spans in actions if spans]
+    # If every epoch is a probe, the usual one is a probe.
     found = median_epoch(once) if all(once) else None
     return median_epoch([spans for spans in actions if spans]) if found is None else found
 
@@ -231,6 +241,7 @@ def _shares(
 
     def around(part: Interval) -> bool:
         """Return whether an action lies inside: a phase around actions does not run beside them."""
+        # The first action that does not begin before the part; the part itself stands for no such action.
         at = bisect_left(begins, part[0])
         inner = (slices[at].begin, slices[at].end) if at < len(slices) else part
         return inner != part and inner[0] < part[1] and inner[1] <= part[1]
@@ -244,6 +255,8 @@ def _shares(
     actions = within(slices)
     beside = [part for _, part in rest if not around(part)]
     moving = [part for name, part in rest if name in MOVE and not around(part)]
+    # |A and B| = |A| + |B| - |A or B|: exchanges within F and B.
+    # Outside of actions nothing hides them either.
     exchange = _length(moving) + _length(computing) - _length(computing + moving)
     exposed = exchange + _beyond(moving, actions) + _length(sending) + transit
     parts = (_length(computing), _length(waiting), _length(sending), _beyond(beside, actions), exposed)
@@ -252,6 +265,8 @@ def _shares(
 
 def _transits(slices: Sequence[Sequence[Slice]]) -> list[float]:
     """Return the seconds of each rank's RECVs after their SENDs began; a stage's ranks are parts in order."""
+    # Ranks are in the order of stages and parts, so the n-th rank of a stage has part n, and its messages go
+    # to the n-th rank of other stages.
     parts, counts = [], defaultdict[int, int](int)
     for mine in slices:
         stage = mine[0].action.stage if mine else -1
@@ -265,6 +280,11 @@ def _transits(slices: Sequence[Sequence[Slice]]) -> list[float]:
     }
     return [
         sum(
+            # A RECV before its SEND has begun waits for the sender's computing, not for the link:
+            #    sender     |---- F ----|SEND|
+            #    receiver   |------- RECV -----|
+            #                           |------|    counted
+            # Without a recorded SEND the end stands for its begin, so nothing counts.
             max(0.0, one.end - max(one.begin, sent.get((one.action.counterpart, part), one.end)))
             for one in mine
             if one.action.kind.receives
@@ -277,6 +297,7 @@ def _programs(measured: MeasuredPipeline) -> Programs:
     """Return what each stage did: the actions of its rank with the most of them."""
     longest: dict[int, Program] = {}
     for stage, slices in zip(measured.stages, measured.slices, strict=True):
+        # Spans of an epoch are limited in number, so a rank may lack some of its actions.
         if stage is not None and len(slices) > len(longest.get(stage, ())):
             longest[stage] = tuple(one.action for one in slices)
     return tuple(longest.get(stage, ()) for stage in range(max(longest) + 1))
@@ -290,6 +311,7 @@ def _keys(action: Action) -> tuple[_Key, _Key]:
 
 def _length(parts: Sequence[Interval]) -> float:
     """Return the seconds that intervals cover, each moment counted once."""
+    # Sweep in order of begins; `until` is the end of all that was counted.
     total, until = 0.0, float("-inf")
     for begin, end in sorted(parts):
         total += max(0.0, end - max(begin, until))

@@ -93,6 +93,7 @@ class Ranked(Protocol):
 
 def print_plans(plans: Ranked, console: Console | None = None) -> None:
     """Print the table, and a sentence about each of the best plans."""
+    # Without a terminal rich assumes 80 columns, which would fold the table in files and pipes.
     console = console or Console(width=None if sys.stdout.isatty() else WIDE)
     table = Table(title=title_of(plans), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in HEAD:
@@ -120,6 +121,7 @@ def title_of(plans: Ranked) -> str:
 
 def cells(one: PlanRow) -> tuple[str, ...]:
     """Return a plan's row of the table, one cell for each of :data:`HEAD`."""
+    # Bytes are exact if the graph was cut, an estimate otherwise.
     about, off = (f" +-{each:.0%}" if each else "" for each in (one.uncertain, one.seconds_off))
     share = one.exposed_seconds / one.epoch_seconds if one.epoch_seconds else 0.0
     return (

@@ -43,6 +43,8 @@ class Span(NamedTuple):
 @lru_cache(maxsize=1 << 16)
 def action_of(name: str) -> Action | None:
     """Return the action that a span is named after, or None."""
+    # Actions begin with their stage ("0F2"), phases do not. Parsing only these, and caching, keeps it cheap:
+    # a trace has many spans of few names.
     if not name[:1].isdigit():
         return None
     try:
@@ -69,6 +71,10 @@ def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def training(spans: Sequence[Span]) -> Iterator[Span]:
     """Yield the spans of a rank's epochs, without evaluation, checkpoints and whatever is inside them."""
+    # Outer spans come before inner ones, so one number says until when everything is part of an evaluation:
+    #    evaluate   |---------------|           closed_until is its end
+    #    exchange       |----|                  left out
+    #    forward                      |----|    kept
     closed_until = float("-inf")
     for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
         if span.name in OPAQUE:
@@ -79,6 +85,7 @@ def training(spans: Sequence[Span]) -> Iterator[Span]:
 
 def common_epochs(spans_by_rank: Sequence[Sequence[Span]]) -> list[int]:
     """Return the epochs of which every rank has spans, in order, without the first if there are several."""
+    # A rank may have forgotten epochs in the middle of the run; charts need all ranks.
     by_rank = [{span.epoch for span in spans} for spans in spans_by_rank]
     common = sorted(epoch for epoch in set.intersection(*by_rank) if epoch is not None) if by_rank else []
     # The first epoch warms caches up and is not representative.
@@ -97,6 +104,7 @@ def median_epoch(spans_by_rank: Sequence[Sequence[Span]]) -> int | None:
                 low, high = ends.get(span.epoch, (span.start, span.start))
                 ends[span.epoch] = min(low, span.start), max(high, span.start + span.duration)
     lengths = {epoch: ends[epoch][1] - ends[epoch][0] for epoch in common}
+    # median_low is one of the values, so an epoch has exactly that length.
     middle = median_low(lengths.values())
     return next(epoch for epoch in common if lengths[epoch] == middle)
 
@@ -174,14 +182,18 @@ class Spans:
         self._open.append(phase)
 
     def _leave(self, phase: Phase, duration: float) -> None:
+        # Phases close in any order if threads overlap, so this one may not be the last.
         if phase in self._open:
             # A phase opened later and never closed (an exception in another thread) is dropped with it.
             del self._open[self._open.index(phase) :]
+        # Seconds of an inner phase are subtracted from the outer one, so each moment counts once. In an
+        # evaluation everything counts for the evaluation, so inner phases count nothing.
         if not phase.inside:
             if self._open:
                 self._open[-1].inner += duration
             self._sums[phase.name] = self._sums.get(phase.name, 0.0) + max(duration - phase.inner, 0.0)
         kept = self._list_of(phase.epoch)
+        # Sums go on for epochs whose spans are no longer kept.
         if len(kept) < self._most:
             kept.append(Span(phase.name, phase.start, duration, phase.epoch))
 
@@ -190,6 +202,8 @@ class Spans:
         if kept is not None:
             return kept
         if epoch is not None:
+            # The first and the last epochs are kept; the oldest of the last ones is dropped for each new one.
+            # What lies outside of epochs (None) is always kept.
             if len(self._early) < self._first:
                 self._early.add(epoch)
             else:

@@ -36,6 +36,7 @@ def seconds_text(seconds: float) -> str:
     if abs(seconds) >= 3600:
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"{hours} h {minutes:02d} min"
+    # Seconds up to two minutes: "119 s" reads better than "1 min 59 s", and 119.5 would be rounded to 120.
     if abs(seconds) >= 119.5:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest:02d} s"
@@ -61,6 +62,7 @@ def metric_text(value: float | None) -> str:
 def count_text(value: float) -> str:
     """Return a count with thin spaces between thousands; other numbers with three digits."""
     if float(value).is_integer():
+        # A narrow no-break space, which neither breaks a line nor is read as a decimal comma.
         return f"{int(value):,}".replace(",", "\u202f")
     return _three_digits(value)
 
@@ -71,6 +73,7 @@ def epochs_text(count: int) -> str:
 
 
 def _three_digits(value: float) -> str:
+    # Limits are where rounding would add a digit: 99.95 with one decimal is "100.0".
     size = abs(value)
     if size >= 99.95:
         return f"{value:.0f}"

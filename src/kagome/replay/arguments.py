@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 State = tuple[tuple[str, Any], ...]
+# Values that are code. Layer rules and users set functions on single layers; another function, as told by its
+# identity, makes another call.
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, type)
 
 
@@ -39,6 +41,7 @@ class Rows:
     def fits(self, leaf: Any, leaves: Sequence[Any]) -> bool:
         """Return True if these rows can take the place of the recorded ones."""
         return (
+            # An exact type: a parameter is a weight, and a lazy tensor brings calls that were not recorded.
             type(leaf) is Tensor
             and leaf.shape == self.shape
             and leaf.stride() == self.stride
@@ -89,6 +92,7 @@ def guards_of(leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> G
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             if leaf is not None and not isinstance(leaf, (bool, int, float, str)):
+                # A sparse matrix or another object may hold rows, which no guard would see.
                 return None
             found.append(Other(leaf))
         elif is_constant(leaf):
@@ -96,6 +100,7 @@ def guards_of(leaves: Sequence[Any], is_constant: Callable[[Tensor], bool]) -> G
         elif type(leaf) is not Tensor or leaf.layout is not torch.strided:
             return None
         else:
+            # ``conv((x, x))`` reads one tensor in two places, and may sum it once. ``conv((x, y))`` differs.
             first = next(at for at, other in enumerate(leaves) if other is leaf)
             found.append(Rows(leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, first))
     return tuple(found)
@@ -110,6 +115,7 @@ def fits(guards: Guards, leaves: Sequence[Any]) -> bool:
 
 def leaves_of(values: Any) -> Iterator[Any]:
     """Yield the values in nested tuples, lists and dicts, in order, with their lengths and names."""
+    # Lengths and names are leaves too, so that ``(x, [y])`` and ``([x, y],)`` are two calls.
     if isinstance(values, (tuple, list)):
         yield len(values)
         for value in values:
@@ -125,6 +131,8 @@ def leaves_of(values: Any) -> Iterator[Any]:
 def state_of(module: nn.Module) -> State:
     """Return a module's settings, code and hook counts, and the identities of its weights and modules."""
     found: list[tuple[str, Any]] = []
+    # Weights count by identity: a replay reads their present values, and an optimizer's step changes only
+    # those. Hooks count by number: which ones they are was checked when the call was recorded.
     for name, value in vars(module).items():
         if value is None or isinstance(value, (bool, int, float, str)):
             found.append((name, value))

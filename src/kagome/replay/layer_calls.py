@@ -27,6 +27,8 @@ from kagome.replay.arguments import Guards, Rows, State, fits, guards_of, leaves
 from kagome.replay.propagate import plain
 from kagome.replay.recorded_ops import CallRecorder, Op
 
+# Two calls for each of training and evaluation: the first teaches ``propagate`` alone, because its inside is
+# not recorded; in the second the recorder finds the sum that ``propagate`` deferred.
 TRIES = 4
 """Number of calls that may fail to be learned before a layer is no longer recorded."""
 _OWN = ("torch_geometric.nn.", "torch.nn.")
@@ -56,6 +58,7 @@ class Learned:
 
     def fits(self, scope: Any, leaves: Sequence[Any]) -> bool:
         """Return True if a call's arguments match the recorded ones."""
+        # Rows that have become constant are another call: what is computed from constants alone is cached.
         return fits(self.guards, leaves) and all(
             _same(scope.placements.get(leaves[place]), placement)
             and not scope.constants.is_constant(leaves[place])
@@ -64,6 +67,7 @@ class Learned:
 
     def replay(self, scope: Any, leaves: Sequence[Any]) -> Any:
         """Repeat the recorded calls on other rows."""
+        # Positions are those of the recording: the arguments, then each call's results in turn.
         values = [leaves[place] for place in self.rows]
         for op in self.ops:
             out = op.replay(scope, values)
@@ -95,6 +99,8 @@ class States:
 
     def now(self, epoch: int) -> tuple[State, ...]:
         """Return the state in an epoch."""
+        # The first call of an epoch reads everything; later ones
+        # compare only what a forward can change itself.
         if not self._fields or self._epoch != epoch or self._looks() != self._looked:
             modules = list(self.layer.modules())
             self._fields = [(vars(module), _settings(module)) for module in modules]
@@ -106,6 +112,7 @@ class States:
         """Return the settings, and the identities of weights and modules."""
         found: list[Any] = []
         for own, names in self._fields:
+            # An attribute that was added or removed changes the count; one that was set again shows below.
             found.append(len(own))
             found += [value if type(value) in _PLAIN else id(value) for value in map(own.get, names)]
             for table in _TABLES:
@@ -154,6 +161,9 @@ class LayerReplay:
         learned = self._learned.get((id(layer), layer.training, torch.is_grad_enabled()))
         if learned is None or not learned.bare:
             return None
+        # From here on, do what the hooks of ``intercept.hooks`` and torch
+        # would do around a call that is not replayed: refuse reruns, count the
+        # running layers, name the layer that failed, compute what it deferred.
         scope.forward.forward_pass.refuse_rerun(states.path)
         passes = isinstance(layer, MessagePassing)
         scope.forward.layers += passes
@@ -163,12 +173,17 @@ class LayerReplay:
             scope.forward.fault = scope.forward.fault or states.path
             raise
         if out is None:
+            # The caller now calls the module, whose pre-hook counts the layer.
             scope.forward.layers -= passes
             return None
         return scope.deferral.leave_layer(out) if passes else out
 
     def _may(self) -> bool:
         scope = self.scope
+        # A recording holds what torch computed under certain conditions. None of these may differ in a
+        # replay: fast paths, which defer sums; feature slices, whose sums are other expressions; autocast,
+        # which changes types inside a call; a seed that forward set, which makes draws depend on their order.
+        # While a layer is being recorded, layers inside it must show their calls.
         if nn.modules.module._has_any_global_hook():  # includes modules inside the layer
             return False
         able = self.on and scope.forward.fast and not scope.sliced.on and scope.recorder is None
@@ -216,6 +231,7 @@ def _rows(guards: Guards) -> tuple[int, ...]:
 
 def _same(one: Placement | None, other: Placement | None) -> bool:
     """Return True if two placements are equal and refer to the same edges and vertices."""
+    # Edges and subsets are tensors or hold some; ``==`` would compare their values, or be ambiguous.
     if one is other:
         return True
     if one is None or other is None or one.edges is not other.edges or one.each != other.each:
@@ -240,5 +256,7 @@ def _plain(layer: nn.Module) -> bool:
 
 def _bare(module: nn.Module) -> bool:
     """Return True if a module has no other hooks than the interceptor's one of each kind."""
+    # A layer that takes out-edges or a sparse matrix has a further pre-hook of the interceptor's, which must
+    # run: it converts the arguments.
     ours = len(module._forward_hooks) == 1 and len(module._forward_pre_hooks) == 1
     return ours and not module._backward_hooks and not module._backward_pre_hooks

@@ -67,6 +67,8 @@ class Recipe:
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the deferred sum of other rows."""
+        # The rows' version is noted now. A write to them before the sum is computed is then refused, as it
+        # would be in a message of PyG's own gather. The weight is constant and needs no note.
         source, versions = Source(rows, self.has_halo, self.site), ((rows, rows._version),)
         return self.edges.rows(
             LazyTensor(Total(Message(self.edges, None, source, self.weight, versions=versions), self.how))
@@ -102,17 +104,24 @@ class PropagateCache:
     def learn(self, layer: MessagePassing, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
         """Record what a call deferred, if it is a sum of rows that it was given."""
         key = _key(layer)
+        # A call that did not fit ends the old recipe, even if it teaches nothing: the next call is more
+        # likely to be like this one.
         self._recipes.pop(key, None)
+        # A value that is known already was computed inside
+        # ``propagate``, by calls that the recipe would leave out.
         expr = out.expr if isinstance(out, LazyTensor) and out.value is None else None
         if not isinstance(expr, Total) or not plain(layer):
             return
         with torch._C.DisableTorchFunction():
             leaves, message = tuple(leaves_of((args, kwargs))), expr.message
+            # Only rows that the caller passed can be replaced by others. Rows that ``message`` has mapped
+            # first are not among the leaves.
             place = next((at for at, leaf in enumerate(leaves) if leaf is message.parts[0]), None)
             guards = guards_of(leaves, self.scope.constants.is_constant)
             if place is None or guards is None or not isinstance(guards[place], Rows):
                 return
             source = message.source
+            # An attention weight, say, is computed from the rows of this call.
             if source is None or not self.scope.constants.is_constant(message.weight):
                 return
             edges, weight, how = message.edges, message.weight, expr.how
@@ -127,6 +136,8 @@ def _key(layer: MessagePassing) -> _Key:
 
 def plain(layer: MessagePassing) -> bool:
     """Return True if a layer is unchanged PyG code, called in one piece, with no hooks inside."""
+    # With ``explain`` messages are masked; with ``decomposed_layers`` ``message`` runs once for each piece of
+    # the columns. Hooks on single methods (``register_message_forward_hook``) are the user's code.
     own, kinds = vars(layer), (type(layer), type(layer.aggr_module))
     watched = (f"_{called}_forward{when}_hooks" for called in (*CALLED, "propagate") for when in ("", "_pre"))
     return (

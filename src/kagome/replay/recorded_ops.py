@@ -24,6 +24,7 @@ from kagome.placement.placement import Placement, tensors
 
 Part = tuple[int, Any]
 """How an argument is obtained, and from what."""
+# ``VALUE`` and ``COMPUTED`` differ for a deferred sum: a rule may take it as it is, torch needs its numbers.
 FIXED, VALUE, COMPUTED, NEST = range(4)
 """A fixed value; a recorded value; a recorded value, computed if it was deferred; a sequence of parts."""
 
@@ -61,6 +62,8 @@ class Op:
         elif self.path is None or self.path == scope.where():
             out = self.run(args, kwargs)
         else:
+            # The call was made by a module inside the layer, whose path is part of a draw's key and of site
+            # names. Its hooks do not run in a replay.
             scope.forward.path.append(self.path)
             out = self.run(args, kwargs)
             scope.forward.path.pop()
@@ -96,6 +99,7 @@ class CallRecorder:
         self._values: list[Any] = list(rows)
         self._places = {id(value): place for place, value in enumerate(rows)}
         self._fixed = {id(tensor): tensor for tensor in fixed}
+        # If the call adds to the cache, it has computed what the next call only finds: see ``place_of``.
         self._cached = len(scope.constants.computed)
         self._grad, self._paused = torch.is_grad_enabled(), 0
 
@@ -121,6 +125,7 @@ class CallRecorder:
 
     def paused(self) -> Callable[[], None]:
         """Pause the recording until the returned function is called."""
+        # A count, because ``propagate`` of an inner layer may run inside that of an outer one.
         self._paused += 1
         return self._resume
 
@@ -132,11 +137,13 @@ class CallRecorder:
     ) -> None:
         if self._paused or not self.sound:
             return
+        # A shape is a tuple too, an empty one for a scalar, but no sequence of results.
         outs = list(out) if isinstance(out, (tuple, list)) and not asked else [out]
         if not all(isinstance(value, Tensor) for value in outs):
             # A number on which Python may branch.
             self.sound = asked or all(self.scope.constants.is_constant(tensor) for tensor in tensors(*given))
             return
+        # A replay runs in one mode from end to end, so a block under ``no_grad`` would get gradients.
         if torch.is_grad_enabled() != self._grad:
             self.sound = False
             return
@@ -150,6 +157,7 @@ class CallRecorder:
         self.ops.append(
             Op(run, packed, args, kwargs, path, self.scope.placements.get(out) if single else None)
         )
+        # An ``Op`` holds one placement. Several results with placements (``x.chunk(2)``) are not replayed.
         self.sound = single or all(self.scope.placements.get(value) is None for value in outs)
         for value in outs:
             self._places[id(value)] = len(self._values)
@@ -161,6 +169,7 @@ class CallRecorder:
         if isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value):
             parts = zip(value, passed, strict=True)
             return NEST, (type(value), tuple(self._part(one, other) for one, other in parts))
+        # ``filled`` does not look into slices: an end that is a tensor would keep its value for ever.
         if isinstance(value, slice) and any(isinstance(end, Tensor) for end in (value.start, value.stop)):
             raise _UnknownError
         return FIXED, value
@@ -169,6 +178,7 @@ class CallRecorder:
         place = self._places.get(id(tensor))
         if place is not None:
             return (COMPUTED if isinstance(tensor, LazyTensor) and computed else VALUE), place
+        # The numbers of a deferred value are another object than the value. Torch was given these numbers.
         for place, value in enumerate(self._values):
             if isinstance(value, LazyTensor) and value.value is tensor:
                 return COMPUTED, place
@@ -178,6 +188,7 @@ class CallRecorder:
 
     def place_of(self, out: Any) -> int | None:
         """Return the position of the layer's result among the values; None if the recording is incomplete."""
-        if not self.sound or len(self.scope.constants.computed) != self._cached:  # later calls find it cached
+        # What this call has computed and cached is found by later calls, which make other calls of torch.
+        if not self.sound or len(self.scope.constants.computed) != self._cached:
             return None
         return self._places.get(id(out)) if isinstance(out, Tensor) else None

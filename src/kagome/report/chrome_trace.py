@@ -37,6 +37,7 @@ def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Pa
     zero = min((span.start for spans in spans_by_rank for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(spans_by_rank):
+        # Metadata events ("ph": "M") name and order the processes; "X" is an event with begin and duration.
         for name, args in (
             ("process_name", {"name": f"rank {rank}"}),
             ("process_sort_index", {"sort_index": rank}),
@@ -54,6 +55,7 @@ def write_trace(path: str | Path, spans_by_rank: Sequence[Sequence[Span]]) -> Pa
                 "ph": "X",
                 "pid": rank,
                 "tid": 0,
+                # The format counts in microseconds; three decimals keep nanoseconds.
                 "ts": start / 1e3,
                 "dur": (end - start) / 1e3,
                 "args": {} if span.epoch is None else {"epoch": span.epoch},
@@ -79,11 +81,13 @@ def read_trace(path: str | Path) -> list[list[Span]]:
     """
     try:
         found = text_files.json_file(path)
+        # The format also allows a bare list of events, which Kagome does not write.
         events = found.get("traceEvents") if isinstance(found, dict) else None
         if not isinstance(events, list):
             raise text_files.UnreadableError("it has no list of traceEvents")
         ranks: dict[int, list[Span]] = {}
         for event in events:
+            # A rank without spans still has its metadata, and so an empty row in the chart.
             rank, span = _span(event)
             spans = ranks.setdefault(rank, [])
             spans += [] if span is None else [span]
@@ -99,6 +103,7 @@ def _span(event: Any) -> tuple[int, Span | None]:
         UnreadableError: If it is not an event that :func:`write_trace` writes.
     """
     rank = event.get("pid") if isinstance(event, dict) else None
+    # Bounds on all numbers: charts allocate by rank and by time, and a trace may come from anywhere.
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < 2**20:
         raise text_files.UnreadableError(f"an event has the pid {shown(rank, 80)}")
     if event.get("ph") != "X":

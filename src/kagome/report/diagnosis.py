@@ -23,7 +23,7 @@ class Diagnosis:
     sentence: str
     """The finding as a sentence."""
     advice: str
-    """What to try, or ``""``."""
+    """The advice on what to try, or ``""``."""
     shares: tuple[tuple[str, float], ...] = ()
     """Name and share of the training time, summing to one: compute, exchange, waiting."""
 
@@ -46,6 +46,9 @@ def diagnose(values: Mapping[str, Any]) -> Diagnosis:
     move = [sum(rank.get(name, 0.0) for name in MOVE) for rank in phases]
     if not phases or sum(compute) + sum(move) <= 0:
         return Diagnosis("unknown", "The run left no times by phase, so its bottleneck is not known.", "")
+    # Example, two ranks, seconds of an epoch:
+    #    rank 0   compute 6   move 4       exchange = min(move) = 2    the time that messages take
+    #    rank 1   compute 8   move 2       waiting = 3 - 2 = 1         mean stay beyond that
     total = fmean(compute) + fmean(move)
     exchange = min(move)
     waiting = fmean(move) - exchange
@@ -55,6 +58,7 @@ def diagnose(values: Mapping[str, Any]) -> Diagnosis:
         ("waiting", waiting / total),
     )
     set_up = values.get("set_up_seconds") or 0.0
+    # Shorter epochs would not help a run that spends most of its time before the first.
     if set_up > total:
         return Diagnosis(
             "set-up",
@@ -71,12 +75,15 @@ def diagnose(values: Mapping[str, Any]) -> Diagnosis:
         )
         sentence += "exchange and waiting."
         advice = "More ranks would shorten an epoch further."
+        # With more ranks computing is divided and exchange is not. From 0.7 on, twice the ranks still compute
+        # for longer than they exchange (0.35 to 0.3).
         if share < 0.7:
             advice = "More ranks would shorten it, but the exchange would soon lead."
     elif kind == "exchange":
         sentence = f"Exchange: {share_text(share)} of the training time goes into moving {_moved(values)}."
         advice = "Try fewer parts, a partitioner that cuts fewer edges, or a faster link."
     else:
+        # The rank that the others wait for computes longest.
         slowest = max(range(len(compute)), key=compute.__getitem__)
         times = compute[slowest] / fmean(compute) if fmean(compute) else 1.0
         sentence = (

@@ -28,10 +28,12 @@ def crossing_summary(facts: Mapping[str, Any], records: Sequence[EpochRecord]) -
         ``hidden_share`` is the share of the time of all exchanges that computation hid, or None if there was
         no exchange.
     """
+    # `uncoded` has only kinds that may be coded; the others are as they were sent.
     counts = [by_kind({**record.bytes, **record.uncoded}) for record in records]
     under_way = sum(sum(record.under_way.values()) for record in records)
     waited = sum(sum(record.waited.values()) for record in records)
     plain = {kind: fmean(count[kind] for count in counts) if counts else 0.0 for kind in by_kind({})}
+    # Both are means over ranks of measured times, so their quotient may be slightly out of range.
     hidden = min(max(1.0 - waited / under_way, 0.0), 1.0) if under_way > 0 else None
     return {**facts, "bytes_uncoded_per_epoch": plain, "hidden_share": hidden}
 
@@ -83,6 +85,7 @@ def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the error of the codecs as a table with one row per site."""
     errors: dict[str, dict[str, float]] = {}
     for name, error in (found.get("errors") or {}).items():
+        # Names are "convs.1.x forward" and "convs.1.x backward"; a site may have spaces itself.
         site, _, way = name.rpartition(" ")
         errors.setdefault(site, {})[way] = error
     rows = [

@@ -58,12 +58,14 @@ class Progress:
         self._unshown: str | None = None
         # Ends of the last epochs, evaluation included; the time left is estimated from them.
         self._ends: deque[float] = deque([clock()], maxlen=30)
+        # A live line moves the cursor, which fills a log file with escape codes.
         self._live: RichProgress | None = self._start_live() if enabled and self.stream.isatty() else None
 
     def update(self, record: EpochRecord) -> None:
         """Record one finished epoch and show it."""
         self.done += 1
         self._ends.append(self.clock())
+        # Evaluation may come every few epochs; between them the last score is shown.
         if record.val_metric is not None:
             self._val = record.val_metric
         if not self.enabled:
@@ -73,6 +75,7 @@ class Progress:
             self._live.update(task, completed=self.done, facts=self._facts(record), left=self._left())
             return
         line = f"epoch {self.done}/{self.epochs}  {self._facts(record)}  {self._left()}".rstrip()
+        # A log of ten thousand short epochs is of no use to anyone, and writing it takes time.
         due = self._shown_at is None or self.clock() - self._shown_at >= self.every
         if due or self.done >= self.epochs:
             self._print(line)
@@ -103,6 +106,7 @@ class Progress:
         return f"{facts}  val {name} {metric_text(self._val)}"
 
     def _left(self) -> str:
+        # `update` has added an end, so there are two at least.
         pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         left = (self.epochs - self.done) * pace
         if left <= 0:
@@ -114,6 +118,7 @@ class Progress:
         print(line, file=self.stream, flush=True)
 
     def _start_live(self) -> RichProgress:
+        # Imported here: rich takes time to load, and most ranks show nothing.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn
 

@@ -20,7 +20,7 @@ def page(template: str, **values: Any) -> str:
 
     Args:
         template: The file name of the page's template.
-        values: What the template shows. Text is escaped, :class:`Markup` is not.
+        values: The values that the template shows. Text is escaped, :class:`Markup` is not.
     """
     return environment().get_template(template).render(values)
 
@@ -35,6 +35,7 @@ def chart(macro: str, **values: Any) -> Markup:
 def environment() -> Environment:
     """Return jinja2's environment with this package's templates, compiled at their first use."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    # StrictUndefined: a value that a template expects and nobody passes is an error, not an empty place.
     found = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

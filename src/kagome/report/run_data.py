@@ -67,6 +67,7 @@ def read_folder(path: str | Path) -> RunFolder:
             "a folder with neither",
             hint="give the folder that kagome train named with --out; it holds both",
         )
+    # Each file is read by itself: a damaged one costs its own sections of the page.
     faults: list[str] = []
     config: dict[str, Any] = {}
     records: list[EpochRecord] = []
@@ -92,6 +93,7 @@ def read_folder(path: str | Path) -> RunFolder:
             spans = read_trace(path / "trace.json")
     except ConfigError as error:
         faults.append(str(error))
+    # An unfinished run has no summary, only the records that were written after each epoch.
     values = found or _provisional(
         records, {name: each for name, each in config.items() if isinstance(each, dict)}
     )
@@ -122,6 +124,8 @@ def _known(found: Any, faults: list[str]) -> dict[str, Any]:
         return {}
     kept = {}
     for name, value in found.items():
+        # Names that this version does not know are kept: a newer version may have
+        # written them, and no section reads them.
         if value is None or name not in SUMMARY or _is(value, SUMMARY[name], signed=name in SIGNED):
             kept[name] = value
         else:
@@ -135,6 +139,7 @@ def _is(value: Any, kind: Any, *, signed: bool = False) -> bool:
     if kind == {}:
         return isinstance(value, dict) and all(each is None or _is(each, Real) for each in value.values())
     if kind in (Real, Integral):
+        # bool is an Integral in Python, and NaN is a float that json accepts.
         number = isinstance(value, kind) and not isinstance(value, bool)
         return number and isfinite(value) and (signed or value >= 0) and abs(value) < MOST
     return isinstance(value, kind)
@@ -163,6 +168,7 @@ def _provisional(records: list[EpochRecord], config: dict[str, Any]) -> dict[str
         parallel=parallel,
         seed=train.get("seed", 0),
     )
+    # A mean of no epochs is not 0 bytes.
     if not records:
         values["bytes_per_epoch"] = {}
     return values

@@ -89,6 +89,7 @@ def summary(
     Returns:
         Plain values in the order of the file.
     """
+    # The first epoch is not like the others: it compares headers, exchanges constant rows once and is exact.
     costly = records[1:] or records
     counts = [by_kind(record.bytes) for record in costly]
     sent = {kind: fmean(count[kind] for count in counts) if counts else 0.0 for kind in by_kind({})}
@@ -98,6 +99,7 @@ def summary(
         "metric_name": metric_name,
         "best_epoch": best_epoch,
         "epochs": len(records) if epochs is None else epochs,
+        # A median over all epochs, in which the first hardly counts.
         "epoch_seconds": median(record.seconds for record in records) if records else None,
         "bytes_per_epoch": sent,
         "peak_memory_bytes": [int(size) for size in peak_memory_bytes],
@@ -127,6 +129,7 @@ def summary(
         "history": None if history is None else dict(history),
         "partition": None if partition is None else dict(partition),
     }
+    # Entries of `result` are always in the file, null if unknown; the others only if they have content.
     return result | {key: value for key, value in extra.items() if value not in (None, [], {})}
 
 
@@ -230,6 +233,7 @@ def print_summary(
     """
     from rich.console import Console
 
+    # Highlighting would colour numbers within names and paths.
     console = console or Console(highlight=False)
     console.print(final_table(values))
     if page is not None:

@@ -48,6 +48,8 @@ class Claim:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
+            # The kernel drops the lock when the process ends, also if it is killed, so a claim never needs
+            # cleaning up. The file itself stays: it marks the folder as a run's.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip()
@@ -64,6 +66,7 @@ class Claim:
             os.ftruncate(self._lock, 0)
             holder = f"process {os.getpid()} on {socket.gethostname()}, since {since}\n"
             os.pwrite(self._lock, holder.encode(), 0)
+        # Under the lock, such files can only be left over from a run that was killed while it wrote them.
         for pattern in _PASSING:
             for passing in folder.glob(pattern):
                 _remove(passing)
@@ -72,6 +75,8 @@ class Claim:
     def stands(self) -> bool:
         """Whether the folder is still the one that was claimed."""
         try:
+            # A folder that was deleted and made again has another inode, while this descriptor still holds
+            # the old one.
             there, held = os.stat(self.folder / LOCK), os.fstat(self._lock)
         except OSError:
             return False
@@ -112,6 +117,7 @@ def continues_run(folder: Path, resume: str | Path | None) -> bool:
     """Return whether the run resumes from this folder."""
     if resume is None:
         return False
+    # `resume` is the run's folder itself or a checkpoint inside it.
     there = path_of(resume, "resume").resolve()
     return folder.resolve() in (there, *there.parents)
 
@@ -135,6 +141,8 @@ def remove_run(folder: Path) -> None:
         OSError: If a file cannot be removed.
     """
     with suppress(FileNotFoundError):
+        # The command line writes plan.json before the run begins, and a run writes config.toml when it
+        # begins. So a plan that is newer than config.toml is the new run's own.
         begun = (folder / "config.toml").stat().st_mtime_ns
         for path in (folder / name for name in sorted(MADE_BEFORE)):
             if path.exists() and path.stat().st_mtime_ns <= begun:

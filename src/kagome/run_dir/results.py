@@ -35,6 +35,8 @@ def original_order(rows: Any, part: Partition, channel: Channel, action: str) ->
         N rows and N ids sent to rank 0.
     """
     if not isinstance(rows, Tensor):
+        # Each leaf is gathered by a collective of its own, so all ranks must have the same nest. Leaves
+        # without a row per vertex (strings, losses) stay as rank 0 has them.
         leaves, form = tree_flatten(rows)
         count = part.own.numel()
         whole = [original_order(o, part, channel, action) if has_rows(o, count) else o for o in leaves]
@@ -44,6 +46,7 @@ def original_order(rows: Any, part: Partition, channel: Channel, action: str) ->
     if found is None or ids is None:
         return None
     joined = torch.cat(found)
+    # Rows arrive part by part. `ids` are their numbers in the whole graph and name each vertex once.
     out = torch.empty_like(joined)
     out[torch.cat(ids)] = joined
     return out
@@ -63,7 +66,7 @@ def arrays_of(scores: Any) -> dict[str, Any]:
 
 
 def as_array(value: Any) -> Any:
-    """Return a tensor or a number as a NumPy array; bfloat16, which NumPy lacks, becomes float32."""
+    """Return a tensor or a number as a NumPy array; float16 and bfloat16 become float32."""
     if not isinstance(value, Tensor):
         return np.asarray(value)
     kept = value.detach().cpu()
@@ -72,6 +75,7 @@ def as_array(value: Any) -> Any:
 
 def _key(key: Any) -> str:
     """Return the name of a position in a nest."""
+    # pytree keys: MappingKey has `key`, SequenceKey has `idx`.
     return str(getattr(key, "key", getattr(key, "idx", key)))
 
 
@@ -91,6 +95,7 @@ def write_scores(path: Path, scores: Any) -> str:
             f"{len(arrays)} from the model: {', '.join(arrays)}",
             hint=f"--out {path.with_suffix('.npz').name}",
         )
+    # Written beside the file and renamed, so that a reader sees the old file or the complete new one.
     fresh = path.with_name(f".{path.name}")
     try:
         with fresh.open("wb") as file:
@@ -126,6 +131,7 @@ def outcome(
         facts: Values that every rank knows by itself: the other arguments of
             :func:`kagome.report.summary.summary`.
     """
+    # One message for all values of a rank: tuples of (peak, memory by kind, spans, seconds by phase).
     gathered: Any = channel.gather_objects((*memory, spans.as_list(), spans.seconds()), "reports", [Span])
     peaks, held, all_spans, phases = (list(column) for column in zip(*gathered, strict=True))
     values = summary(

@@ -64,6 +64,8 @@ class RunWriter:
         self._lines: JsonLines | None = None
         self._board: TensorBoard | None = None
         self._records: list[EpochRecord] = []
+        # The folder is claimed when the Trainer is made, before it is known whether fit is called at all. Its
+        # files are only written or removed in `begin`.
         self._together(self._take, "the run's folder")
 
     def _take(self) -> None:
@@ -78,6 +80,7 @@ class RunWriter:
                     act()
             except KagomeError as error:
                 fault = error
+        # Rank 0's fault is shared: if it raised alone, the other ranks would wait in their next collective.
         fault = cast("KagomeError | None", self.channel.gather_objects(fault, action)[0])
         if fault is not None:
             raise fault
@@ -104,6 +107,8 @@ class RunWriter:
 
         def look() -> None:
             refuse_taken(self.folder, resume=resume, overwrite=self.overwrite)
+            # With --overwrite another run is only removed here, when training begins: data, model or settings
+            # that were refused before have left it untouched.
             if not continues_run(self.folder, resume):
                 remove_run(self.folder)
             self._write_settings()
@@ -141,6 +146,8 @@ class RunWriter:
         if self._lines is None:
             return
         with self._worded():
+            # The folder may have been deleted since it was claimed, for example while a check or an epoch
+            # ran.
             if self._claim is not None and not self._claim.stands:
                 self._make_again(record.epoch - 1)
             self._records.append(record)
@@ -175,6 +182,7 @@ class RunWriter:
         path = self.folder / "plan.json"
         if not path.exists():
             return None
+        # `fit` fills in the axes that the settings leave open, as the run itself did.
         cut = self.settings.parallel.fit(self.channel.size)
         try:
             plan = json.loads(path.read_text(encoding="utf-8"))["plans"][0]
@@ -232,6 +240,8 @@ class RunWriter:
         from kagome.report.summary import write_summary
 
         self.close()
+        # The weights and predictions are written before summary.json, whose existence says that a run has
+        # finished.
         given = arrays_of(scores)
         if label is not None:
             given["label"] = as_array(label)
@@ -261,6 +271,7 @@ def earlier_records(channel: Channel, checkpoint: Path, epoch: int) -> list[Epoc
     Raises:
         ConfigError: If the folder's ``metrics.jsonl`` cannot be read.
     """
+    # A checkpoint is RUN/checkpoints/epoch-N.
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
 
     def read() -> list[EpochRecord]:

@@ -94,6 +94,8 @@ class Action:
 
     @property
     def _next(self) -> int:
+        # Outputs move to a higher stage and gradients to a lower one. SEND_F and RECV_B are the ends at the
+        # lower stage, so their neighbour is stage + 1; the other two are the ends at the higher stage.
         return self.stage + (1 if self.kind in (ActionKind.SEND_F, ActionKind.RECV_B) else -1)
 
     @property
@@ -135,6 +137,7 @@ def parse(text: str) -> Action:
     stage, kind, chunk, piece, arrow, peer = found.groups()
     action = Action(int(stage), ActionKind(kind), int(chunk), _number(piece), _number(peer))
     wrong_piece = piece is not None and not action.kind.computes
+    # The arrow points to the receiver's number (1SEND_F2>3) or from the sender's (3RECV_F2<1).
     wrong_peer = arrow is not None and arrow != {True: ">", False: "<"}[action.kind.sends]
     if wrong_piece or wrong_peer or (peer is not None and action.kind.computes):
         raise ScheduleError("a piece with F or B, >stage with SEND, <stage with RECV", f"{text!r}")
@@ -169,6 +172,7 @@ def pointed(program: Sequence[Action], at: int, *, around: int = 4) -> str:
     """Return a program's actions around one of them, with an arrow under it, for errors of a failing rank."""
     first, last = max(0, at - around), min(len(program), at + around + 1)
     words = [str(action) for action in program[first:last]]
+    # The text left of the action, whose length is the column of the arrow.
     before = " ".join(["...", *words[: at - first]] if first else words[: at - first])
     line = " ".join([*(["..."] if first else []), *words, *(["..."] if last < len(program) else [])])
     return f"{line}\n{' ' * (len(before) + bool(before))}^"
@@ -187,6 +191,7 @@ def pairs(programs: Mapping[int, Program] | Sequence[Program]) -> None:
             if action in seen:
                 raise ScheduleError("an action to stand once in a program", f"{action} twice")
             seen.add(action)
+    # Sorted, so that the same fault always gives the same message; the order of a set changes between runs.
     for action in sorted(seen, key=str):
         if not action.kind.computes and action.counterpart not in seen:
             raise ScheduleError(

@@ -76,6 +76,8 @@ class Shape:
         if not 1 <= self.homes <= self.stages:
             raise ScheduleError("a stage for each rank", f"{self.homes} ranks and {self.stages} stages")
         order = self.order
+        # A range names each chunk once. Stage planners pass the samples of a batch as a range for each
+        # candidate.
         if isinstance(order, tuple) and (len(set(order)) != len(order) or min(order) < 0):
             raise ScheduleError("each chunk to be processed once", f"the order {order}")
         for one, other in self.all_links:
@@ -88,6 +90,8 @@ class Shape:
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         batch = len(self.order)
+        # Micro-batch c of a stage is the samples c * size to (c + 1) * size - 1, so their order must not
+        # change.
         in_order = self.order == range(batch) or self.order == tuple(range(batch))
         if len(sizes) != self.stages or not in_order:
             raise ScheduleError(
@@ -103,6 +107,8 @@ class Shape:
                     hint="take a micro-batch that divides the batch",
                 )
         for one, other in self.all_links:
+            # A message holds the smaller micro-batch of both ends. The larger one must be a whole number of
+            # messages.
             if max(sizes[one], sizes[other]) % self.unit(one, other):
                 raise ScheduleError(
                     "the micro-batch of one of two linked stages to divide the other's",
@@ -116,6 +122,7 @@ class Shape:
         """The links between stages, in order."""
         if self.links is None:
             return tuple((stage, stage + 1) for stage in range(self.stages - 1))
+        # Sorted: the order of the links is the order in which a stage receives and sends.
         return tuple(sorted(set(self.links)))
 
     @property
@@ -125,6 +132,7 @@ class Shape:
 
     def held(self, rank: int) -> range:
         """Return the stages of a rank."""
+        # Stage s belongs to rank s % homes.
         return range(rank, self.stages, self.homes)
 
     def turns(self, rank: int) -> Iterator[tuple[int, int]]:
@@ -147,6 +155,7 @@ class Shape:
 
     def messages(self, stage: int, other: int, chunk: int) -> range:
         """Return the numbers of the messages between two stages that hold a chunk of the first."""
+        # Stage of 4 samples, reader of 2: chunk 1 is in messages 2 and 3. The other way round: in message 1.
         each = self.size(stage) // self.unit(stage, other)
         return range(chunk * each, (chunk + 1) * each)
 
@@ -172,6 +181,9 @@ def fill_drain(shape: Shape) -> Programs:
     """
 
     def program(rank: int) -> Iterator[Action]:
+        # Backward is the exact reverse, over the stages of a rank too: the gradient of a fresh row is
+        # complete only when all chunks that read it have been backward, and those were processed later in
+        # forward.
         turns = list(shape.turns(rank))
         for stage, chunk in turns:
             yield from _step(shape, stage, chunk, forward=True)
@@ -210,8 +222,14 @@ def k_forward_k_backward(shape: Shape, k: int | Sequence[int] = 1) -> Programs:
         raise ScheduleError("one stage a rank for kFkB", f"{shape.homes} ranks and {shape.stages} stages")
 
     def program(stage: int) -> Iterator[Action]:
+        # Both iterators continue from loop to loop. Once `forward` is empty, only backward remains (the
+        # drain).
+        #
+        #     F F F | B F  B F  B F | B B B
+        #     window  alternate       drain
         chunks, turn = shape.chunks(stage), turns[stage]
         forward, backward = iter(chunks), iter(chunks)
+        # `held` counts entries of the order (samples), the iterator counts the stage's own micro-batches.
         for chunk in islice(forward, held[stage] // shape.size(stage)):
             yield from _step(shape, stage, chunk, forward=True)
         for _ in range(0, len(chunks), turn):
@@ -251,10 +269,13 @@ def windows(shape: Shape, k: int | Sequence[int] = 1) -> list[int]:
     Source: GraphPipe, in-flight samples under kFkB.
     """
     turns, found = _each(shape, k), [0] * shape.stages
+    # Links lead to later stages, so the windows of all readers are known before their source's.
     for stage in range(shape.stages - 1, -1, -1):
         size = shape.size(stage)
         most = turn = turns[stage] * size
         for other in shape.readers(stage):
+            # The reader's window, rounded up to whole micro-batches of this stage, and one turn. A reader of
+            # larger micro-batches cannot begin before a whole one has arrived, which may be more than a turn.
             most = max(most, -(-found[other] // size) * size + max(turn, shape.size(other)))
         found[stage] = min(most, len(shape.order))
     return found
@@ -282,6 +303,8 @@ def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
             for stage in shape.held(rank)[way]:
                 order = range(pieces[stage])[way]
                 for piece in order:
+                    # A chunk's messages cross once per stage: they arrive before the first piece in this
+                    # direction and leave after the last one. In backward `order` begins with the last piece.
                     ends = {"first": piece == order[0], "last": piece == order[-1]}
                     for chunk in shape.chunks(stage)[way]:
                         yield from _step(shape, stage, chunk, piece, forward=forward, **ends)
@@ -297,7 +320,7 @@ def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
 
 
 def receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
-    """Yield the RECVs before a stage computes a chunk; backward takes other stages in reverse."""
+    """Yield the RECVs before a stage computes a chunk; in backward the other stages are in reverse order."""
     kind = ActionKind.RECV_F if forward else ActionKind.RECV_B
     for other in shape.sources(stage) if forward else reversed(shape.readers(stage)):
         for message in shape.messages(stage, other, chunk):
@@ -305,7 +328,7 @@ def receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator
 
 
 def sends(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
-    """Yield the SENDs after a stage has computed a chunk; backward gives to other stages in reverse."""
+    """Yield the SENDs after a stage has computed a chunk; in backward other stages in reverse."""
     kind = ActionKind.SEND_F if forward else ActionKind.SEND_B
     for other in shape.readers(stage) if forward else reversed(shape.sources(stage)):
         for message in shape.messages(stage, other, chunk):

@@ -106,6 +106,9 @@ def simulate(
     links: dict[tuple[int, int], float] = {}
     homes = {action.stage: rank for rank, program in enumerate(programs) for action in program}
     moved = True
+    # Each rank goes as far as its messages allow. A round in which no rank moves is the end: either all
+    # programs are done, or the remaining ranks wait for each other. The times do not depend on the order of
+    # the ranks, because a RECV takes the arrival time of its SEND.
     while moved:
         moved = False
         for rank, program in enumerate(programs):
@@ -118,6 +121,8 @@ def simulate(
                     clocks[rank] = max(now, come)
                     spans[rank].append(SimulatedSpan(action, now, clocks[rank]))
                 elif action.kind.sends:
+                    # Messages of one direction between two ranks follow each other on their link; the sender
+                    # does not wait. Two stages of one rank have no link between them.
                     link = (rank, homes[action.other])
                     takes = 0.0 if transfer is None or link[0] == link[1] else transfer(action)
                     begin = now if link[0] == link[1] else max(now, links.get(link, 0.0))
@@ -151,6 +156,7 @@ def _most(program: Program, size: Callable[[Action], float] | None) -> float:
             first.setdefault((action.stage, action.chunk), action)
         elif action.kind is ActionKind.B:
             last[action.stage, action.chunk] = action
+    # With pieces, a chunk has several F and several B in a stage. Only the outermost pair counts.
     begins, ends = set(first.values()), set(last.values())
     now = most = 0.0
     for action in program:

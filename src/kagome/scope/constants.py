@@ -1,6 +1,6 @@
 """Constants: tensors that are the same in every forward of a run, and what was computed from them.
 
-Where it sits: fast paths, layer rules and reads ask it. What is computed from constant tensors alone is
+Where it sits: fast paths, layer rules and reads ask it. A value made of constant tensors alone is
 computed once.
 """
 
@@ -42,6 +42,7 @@ class Constants:
     def add(self, tensor: Tensor) -> None:
         """Record that a tensor is constant until it is written to."""
         if not tensor.requires_grad and tensor.layout is strided:
+            # The tensor is held, so that its memory cannot be given to another one with the same key.
             self._held[_key(tensor)] = (tensor, tensor._version)
 
     def has(self, tensor: Tensor) -> bool:
@@ -51,6 +52,8 @@ class Constants:
         with DisableTorchFunction():  # called in the middle of a user's forward
             if tensor.requires_grad or tensor.layout is not strided:
                 return False
+            # Views that are not contiguous can have one key and different
+            # strides: of these only the object itself counts.
             held, version = self._held.get(_key(tensor), (None, -1))
             return (
                 held is not None and tensor._version == version and (tensor is held or tensor.is_contiguous())
@@ -65,6 +68,7 @@ class Constants:
 
     def cache(self, key: Any, value: Any) -> Any:
         """Cache, for all forward passes, a value computed from constant tensors alone."""
+        # The result is constant in turn, so a chain such as degree, norm, weighted sum is computed once.
         found = [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
         self.computed[key] = (value, [(tensor, tensor._version) for tensor in found])
         for tensor in found:
@@ -98,7 +102,6 @@ class Constants:
 
 
 def _key(tensor: Tensor) -> Any:
-    size = math.prod(
-        filter(None, map(int, tensor.shape))
-    )  # a zero size must not make [1, 0] and [2, 0] equal
+    # Sizes of 0 are left out of the product, or [1, 0] and [2, 0] would have one key.
+    size = math.prod(filter(None, map(int, tensor.shape)))
     return address(tensor), size, tensor.dtype, tensor.is_contiguous()

@@ -70,6 +70,7 @@ class RankSums:
         """Return the maximum over all ranks, without gradient."""
         if self.size == 1:
             return part
+        # Without gradient: the callers in ``model.exact.reductions`` add one, shared among equal values.
         site = self._forward.forward_pass.begin(self._forward.where())
         agree(self._channel, site, part)
         action, key = site.action("greatest"), (site.key, "greatest")
@@ -87,10 +88,13 @@ class RankSums:
             return self._axes.length(placement) if placement.kind in VERTICES else self._edges
         if self.size == 1:
             return count
+        # Rows that a mask has chosen, or edges with loops: each rank knows only its own count.
         return int(self.total(torch.tensor(count, device=self._view.ids.device)))
 
     def loose(self) -> str:
         """Return why rows are not exchanged exactly in this epoch; an empty string if they are."""
+        # ``user_code.derivatives`` asks: a derivative inside forward differentiates each exchange twice,
+        # which these kinds of exchanges do not allow.
         if self._slices:
             return "feature slices"
         if self._channel.runs:
@@ -135,16 +139,22 @@ class NeighborReads:
 
         Rows that need no gradient and do not change are exchanged once. Others are exchanged once per layer.
         """
+        # ``closed``: these edges read no row of another rank. Rows of another number than the own rows
+        # include the halo already, or are no rows of this part.
         halo_exchange = self._views[placement.view].rows
         if halo_exchange.closed or rows.dim() == 0 or rows.size(axis) != halo_exchange.own:
             return rows
         if axis == 0 and (held := self.held(rows, placement)) is not None:
             return held
         constant, forward, constants = not rows.requires_grad, self._forward, self._constants
+        # Rows without gradient are cached beyond the forward pass. All ranks find or miss them together,
+        # because each makes the same calls on tensors of its own.
         known = constants.with_halo.get(rows) if constant else None
         there = known is not None and known[:2] == (rows._version, placement.view)
+        # A layer that runs again takes the branch of its first run, also if the cache has been filled since.
         if constant and self._channel.same("rows that do not change", there):
             return known[2]  # type: ignore[index, no-any-return]
+        # An exchange sends whole rows: the row axis moves to the front, the others are joined, [n, W].
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
         # Rows made anew in each forward (dropped features) are exchanged again, though they need no gradient.
@@ -153,8 +163,11 @@ class NeighborReads:
         ):
             with_halo = halo_exchange.gather(flat, forward.forward_pass, site or forward.site(rows))
         out = with_halo.reshape(with_halo.size(0), *front.shape[1:]).movedim(0, axis)
+        # In a second run ``there`` may be true where the first had to ask: the cached tensor stays as it is.
         if constant:
             constants.with_halo[rows] = (rows._version, placement.view, known[2] if known and there else out)
+        # Attention reads the same rows for scores and for values: one exchange serves both. ``forget`` drops
+        # them with the layer, because [n + H, W] would otherwise live as long as its rows.
         elif forward.fast and axis == 0:
             self._with_halo[rows] = (rows._version, placement.view, torch.is_grad_enabled(), out)
         return out
@@ -162,6 +175,7 @@ class NeighborReads:
     def held(self, rows: Tensor, placement: Placement) -> Tensor | None:
         """Return own and halo rows if this layer has read them before; else None."""
         version, view, grad, out = self._with_halo.get(rows, (None, None, None, None))
+        # Rows read under ``no_grad`` have no history and cannot serve a read that needs one.
         same = version == rows._version and view == placement.view and grad == torch.is_grad_enabled()
         return out if same else None
 
@@ -188,6 +202,7 @@ class NeighborReads:
             self._placements.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
             for value in view.attributes.values():
                 self._placements.put(value, Placement(PlacementKind.PAIRS, 1, edges=view.given))
+            # Out-edges are as constant as the inputs, so fast paths and caches take them.
             for value in (view.edge_index, view.given, *view.attributes.values()):
                 self._constants.add(value)
         return self._views[1]
@@ -196,6 +211,8 @@ class NeighborReads:
         """Return the rows of all ranks, with gradient: in the graph's order, or own rows first."""
         self.refuse_sample("attention over all vertices")
         with_halo = self.all_rows_exchange().gather(rows, self._forward.forward_pass, self._forward.where())
+        # Dropout of attention weights needs the order of the graph, because a draw depends on the column. A
+        # sum over all vertices does not.
         return with_halo.index_select(0, self._order) if ordered else with_halo
 
     def all_rows_exchange(self) -> HaloExchange:

@@ -59,6 +59,7 @@ def lost(scope: LocatedScope, placement: Placement, *, edges: bool = False) -> M
         placement: The placement of the lost tensor.
         edges: Whether the tensor says which rows are connected.
     """
+    # A product of rows with rows is most likely attention written by hand, for which torch has a call.
     product = placement.origin.startswith(("matmul", "bmm", "mm", "einsum", "baddbmm"))
     hint = "make these edges before training (data.edge_index), not inside forward; or train on one rank"
     pairs = placement.origin.endswith(PAIRS)
@@ -122,6 +123,7 @@ class Axes:
 
     def length(self, placement: Placement) -> int:
         """Return the length of an axis of vertices in the whole graph, or -1 if it is unknown."""
+        # A subset by positions (``x[:6000]``) has a known length; one by a mask depends on values.
         if placement.subset is not None:
             return -1 if placement.subset.span is None else len(placement.subset.span) * placement.each
         return self.vertices * placement.each
@@ -131,6 +133,8 @@ class Axes:
         placement = self.placements.get(tensor)
         if placement is not None and axis is not None:
             placement = placement.along(axis)
+        # ``out`` has other values than ``tensor``: a row for each
+        # vertex, but no longer the vertices' numbers.
         if placement is not None and placement.kind is PlacementKind.NUMBERS:
             placement = replace(placement, kind=PlacementKind.ROWS)
         return self.placements.put(out, placement)
@@ -178,6 +182,7 @@ class VertexIds:
 
     def own(self) -> Tensor:
         """Return the original ids of own rows."""
+        # Ids of a view are those of own rows, then of halo rows.
         first = self._views[0]
         return first.ids[: first.rows.own]
 
@@ -195,6 +200,7 @@ class VertexIds:
         """Return the local positions of own vertices. Shapes: any, kept."""
         with torch._C.DisableTorchFunction():
             own = self.own()
+            # A binary search needs ids in ascending order; without it, search in the sorted ids and map back.
             if self.ascending:
                 return torch.searchsorted(own, ids.contiguous())
             order = own.argsort()
@@ -202,6 +208,8 @@ class VertexIds:
 
     def last_row(self) -> int:
         """Count own vertices up to the last one of the whole graph that has an edge."""
+        # PyG guesses the number of vertices as the largest id of an edge plus one, so vertices behind the
+        # last edge get no loop. The same must hold on a part.
         return int((self.own() <= self.last_vertex).sum())
 
     def row_counters(self, tensor: Tensor) -> Tensor:
@@ -213,6 +221,8 @@ class VertexIds:
         placement = self._placements.get(tensor)
         assert placement is not None
         ids = self.of(placement)
+        # [ids] for a row a vertex. After ``x.view(-1, d)`` with ``each`` entries a vertex, vertex v has the
+        # numbers v * each, ..., v * each + each - 1.
         if placement.each == 1:
             return ids
         with torch._C.DisableTorchFunction():
@@ -226,6 +236,7 @@ class VertexIds:
         edges = placement.edges if placement is not None else None
         if edges is None:
             return None
+        # One word for each edge of this list, made once for all draws: ``pair_ids`` sorts the edges.
         if edges not in self._edge_keys:
             ends = self._placements.get(edges)
             assert ends is not None
@@ -236,6 +247,8 @@ class VertexIds:
             first, second = (second, first) if ends.view == 1 else (first, second)
             with torch._C.DisableTorchFunction():
                 self._edge_keys[edges] = word(first, second, pair_ids(first, second))
+        # With loops added, or edges masked out, rows no longer match
+        # the edge list: the caller refuses the draw.
         counters: Tensor = self._edge_keys[edges]
         return (
             counters

@@ -37,9 +37,6 @@ from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
 from kagome.sharding.row_reads import RowReads
 
-_OPEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models that are sharded now."""
-
 
 class ShardedModel(nn.Module):
     """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
@@ -88,8 +85,6 @@ class ShardedModel(nn.Module):
         self.step = 0
         """The number of forward passes with gradient so far. Dropout draws other numbers in each; set it when
         a run continues."""
-        _OPEN.add(model)
-        stack.callback(_OPEN.discard, model)
         self._closing = weakref.finalize(self, Finalizer(stack.close, _nothing))
 
     @property
@@ -404,11 +399,6 @@ class ShardedModel(nn.Module):
         if error is not None and self._closing.alive:
             self._mesh.graph.report_error(error)
         self.close()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model is on a part now."""
-    return model in _OPEN
 
 
 def _nothing() -> None:

@@ -20,10 +20,10 @@ from kagome.components.parallelize import PartOptions, parallelize
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
-from kagome.errors import ConfigError, ModelError
+from kagome.errors import ConfigError
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.report.progress import warn
-from kagome.sharding.module import ShardedModel, is_sharded
+from kagome.sharding.module import ShardedModel
 from kagome.train import data as source
 
 SERVED: Final = frozenset(
@@ -104,12 +104,6 @@ def shard(
     parallel = parallel or Parallel()
     _refuse_unserved(parallel)
     model = unwrapped(model)
-    if is_sharded(model):
-        raise ModelError(
-            "a model that is not sharded",
-            "one that another kagome.shard still has",
-            hint="net.close(), or leave its `with` block, first",
-        )
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:
         mesh = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log))

@@ -61,6 +61,8 @@ class _Dots(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, x: Tensor, edges: Structure) -> Tensor:
         ctx.edges = edges
         ctx.save_for_backward(own, x)
+        # ``by_edge`` reads row e of x for edge e, in place of a row at its source. The axis of size 1 says
+        # that all heads share the features: [E, 1, K].
         return ops.dot_edges(edges.by_target.by_edge, own, x.unsqueeze(1))
 
     @staticmethod

@@ -157,6 +157,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, with_halo: Tensor, slope: float | None, edges: Structure) -> Tensor:
         ctx.edges, ctx.slope = edges, slope
+        # Without a slope the gradient does not depend on the rows, so they need not be kept.
         ctx.save_for_backward(*((own, with_halo) if slope is not None else (None, None)))
         ctx.shapes = own.shape, with_halo.shape
         return ops.join_edges(edges, own, with_halo, slope)

@@ -52,9 +52,9 @@ def neighbor_sum(
     Args:
         rows: Own rows if ``halo_work`` is given, else all rows that edges read.
         edges: The edges.
-        weight: One number an edge, or one an edge and head; None for none.
-        scale: A factor for each row of the result, for a mean; None for none.
-        factor: A factor for each row that edges read; None for none.
+        weight: One number per edge, or one per edge and head; None for a sum without weights.
+        scale: A factor for each row of the result, for a mean; None for 1.
+        factor: A factor for each row that edges read; None for 1.
         halo_work: The exchange of halo rows: see [Note: overlap].
         forward_pass: The forward pass whose token is passed along; needed with ``halo_work``.
 
@@ -63,7 +63,7 @@ def neighbor_sum(
         scale ``[own]``; factor ``[num_sources]``; result ``[own, F]`` or ``[own, H, C]``.
 
     Cost:
-        Keeps ``weight``, and the rows too if the weight has a gradient. Sends what ``halo_work`` states.
+        Keeps ``weight``, and the rows too if the weight has a gradient. Sends the rows of ``halo_work``.
     """
     out: Tensor
     if halo_work is None or forward_pass is None:
@@ -73,6 +73,8 @@ def neighbor_sum(
     out, token = _SumOverHalo.apply(  # type: ignore[no-untyped-call]
         rows, weight, scale, factor, given, edges, halo_work, forward_pass
     )
+    # Only a site that backward visits joins the chain of tokens. All ranks agree on that: the header compares
+    # it.
     if halo_work.site.grad:
         forward_pass.token = token
     return out
@@ -171,6 +173,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows = ctx.saved_tensors
+        # The transpose exchanges the roles of the two row factors: ``scale`` multiplies what is read here,
+        # and ``factor`` the result.
         g = _times(grads[0], ctx.scale).contiguous()
         g_rows = None
         if ctx.needs_input_grad[0]:
@@ -203,6 +207,7 @@ class _SumOverHalo(torch.autograd.Function):
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
         halo = work.wait().view(-1, *rows.shape[1:]) if keep else None
+        # The halo lies in a history table: sum over the table's rows in place. See [Note: two spans].
         if isinstance(work, TableView) and halo is None and rows.dim() == 2:
             each = weight if factor is None else work.weights(factor, edges)
             ops.sum_rows(work.where.layout(edges), work.table(), each, scale, into=out)
@@ -212,6 +217,8 @@ class _SumOverHalo(torch.autograd.Function):
                 ops.sum_rows(
                     edges.by_target, received, weight, scale, span="halo", offset=edges.own, into=out
                 )
+        # A weak reference, because the forward pass holds the token, whose graph holds this context. Python's
+        # collector does not see a cycle through autograd.
         ctx.edges, ctx.scale, ctx.factor, ctx.halo_work, ctx.forward_pass = (
             edges,
             scale,
@@ -233,6 +240,8 @@ class _SumOverHalo(torch.autograd.Function):
         near, far = (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
+            # Gradients on halo rows first: their owners wait for them, and they travel while own rows are
+            # summed.
             beyond = slice(edges.own, edges.num_sources)
             away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
             work = halo_work.start_reduce(away)

@@ -74,6 +74,12 @@ def in_view(
     )
 
 
+# [Note: out-edges] An out-edge of an own vertex is an in-edge at its other end, so some rank has it already:
+#
+#     [1] each rank sends every in-edge, as original ids, to the owner of the edge's source (itself included)
+#     [2] the received edges are this rank's out-edges; sorted by edge id, they follow the whole graph's list
+#     [3] their targets become the new halo, and each owner is asked to send those rows from now on
+#     [4] ``across`` repeats [1] for values that belong to edges
 def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
     """Fetch the out-edges of own vertices from ranks that hold them as in-edges. All ranks call it.
 
@@ -81,6 +87,7 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
         Once: three ids and the attributes of each edge that is cut, and the ids of the new halo.
     """
     halo_exchange, own = view.rows, view.rows.own
+    # Rows are own first, then the halo by owner, so the counts say which rank holds an edge's source.
     counts = torch.tensor([own, *halo_exchange.recv_counts])
     holder = torch.repeat_interleave(torch.tensor([channel.rank, *range(channel.size)]), counts)
     to = holder.to(view.ids.device)[view.edge_index[0]]
@@ -92,10 +99,13 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
         return channel.start(values[order], ExchangeRequest(give, take, "out-edges", "other")).wait()
 
     ends = send(
+        # [E, 3]: target, source and number of the edge, all as original ids, since local ids differ by rank.
         torch.stack([*(view.ids[view.edge_index[k]] for k in (1, 0)), view.edge_ids.to(to.device)], dim=1)
     )
     attributes = {name: send(value) for name, value in view.attributes.items()}
+    # Messages run against the edges in this view: the former target is read, the former source is own.
     read, owned, edge_ids = ends.t().contiguous().unbind(0)
+    # Own ids ascend on each part, so a binary search finds the local row.
     mine = view.ids[:own]
     target = torch.searchsorted(mine, owned)
     order = torch.argsort(edge_ids)
@@ -112,6 +122,7 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
     asked = channel.start(halo.unsqueeze(1), request).wait()
     source = torch.empty_like(read)
     source[~away] = torch.searchsorted(mine, read[~away])
+    # The halo is sorted by owner first, so its ids ascend within an owner only: search in a sorted copy.
     by_id = torch.argsort(halo)
     source[away] = own + by_id[torch.searchsorted(halo[by_id], read[away])]
     edge_index = torch.stack([source, target])
@@ -146,6 +157,7 @@ def _across(places: Tensor, give: list[int], take: list[int], channel: Exchange)
         channel: Channel to the peers.
     """
     me = channel.rank
+    # Edges with both ends on this rank need no exchange: cut them out of the middle of the send list.
     begin = sum(give[:me])
     send = torch.cat([places[:begin], places[begin + give[me] :]])
     gives = tuple(0 if peer == me else count for peer, count in enumerate(give))
@@ -170,11 +182,13 @@ def pair_ids(source: Tensor, target: Tensor) -> Tensor:
     if source.numel() == 0:
         return torch.zeros_like(source)
     order = torch.argsort(source, stable=True)
+    # Two stable sorts order by target, then source, then position in the list.
     order = order[torch.argsort(target[order], stable=True)]
     s, t = source[order], target[order]
     first = torch.ones_like(s, dtype=torch.bool)
     first[1:] = (s[1:] != s[:-1]) | (t[1:] != t[:-1])
     place = torch.arange(s.numel(), device=s.device)
+    # The position of the first edge with the same ends, carried forward to the edges after it.
     start = torch.cummax(torch.where(first, place, 0), dim=0).values
     out = torch.empty_like(s)
     out[order] = place - start

@@ -28,7 +28,7 @@ def factors_of(weight: Tensor, edges: Structure) -> Tensor:
     factors.
 
     Args:
-        weight: One number an edge.
+        weight: One number per edge.
         edges: This rank's edges.
 
     Shapes:
@@ -37,9 +37,12 @@ def factors_of(weight: Tensor, edges: Structure) -> Tensor:
     loops = edges.source == edges.target
     ends = edges.target[loops]
     root = weight.new_zeros(edges.num_sources)
+    # A self-loop's weight is r_i * r_i. A row without a loop keeps root 0. Its halo rows then get inf or NaN,
+    # and the comparison below fails.
     root[ends] = weight[loops].clamp(min=0).sqrt()
     beyond = edges.source >= edges.own
     root[edges.source[beyond]] = weight[beyond] / root[edges.target[beyond]]
+    # Each own row needs exactly one loop: of several, the root of any one would remain.
     count = torch.bincount(ends, minlength=edges.own)
     away = (root[edges.target] * root[edges.source] - weight).abs()
     fits = (away <= NEAR * torch.finfo(weight.dtype).eps * weight.abs()).all()

@@ -42,6 +42,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
         return False
     if x.dim() != 2 or weight.dim() != 2 or x.size(0) < LEAST or 0 in (*x.shape, *weight.shape):
         return False
+    # The operator is private to torch, and builds without oneDNN lack it.
     built = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()
     return built and bool(torch.backends.mkldnn.enabled)
 
@@ -81,6 +82,7 @@ def _of_weight(g: Tensor, x: Tensor) -> Tensor:
     """Return ``g^T x``, computed block by block with the same product: columns of g times columns of x."""
     out: Tensor | None = None
     for low in range(0, g.size(0), BLOCK):
+        # oneDNN computes x W^T. With g^T in place of x, and x^T in place of W, that is g^T x.
         part = _product(g[low : low + BLOCK].t().contiguous(), x[low : low + BLOCK].t(), None)
         out = part if out is None else out.add_(part)
     assert out is not None  # at least LEAST rows

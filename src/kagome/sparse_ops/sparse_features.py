@@ -41,8 +41,8 @@ class SparseFeatures:
         values: Numbers of the entries.
         columns: Number of columns of the rows.
         edges: The edges over which the rows are summed; None for the rows themselves.
-        weight: One number an edge; None for none.
-        scale: A factor for each row of the sum; None for none.
+        weight: One number per edge; None for a sum without weights.
+        scale: A factor for each row of the sum; None for 1.
 
     Cost:
         20 bytes an entry of float32.
@@ -58,6 +58,7 @@ class SparseFeatures:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield all tensors except those of the edges, which others hold."""
+        # ``Constants.cache`` iterates over a cached value and notes the version of each tensor.
         for layout in (self.by_row, self.by_column):
             yield from (layout.pointer, layout.middle, layout.column, layout.edge)
         yield self.values
@@ -97,8 +98,10 @@ class SparseFeatures:
         """
         left = left.contiguous()
         if self.edges is not None:
+            # With A for the edges, (A x)^T L = x^T (A^T L): the edges by source come first.
             left = left if self.scale is None else left * self.scale.unsqueeze(1)
             left = ops.sum_rows(self.edges.by_source, left, self.weight)
+        # ``by_column`` may have more rows than x has columns: see ``sparse_of``.
         return ops.sum_rows(self.by_column, left, self.values, rows=slice(0, self.columns))
 
     def to_dense(self) -> Tensor:
@@ -128,8 +131,8 @@ def sparse_of(
     Args:
         rows: The rows, or with ``edges`` all rows that the edges read.
         edges: The edges over which to sum them; None for no sum.
-        weight: One number an edge; None for none.
-        scale: A factor for each row of the sum; None for none.
+        weight: One number per edge; None for a sum without weights.
+        scale: A factor for each row of the sum; None for 1.
 
     Shapes:
         rows ``[n, F]``, or ``[num_sources, F]`` with edges; weight ``[E]``; scale ``[own]``.
@@ -142,6 +145,8 @@ def sparse_of(
     if not is_sparse(rows, edges):
         return None
     row, column = rows.nonzero(as_tuple=True)
+    # An entry becomes an edge from its column to its row. A structure needs at least as many sources as
+    # targets, hence the maximum of the two sizes.
     found = Structure(column, row, rows.size(0), max(rows.shape))
     values = rows[row, column]
     return SparseFeatures(found.by_target, found.by_source, values, rows.size(1), edges, weight, scale)
@@ -154,6 +159,7 @@ def is_sparse(rows: Tensor, edges: Structure | None = None) -> bool:
     numbers = (rows.size(0) if edges is None else edges.own) * rows.size(1)
     if numbers < LEAST or max(rows.shape) > LARGEST:
         return False
+    # An edge of a sum costs about as much as a nonzero: both add one row of the result's width.
     entries = int(rows.count_nonzero()) + (0 if edges is None else edges.edges)
     return entries <= min(SHARE * numbers, LARGEST)
 

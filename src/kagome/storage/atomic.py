@@ -24,9 +24,13 @@ def write_text(path: str | Path, text: str) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, because a rename is atomic within one file system only. The process id keeps two
+    # writers of one file from sharing a draft.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         draft.write_text(text, encoding="utf-8")
+        # Not synced to disk: after a power failure the file may be old, empty or missing. ``sealed_files``
+        # syncs.
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
@@ -53,6 +57,7 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    # ``float()`` turns a subclass, such as NumPy's float64, into Python's own.
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     return value

@@ -82,6 +82,7 @@ def read_page(path: Path) -> dict[str, Any]:
         with _opened(path) as file:
             facts = json.loads(file.read().decode("utf-8"), parse_constant=_no_constant)
     except (OSError, ValueError, RecursionError) as error:
+        # SealError is a ValueError itself, and has its own text.
         if isinstance(error, SealError):
             raise
         raise SealError(f"{path.name} is damaged: {_line(error)}") from None
@@ -94,6 +95,7 @@ def read_page(path: Path) -> dict[str, Any]:
 
 
 def _mark(facts: Mapping[str, Any]) -> str:
+    # Of the values, not of the file's bytes: indentation and the order of keys do not count.
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -128,6 +130,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: str = "", *,
 
     held = {name: _dense(name, tensor) for name, tensor in tensors.items()}
     others = {name: [str(t.dtype), list(t.shape)] for name, t in held.items() if t.dtype not in _KNOWN}
+    # Complex numbers and float8, for example: stored as bytes, with type and shape in the metadata.
     held |= {name: held[name].view(-1).view(torch.uint8) for name in others}
     # safetensors refuses tensors that share memory; a tensor that shares none needs no copy.
     sharing = Counter(tensor.untyped_storage().data_ptr() for tensor in held.values() if tensor.numel())
@@ -157,6 +160,7 @@ def read_tensors(
     """
     from safetensors import SafetensorError, safe_open
 
+    # For its error messages, and because opening a pipe would wait.
     _opened(path).close()
     try:
         with safe_open(path, framework="pt") as opened:
@@ -179,6 +183,7 @@ def read_tensors(
 def _dense(name: str, tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise SealError(f"{name} is a {tensor.layout} tensor, which cannot be saved")
+    # A conjugate or negative view shares its memory with the original and only has a bit set.
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
@@ -231,6 +236,7 @@ def seals_of(told: object) -> dict[str, Seal]:
         raise SealError("it names no files")
     seals = {}
     for name, facts in told.items():
+        # A page may be altered by hand: a name such as "../x" must not lead to another folder.
         if not isinstance(facts, list) or len(facts) != 2 or name != Path(name).name or name in ("", ".."):
             raise SealError(f"it names a file {name[:40]!r}")
         size, mark = facts
@@ -251,6 +257,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
+        # Some file systems cannot sync a folder: a rename may be lost in a power failure, but not the data.
         pass
     finally:
         os.close(descriptor)
@@ -259,6 +266,7 @@ def sync_folder(folder: Path) -> None:
 def _seal_of(path: Path, *, sync: bool = False) -> Seal:
     mark = size = 0
     with _opened(path) as file:
+        # Synced before it is read back. The checksum is of the file, so it also covers the writing itself.
         if sync:
             os.fsync(file.fileno())
         while block := file.read(_BLOCK):

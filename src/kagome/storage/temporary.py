@@ -26,6 +26,7 @@ ABANDONED_SECONDS: Final = 86_400
 def held(folder: Path) -> Iterator[None]:
     """Protect a folder from :func:`clear` inside the block."""
     descriptor: int | None = None
+    # Some network file systems have no flock. The folder is then protected for a day by its age alone.
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,12 +53,15 @@ def clear(folder: Path, pattern: str) -> None:
 
 def _gone(folder: Path) -> bool:
     age = time.time() - folder.stat().st_mtime
+    # Folders of other users may lie beside this one's in TMPDIR.
     if age < YOUNG_SECONDS or folder.stat().st_uid != os.getuid():
         return False
+    # A flock belongs to the open file, not to the process, so this process's own folders count as held too.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        # Its process is alive and holds the lock.
         return False
     except OSError:
         return age > ABANDONED_SECONDS

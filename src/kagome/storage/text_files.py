@@ -69,6 +69,7 @@ def _parsed(path: str | Path, parse: Callable[[str], Any]) -> Any:
 
 def _text(path: Path) -> str:
     facts = path.stat()
+    # Checked before it is opened: reading a pipe or a device would wait, or never end.
     if not stat.S_ISREG(facts.st_mode):
         raise UnreadableError("it is not a file" if not path.is_dir() else "it is a folder")
     if facts.st_size > LARGEST:
@@ -82,6 +83,9 @@ def refuse_huge(value: Any) -> None:
     Raises:
         UnreadableError: If a limit is exceeded, with the value found.
     """
+    # Level by level, not by recursion, because a value that is nested too deep would exhaust the stack:
+    #
+    #     level 0    the value        level 1    its members        ...        level DEEPEST    must be empty
     level = [value]
     for _ in range(DEEPEST):
         inner: list[Any] = []
@@ -91,6 +95,7 @@ def refuse_huge(value: Any) -> None:
             elif isinstance(each, list):
                 inner += each
             elif isinstance(each, int) and each.bit_length() > BITS:
+                # Python reads integers of any length, but float() of one of 2^1024 or more raises an error.
                 raise UnreadableError(f"a whole number has {each.bit_length():,} bits")
         level = inner
         if not level:
@@ -99,6 +104,7 @@ def refuse_huge(value: Any) -> None:
 
 
 def _reason(error: BaseException) -> str:
+    # The parsers recurse, so they may fail before ``refuse_huge`` sees the depth.
     if isinstance(error, RecursionError):
         return f"it is nested more than {DEEPEST} levels deep"
     if isinstance(error, UnicodeDecodeError):

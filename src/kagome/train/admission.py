@@ -97,15 +97,18 @@ class Admission:
         tensor, rates = parallel.tensor, None
         if channel.rank == 0:
             options = PartOptions.of(train, fast=engine.fast, recompute=engine.recompute)
+            # Chunks read rows of each other, so a model in chunks has halo rows on one rank too.
             several = channel.size > 1 or (parallel.chunks or 1) > 1
             slices = () if tensor == 1 else (tensor,) if tensor <= MANY else (2, 4)
             rates = rates_of(engine.model, self.optimizer, part, options, several=several, slices=slices)
         validates = "val_mask" in part.nodes and bool(part.nodes["val_mask"].any())
+        # Parts are numbered like the ranks of a stage: `tensor` consecutive ones slice features together.
         outside = sum(
             count for rank, count in enumerate(part.recv_counts) if rank // tensor != part.part // tensor
         )
         now = engine.held(self.optimizer, None).total
         offer = RankAccount(counts, *_place(channel.device), now, validates, rates, outside, share)
+        # One message carries the sizes of all ranks, and the rates that rank 0 alone has measured.
         found: list[Any] = channel.gather_objects(offer, "foresee memory", [RankAccount])
         offers: list[RankAccount] = found
         rates = offers[0].rates
@@ -122,6 +125,7 @@ class Admission:
             )
             for one, group_size in zip(offers, group_sizes, strict=True)
         ]
+        # Estimates of all ranks are computed on each rank from the same offers, so all raise or none does.
         self.predicted = held[channel.rank]
         # Offloaded activations do not stay on the device that computes them.
         stays = [replace(one, activations=0) for one in held] if engine.offload.moves else held
@@ -157,6 +161,8 @@ def _group_sizes(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize |
         rows, edges = sum(one.counts.rows for one in some), sum(one.counts.edges for one in some)
         # Ranks of a group may read the same row: the estimate assumes independent draws.
         rest = max(vertices - rows, 1)
+        # A rank reads a given outside row with probability outside / rest. Nobody reads it with the product
+        # of the complements.
         unread = math.prod(1 - one.outside / rest for one in some)
         group_sizes.append(GroupSize(rows, edges, round(rest * (1 - unread)), tensor))
     return [group_sizes[rank // tensor] for rank in range(len(offers))]
@@ -185,6 +191,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
     rates = rates_of(model, optimizer, part, options, several=parts > 1)
     owner = torch.zeros(part.own.numel(), dtype=torch.int64)
     if parts > 1:
+        # `choose` resolves "auto" as a run on this machine would.
         graph = Data(edge_index=part.edge_index, num_nodes=part.own.numel())
         method, _ = choose(
             settings.parallel.partitioner, graph.edge_index, part.own.numel(), parts, available_bytes()
@@ -264,6 +271,7 @@ def _too_much(held: Sequence[MemoryByKind], offers: Sequence[RankAccount]) -> li
     wants = []
     for place in dict.fromkeys(offer.place for offer in offers):
         ranks = [rank for rank, offer in enumerate(offers) if offer.place == place]
+        # Ranks of one place report different values, because they ask one after another: the least counts.
         left = [offer.free for offer in offers if offer.place == place and offer.free is not None]
         # Free memory excludes what ranks hold already: they need only what is missing.
         needs = {rank: max(held[rank].total - offers[rank].now, 0) for rank in ranks}

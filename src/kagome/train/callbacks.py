@@ -30,7 +30,7 @@ class Callbacks:
         marks: Marks of the model, the optimizer and the scheduler.
 
     Raises:
-        ConfigError: If one has none of the methods, or one of another name that begins with ``on_``.
+        ConfigError: If one has no such method, or a method of another name that begins with ``on_``.
     """
 
     def __init__(self, given: Sequence[object], world: Channel, marks: ModelMarks) -> None:
@@ -42,6 +42,7 @@ class Callbacks:
         self._mine = [each for each in given if world.rank == 0 or _everywhere(each)]
         found: Any = world.gather_objects([_events(each) for each in self._mine], "callbacks")
         self._heard = {event for events in found for names in events for event in names}
+        # The last rank has a callback only if it is for all ranks.
         self._shared = world.size > 1 and len(found[-1]) > 0  # some run on every rank
         self._running: object | None = None
 
@@ -76,6 +77,8 @@ class Callbacks:
             if method is None:
                 continue
             alone = self._world.size > 1 and not _everywhere(callback)
+            # Marks before and after show a change. A change on rank 0 alone would let the ranks' models
+            # diverge without any error.
             before, name = self._marks.now(alone=alone), f"{type(callback).__name__}.{event}"
             try:
                 with self._runs(callback):
@@ -93,6 +96,7 @@ class Callbacks:
                 break
         if self._shared:
             rules = self._marks.facts()
+        # Also after an error: the other ranks wait here and must learn of it.
         faults: Any = self._world.gather_objects((fault, changed, rules), f"callbacks: {event}")
         if raised is not None:
             raise raised
@@ -105,6 +109,7 @@ class Callbacks:
                     where=f"rank {rank}",
                     hint=hint,
                 )
+        # Callbacks on all ranks may change the learning rate and the like, but on each rank in the same way.
         if self._shared:
             refuse_unlike([theirs for *_, theirs in faults])
         return any(moved for _, moved, _ in faults)

@@ -54,7 +54,7 @@ def for_all_stages(
         chunks: The number of chunks of each part.
 
     Raises:
-        KagomeError: What taking the part raised, on every rank.
+        KagomeError: The error that taking the part raised, on every rank.
 
     Cost:
         One part sent to each rank of the other stages.
@@ -63,11 +63,14 @@ def for_all_stages(
         own, meta = take(mesh.graph)
         return (uncut(own) if mesh.world.size == (chunks or 1) == 1 else own), meta
     found: object = None
+    # The fault travels in place of the part: the ranks of later stages wait for it and would hang otherwise.
     if mesh.stage == 0:
         try:
             found = take(mesh.graph)
         except KagomeError as error:
             found = error
+    # Attributes whose kind is unclear are only for a single rank that runs the whole graph, and are never
+    # sent.
     if isinstance(found, tuple):
         found = replace(found[0], unclear={}), found[1]
     found = mesh.pipe.gather_objects(found, "the part, for all stages", [Partition, Meta])[0]
@@ -78,7 +81,7 @@ def for_all_stages(
 
 
 def uncut(part: Partition) -> Partition:
-    """Return the whole graph as a single rank takes it: forward gets unclear attributes as they are."""
+    """Return the whole graph for a single rank: forward receives attributes of unclear kind as they are."""
     refused = {name: why for name, why in part.refused.items() if name not in part.unclear}
     return replace(part, shared={**part.shared, **part.unclear}, refused=refused, unclear={})
 
@@ -90,7 +93,7 @@ def from_data(
 
     Args:
         data: A PyG ``Data``, the same on every rank.
-        channel: The graph group; rank 0 partitions and tells the others.
+        channel: The graph group; rank 0 partitions and broadcasts the owners.
         method: The partitioner's name, or ``auto``.
         seed: The partitioner's seed.
         split: Which column of masks with several splits to use.
@@ -132,6 +135,7 @@ def _from_clean(
             clean, mark, method=method, seed=seed, parts=channel.size, kept=cache.opened(reuse)
         )
         owner = found.to(channel.device)
+    # [vertices of the whole graph]: the part of each vertex.
     owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
     if entry is not None:
         choice_notes = (*choice_notes, cache.reused(entry))
@@ -155,6 +159,7 @@ def from_folder(folder: str | Path, channel: Channel) -> tuple[Partition, Meta]:
             hint=f"start {meta.num_parts} ranks, or kagome partition --parts {channel.size}",
         )
     found: Partition | KagomeError
+    # A rank whose part is damaged reports it in the gather, so that all ranks raise together.
     try:
         found = store.load_part(folder, channel.rank)
         mine: object = found.fingerprint, found.send_counts, found.recv_counts
@@ -184,10 +189,13 @@ def _refuse_unlike_lists(
     Cost:
         8 bytes a halo row.
     """
+    # Both [parts, parts]: sends[i, j] is what part i sends to j, expects[j, i] is what part j expects from i.
     sends = torch.tensor([send for _, send, _ in facts]).view(channel.size, -1)
     expects = torch.tensor([recv for *_, recv in facts]).view(channel.size, -1)
     unlike = (sends != expects.t()).nonzero().tolist()
     if not unlike:
+        # Equal counts may still be of different rows. The exchange of the rows' original ids shows it: they
+        # must arrive as the receiver's halo.
         ids = part.own[part.send].to(channel.device)
         request = ExchangeRequest(part.send_counts, part.recv_counts, "compare the ranks' halos")
         came = channel.start(ids, request).wait()
@@ -216,7 +224,7 @@ def from_settings(
             there.
 
     Raises:
-        KagomeError: What loading or partitioning raised, on every rank.
+        KagomeError: The error that loading or partitioning raised, on every rank.
 
     Cost:
         One more process on each host while the graph is loaded and partitioned, none where the parts are
@@ -230,6 +238,7 @@ def from_settings(
         return _from_clean(data, data.notes, channel, method, seed, reuse)
     host = socket.gethostname()
     hosts = channel.gather_objects(host, "find the hosts")
+    # The first rank of each host makes or finds the parts of its host; the others read what it offers.
     first = hosts.index(host) == channel.rank
     with ExitStack() as stack:
         source = HostParts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
@@ -250,6 +259,7 @@ def from_settings(
                 raise
             hint = "start again: what was kept is thrown away, and the graph is cut anew"
             raise PartitionError(error.expected, error.got, where=error.where, hint=hint) from None
+        # The stack removes temporary parts when the block ends.
         channel.barrier("all parts are read")
         if source is not None:
             source.end()
@@ -273,6 +283,7 @@ def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
 
     def floats(attribute: str, value: torch.Tensor) -> torch.Tensor:
         rows = value.unsqueeze(1) if attribute == "x" and value.dim() == 1 else value
+        # Complex edge attributes are left alone: `.float()` would drop the imaginary half.
         if rows.dtype == torch.float32 or rows.is_complex():
             return rows
         turned.append(f"data.{attribute} is {str(rows.dtype).removeprefix('torch.')}")
@@ -308,6 +319,7 @@ def degree_histogram(part: Partition, channel: Channel) -> torch.Tensor:
     Shapes:
         ``[largest in-degree + 1]``, int64.
     """
+    # A part has all in-edges of its own vertices, so these degrees are already those of the whole graph.
     degree = torch.bincount(part.edge_index[1], minlength=part.own.numel())
     top = degree.max() if degree.numel() else torch.zeros((), dtype=torch.int64)
     most = int(channel.all_reduce(top.to(channel.device), "max", action="largest degree", kind="other"))

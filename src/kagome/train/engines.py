@@ -49,6 +49,8 @@ def build_engine(
             "model.recompute=True, which lets them save nothing",
             hint="one of the two",
         )
+    # One stage and one chunk: all rows of the part are there at once, so no table of historical rows is
+    # needed.
     if parallel.pipe == 1 and parallel.chunks == 1:
         return GraphEngine(
             model,

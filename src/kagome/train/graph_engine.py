@@ -78,6 +78,8 @@ class GraphEngine:
     ) -> None:
         self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
         self.criteria, self.objective = criteria, criteria.objective
+        # Late rows are waited for in the next epoch. On a channel of their own they do not hold up later
+        # messages.
         self.exchange = CompressedExchange(channel, parallel, settings.seed, late=channel.patient)
         options = PartOptions.of(settings, channel.device, parallel, fast=fast, recompute=recompute)
         self.net = parallelize(model, part, self.exchange, options, tell=channel.report_error)
@@ -95,9 +97,12 @@ class GraphEngine:
             )
         self.recompute = recompute
         inputs = self.scope.inputs
+        # [training vertices of this part], local ids.
         self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
         self.target = self.objective.target(inputs, self.train_rows)
         self._weighed = LossWeights(self.objective, channel)
+        # Without an output only the weights of Kagome's own losses are known; a user's loss is settled in the
+        # first epoch.
         self._weighed.settle(self.target, None)
         self.layout = StateLayout.of(parallel, part.fingerprint, part.own, part=channel.rank)
         learning = [p for p in model.parameters() if p.requires_grad]
@@ -109,7 +114,6 @@ class GraphEngine:
             self.forward_reuse.allowed = False  # training reads approximate rows, evaluation exact ones
         self._checked = False
         self.saved: Mapping[str, int] | None = None
-        assert "edge_index" in inputs
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -158,6 +162,7 @@ class GraphEngine:
 
     def goes(self, way: Literal["fast", "plain", "pyg"]) -> None:
         """Set how one rank with the whole graph runs the model: see ``check.way_alone``."""
+        # Fast paths that an escape has turned off stay off.
         self.scope.forward.fast = self.scope.forward.fast and way == "fast"
         self.scope.plain = way == "pyg"
 
@@ -206,8 +211,11 @@ class GraphEngine:
         out = self.net.forward(epoch, training=training, checked=not self._checked, explain=self._explained)
         if fast and not self.fast:
             self._notes.append(without_fast(self.net.escape, slices=self.scope.sliced.on))
+        # One rank may return anything beside its rows. Several ranks may return numbers, which must be equal,
+        # because a tensor of another shape could be a value of this part alone.
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
         rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
+        # Reuse compares and keeps one tensor of scores; a nest is evaluated on its own.
         if not isinstance(rows, Tensor):
             self.forward_reuse.allowed = False
         return in_float32(rows) if self.net.options.amp else rows
@@ -228,11 +236,14 @@ class GraphEngine:
             ModelError: If the loss is not finite on some rank.
             ConfigError: If the loss averages over rows by itself.
         """
+        # Gradients of the last epoch are freed before the forward pass saves its activations.
         optimizer.zero_grad(set_to_none=True)
         plan = self.controller.plan()
         value, stops = (self._gradient if plan.guess is None else self._probed)(epoch, plan, stop)
         check_finite(value, epoch)
         self.controller.observe(epoch, plan, value)
+        # Gradients are sums over all ranks by now, and equal on all of them, so each rank clips by the same
+        # norm and makes the same step.
         with self.phases.phase("optimizer", epoch):
             if self.settings.clip is not None:
                 nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
@@ -242,6 +253,8 @@ class GraphEngine:
     def _probed(self, epoch: int, plan: EpochPlan, stop: bool) -> tuple[float, float]:
         """Compute the gradient from compressed or stale rows, then the exact one, and compare the two."""
         assert plan.guess is not None
+        # The approximate gradient is only measured. Its pass must leave no trace in buffers or in a loss that
+        # keeps state, because the exact pass below is the epoch's real one.
         with Buffers(self.model).unmoved(), self.objective.tried():
             self._gradient(epoch, plan.guess, stop, probes=True)
         guess = [None if p.grad is None else p.grad.clone() for p in self.gradients.parameters]
@@ -264,6 +277,7 @@ class GraphEngine:
             draws_of(self.settings.seed, epoch),
             self.controller.using(plan, probes=probes),
         ):
+            # An evaluation may have run this epoch's forward pass already, with the same weights.
             forward = self.forward_reuse.take(epoch) or self._train_forward(epoch, watched=compares)
             with self.phases.phase("forward", epoch):
                 out = forward.out
@@ -273,6 +287,7 @@ class GraphEngine:
                     self._refuse_own_numbers(out)
                     by_all(self.channel, lambda: self._check(shown, out), "check loss and metric")
                     self._weighed.settle(self.target, shown)
+                # A rank without training vertices has no loss, but takes part in backward through the token.
                 lost = None
                 if rows.numel():
                     lost = self._weighed.mean(*self.objective.lost(shown, self.target))
@@ -290,12 +305,14 @@ class GraphEngine:
             ):
                 # [Note: token] in halo.exchange: it makes backward visit every site on every rank.
                 whole = forward.token if lost is None else lost + forward.token.to(lost.dtype)
+                # False only where this rank has neither a training vertex nor an exchange with a gradient.
                 if whole.requires_grad:
                     self._backward(whole)
         self._checked = True
         with self.phases.phase("weights", epoch):
             value, stops, doubts, *drift = self.gradients.finish()
             self.gradients.tell_hooks()
+        # The drifts are sums over all ranks, so all ranks decide alike whether the next epoch waits.
         self.exchange.moved(drift, epoch)
         if compares:
             self.forward_reuse.allowed = not doubts
@@ -375,6 +392,8 @@ class GraphEngine:
         ):
             out = self.forward(epoch, training=True)
         self.saved = self.saved if saved is None else saved.bytes
+        # `draws` counts dropout and other random calls that handlers answered, which torch's generator does
+        # not show.
         plain = unchanged[0] and self.scope.forward.draws == 0
         return Forward(epoch, out, self.scope.forward.forward_pass.token, plain, self.forward_reuse.state())
 
@@ -392,10 +411,13 @@ class GraphEngine:
         """
         if not self.forward_reuse.allowed:
             return None
+        # BatchNorm and the like write to their buffers in training mode. If the pass turns out not to be
+        # plain, its epoch runs it again, and the buffers must not change twice.
         buffers = Buffers(self.model)
         tensors, before = buffers.now(), buffers.copies()
         with draws_of(self.settings.seed, epoch):
             forward = self._train_forward(epoch, watched=True)
+        # Ranks must agree: an evaluation of its own makes collectives that a reused pass does not make.
         doubt = torch.tensor(float(not forward.plain), device=self.channel.device)
         if self.channel.all_reduce(doubt, "max", action=f"plain forward, epoch {epoch}", kind="other"):
             self.forward_reuse.allowed = False
@@ -412,7 +434,9 @@ class GraphEngine:
         Shapes:
             ``[n, ...]`` as the model returns it, or a nested structure of such tensors.
         """
-        self.exchange.settle()  # any number of evaluations may follow
+        # A message that is not received blocks those sent long after it, and any number of evaluations may
+        # follow before the next epoch receives the late rows.
+        self.exchange.settle()
         out = self.forward(epoch, training=False)
         if isinstance(out, Tensor):
             self.forward_reuse.evaluated(out)

@@ -79,6 +79,7 @@ class HostParts:
                 self.settings, files, method=self.method, seed=self.seed, parts=self.count
             )
             self._found = None if self._key is None else self.kept.parts(self._key)
+            # A streamed partition cuts more edges than METIS. It is made anew once there is memory for METIS.
             if self._found is not None and self._outgrown(self._found[1], available):
                 self.kept.drop(self._found[0])
                 self._found = None
@@ -88,6 +89,7 @@ class HostParts:
         """Return whether these parts were streamed for lack of memory that is free now."""
         if not is_auto(self.method) or not meta.method.startswith("streaming"):
             return False
+        # Bytes of the loaded graph: two int64 ids per edge, float32 features.
         loaded = 16 * meta.num_edges + 4 * meta.features * meta.num_nodes
         need = metis_bytes(meta.num_nodes, meta.num_edges, 2 * meta.num_edges)
         return available is None or need <= SHARE * (available - loaded)
@@ -97,8 +99,10 @@ class HostParts:
 
         Args:
             stack: Removes at its end what is not stored in the cache.
-            seen: What every host has; the same on each.
+            seen: The look of every host; the same list on each.
         """
+        # All hosts must cut the graph alike. The first host with cached parts decides the partitioner;
+        # without any, each host chooses by the least free memory of all hosts.
         methods = [look.method for look in seen if look.method is not None]
         method = methods[0] if methods else self.method
         if self._found is not None and self._found[1].method == method:
@@ -110,11 +114,13 @@ class HostParts:
         if self.kept is None or self._key is None:
             error = self._run([folder], method, min(amounts, default=None))
             return Offer(str(folder), (), error)
+        # The process writes to the cache if it can, else to the temporary folder (a full or read-only cache).
         fresh = stack.enter_context(self.kept.making())
         inside = [] if fresh is None else [fresh / "parts"]
         error = self._run([*inside, folder], method, min(amounts, default=None))
         if error is not None or not inside or not (inside[0] / PAGE).exists():
             return Offer(str(folder), (), error)
+        # Another run may have stored parts under this key in the meantime; `keep` then returns those.
         mark = load_meta(inside[0]).fingerprint
         entry = self.kept.keep(self._key, inside[0])
         if entry is None or load_meta(entry).fingerprint != mark:  # these parts are by another method
@@ -158,6 +164,7 @@ class HostParts:
             return None
         lines = done.stdout.decode(errors="replace").strip().splitlines()
         try:
+            # `kagome.graph.prepare` prints an error of Kagome as JSON in its last line.
             leaf, expected, got, where, hint = json.loads(lines[-1])
             kind: type[KagomeError] = getattr(errors, leaf)
             return kind(expected, got, where=where, hint=hint)
@@ -172,6 +179,8 @@ class HostParts:
 def _environment() -> dict[str, str]:
     """Return an environment in which another process imports the same Kagome as this one."""
     place = str(Path(errors.__file__).parents[1])
+    # Because of -P the other process does not search the current folder. If Kagome was imported from there,
+    # as in a checkout that is not installed, its place has to be passed on.
     spec = PathFinder.find_spec("kagome", [entry for entry in sys.path if entry not in ("", os.getcwd())])
     if spec is not None:
         return dict(os.environ)
@@ -182,6 +191,7 @@ def _environment() -> dict[str, str]:
 @contextmanager
 def _unwinding() -> Iterator[None]:
     """Make SIGTERM end the block in order: the other process, and files that are half written."""
+    # Python only sets signal handlers in the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

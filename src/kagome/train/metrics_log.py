@@ -29,7 +29,7 @@ class EpochLoop:
         epochs: Epochs in all.
         asked: The signals that asked this rank to stop.
         noting: Take the record of each epoch.
-        delays: Whether a record may be told an epoch later, with the sums of the next one.
+        delays: Whether a record may be reported an epoch later, with the sums of the next one.
     """
 
     epochs: int
@@ -52,11 +52,14 @@ class PendingEpoch:
 
     def whole(self, ranks: int) -> EpochRecord:
         """Wait for the counts and return the complete record."""
+        # [bytes, waited, under way, uncoded] x [kinds], as `end` laid them out.
         rows = self.counts.wait().view(4, -1).tolist()
         sent, waited, under_way, plain = (dict(zip(KINDS, row, strict=True)) for row in rows)
         return replace(
             self.record,
             bytes={kind: int(count) for kind, count in sent.items()},
+            # Seconds are means over the ranks, bytes are sums. A kind without a message in this epoch is left
+            # out.
             waited={kind: value / ranks for kind, value in waited.items() if under_way[kind]},
             under_way={kind: value / ranks for kind, value in under_way.items() if value},
             uncoded={kind: int(count) for kind, count in plain.items() if count},
@@ -78,6 +81,7 @@ class EpochTimer:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Count what runs inside the block; evaluation, checkpoints and the counting itself run outside."""
+        # Discards what evaluations and checkpoints have sent since the last block.
         self.channel.take_traffic()
         begun = time.perf_counter()
         yield
@@ -103,6 +107,7 @@ class EpochTimer:
         self.drop()
         columns: tuple[Mapping[str, float], ...] = (spent.bytes, spent.waited, spent.under_way, uncoded)
         rows = [[column.get(kind, 0) for kind in KINDS] for column in columns]
+        # float64 holds byte counts exactly up to 2**53; float32 would round above 16 MiB.
         mine = torch.tensor(rows, dtype=torch.float64, device=self.channel.device)
         counts = self.channel.start_all_reduce(mine.view(-1), action=f"costs, epoch {epoch}", kind="other")
         self._pending.append(PendingEpoch(EpochRecord(epoch, loss, None, None, seconds, {}), counts))
@@ -117,6 +122,8 @@ class EpochTimer:
         """Report the remaining epochs at the end of the block, also when the model fails."""
         try:
             yield
+        # All ranks raise a ModelError such as a loss that is not finite, so the counts in flight still
+        # arrive. After other errors a wait for peers would only delay the end.
         except ModelError:
             with suppress(CommError):  # a peer that has failed as well may be gone
                 self.flush(noting)
@@ -130,6 +137,7 @@ class EpochTimer:
             noting: The functions that receive each record.
             keep: Leave the last epoch for the next call, while its counts are in flight.
         """
+        # `keep` counts as 0 or 1.
         while len(self._pending) > keep:
             record = self._pending.popleft().whole(self.channel.size)
             for note in noting:

@@ -23,7 +23,7 @@ from kagome.config.toml_io import own_name
 from kagome.errors import ConfigError
 
 Facts = Mapping[str, str]
-"""What ranks compare: values by the name that an error message gives them."""
+"""Values that ranks compare, by the name that an error message uses."""
 
 NOTHING: Final = "none"
 LONGEST: Final = 64
@@ -64,8 +64,8 @@ def _state_of_scheduler(scheduler: Any) -> dict[str, str]:
 def code_of(given: object) -> str:
     """Describe a name, a function or a callable object by its code, so that ranks can compare it.
 
-    Two ranks of one script get the same text for the same thing. What the code does not show is tried
-    instead.
+    Two ranks of one script get the same text for the same thing. Differences
+    that the code does not show appear in the trial loss (:data:`TRIAL`).
     """
     if given is None or isinstance(given, str | bool | int | float):
         return repr(given)
@@ -75,6 +75,7 @@ def code_of(given: object) -> str:
         )
         return f"{code_of(given.func)} of {bound}"
     called: Any = given
+    # A callable object: the code of the method that a call runs.
     if not hasattr(given, "__code__"):
         called = getattr(type(given), "forward" if isinstance(given, nn.Module) else "__call__", None)
     code = getattr(called, "__code__", None)
@@ -94,6 +95,7 @@ def refuse_unlike(found: Sequence[Facts]) -> None:
     """
     for rank, theirs in enumerate(found):
         for name in {**found[0], **theirs} if theirs != found[0] else ():
+            # A name may exist on one rank only, such as a param group that only one rank added.
             one, other = found[0].get(name, NOTHING), theirs.get(name, NOTHING)
             if one != other and not (name == TRIAL and _near(one, other)):
                 raise ConfigError(
@@ -132,10 +134,13 @@ def compared(world: Channel, model: nn.Module, rules: Facts, changed: bool, *, w
         ConfigError: If the settings differ.
         ModelError: If weights were changed so that they differ.
     """
+    # One checksum per parameter is sent instead of its values.
     sums = [bits(parameter) for parameter in model.parameters()]
     found: Any = world.gather_objects((changed, sums, rules), "compare the ranks' weights")
     refuse_unlike([theirs for *_, theirs in found])
     anywhere = any(each for each, *_ in found)
+    # In a pipeline a rank's copies of other stages' weights are old until they are joined, so ranks only have
+    # to agree if `whole` is true.
     if anywhere and whole and any(theirs != sums for _, theirs, _ in found):
         raise unlike_on_ranks(model, [theirs for _, theirs, _ in found])
     return anywhere
@@ -195,6 +200,7 @@ def _plain(value: Any, depth: int = DEPTH) -> str:
     if isinstance(value, Tensor):
         few = value.numel() <= LONGEST and value.layout is torch.strided
         return repr(value.detach().tolist()) if few else f"{list(value.shape)}"
+    # Lists and dicts may contain themselves.
     within = depth > 0
     if isinstance(value, Mapping) and within:
         pairs = (f"{_plain(key, depth - 1)}: {_plain(each, depth - 1)}" for key, each in value.items())
@@ -205,6 +211,8 @@ def _plain(value: Any, depth: int = DEPTH) -> str:
 
 
 def _digest(code: CodeType) -> str:
+    # Bytecode, constants and names. The code object's own repr or hash would contain an address, which
+    # differs between processes.
     text = hashlib.sha256(code.co_code)
     for const in code.co_consts:
         text.update((_digest(const) if isinstance(const, CodeType) else _plain(const)).encode())

@@ -357,7 +357,7 @@ class Trainer:
     def predict(self) -> Any:
         """Return scores: of all vertices on rank 0, of own rows elsewhere. All ranks call it.
 
-        Rank 0 gets them in original order. They are of the model's present weights and need no labels.
+        Rank 0 returns them in the original order. The present weights are used, and no labels are needed.
 
         Raises:
             CheckError: If the split and the whole model differ (``train.check``).
@@ -431,6 +431,7 @@ class Trainer:
     def _go_on(self) -> None:
         """Load the weights that training continues with; they must be the same on all ranks."""
         last = self._last
+        # `_last` is set while the model holds the best epoch's weights: any other weights are the user's.
         changed = last is None or not holds(self.model, self._best.weights or {})
         if not self._compare(changed, whole=self._is_whole) and last is not None:
             load_state(self.model, last)
@@ -456,7 +457,7 @@ class Trainer:
     # Epochs --------------------------------------------------------------------------------------
 
     def _one_epoch(self, loop: EpochLoop) -> bool:
-        """Train, evaluate, log and save one epoch; return whether another one follows."""
+        """Train, evaluate and log an epoch, and save it if it is not the last; return whether one follows."""
         self.epoch += 1
         loss, stop = self._train_epoch(loop)
         evaluates = self._evaluates(loop, stop)
@@ -465,14 +466,15 @@ class Trainer:
             higher = self.criteria.metric.higher
             optimizers.step_scheduler(self.scheduler, loss, val, higher=higher, seen=evaluates)
         stop |= self.world.size == 1 and bool(loop.asked)  # in this epoch; no other rank needs to know
-        saves = stop or bool(self.train.save_every and self.epoch % self.train.save_every == 0)
+        more = self.epoch < loop.epochs and not 0 < (self.train.patience or 0) <= self._best.waited
+        saves = stop or bool(more and self.train.save_every and self.epoch % self.train.save_every == 0)
         self.timer.flush(loop.noting, keep=loop.delays and not saves)
         if saves:
             self._save()
         if stop:
             self._log(f"asked to stop: epoch {self.epoch} is saved, go on with --resume")
             raise self._ended(loop.asked)
-        return not self.train.patience or self._best.waited < self.train.patience
+        return more
 
     def _train_epoch(self, loop: EpochLoop) -> tuple[float, bool]:
         """Make the epoch's weight update; return the loss before it, and whether a rank was asked to stop."""

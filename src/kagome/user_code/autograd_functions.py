@@ -38,6 +38,7 @@ _LIBRARIES: Final = frozenset(
     ]
 )
 _LOCK: Final = threading.Lock()
+# One entry for each model that is on its part: ranks may be threads of one process.
 _USERS: Final[list[None]] = []
 _COMPILED: Final[list[Callable[[], None]]] = []
 
@@ -60,6 +61,7 @@ def watch() -> Callable[[], None]:
         with _LOCK:
             _USERS.pop()
             if not _USERS:
+                # The inherited ``apply`` of torch's C base class shows again.
                 del _SingleLevelFunction.apply  # type: ignore[attr-defined]
                 modules.BackwardHook = BackwardHook  # type: ignore[attr-defined]
                 _COMPILED.pop()()
@@ -84,8 +86,10 @@ def refuse_old_hooks(scope: Any, module: nn.Module) -> None:
 
 def _running() -> Any:
     """Return the interceptor under which a part runs in this thread; None if there is none."""
+    # Tensors inside torch.func have no placements.
     if transformed():
         return None
+    # A mode with placements is an interceptor. Out of a forward pass it has nothing to check.
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(getattr(mode, "placements", None), Placements):
             return mode if mode.parted and mode.forward.forward_pass.running else None
@@ -98,6 +102,7 @@ def _running() -> Any:
 def _applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Replacement for ``Function.apply`` that records the placements of inputs and outputs."""
     out = super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+    # Only functions of user code are checked.
     scope = None if cls.__module__.partition(".")[0] in _LIBRARIES else _running()
     if scope is not None:
         with torch._C.DisableTorchFunction():
@@ -109,6 +114,8 @@ def _note(scope: Any, cls: Any, args: Sequence[Any], outs: Sequence[Any]) -> Non
     nodes = [out.grad_fn for out in outs if isinstance(out, Tensor) and out.grad_fn is not None]
     if not nodes:
         return
+    # The node that autograd made for this call of the function. An in-place write into a view puts another
+    # node (CopySlices) before it, behind which it cannot be found.
     node: Any = next((each for each in nodes if isinstance(each, cls._backward_cls)), None)
     what = f"backward of {cls.__name__}"
     if node is None:
@@ -118,6 +125,7 @@ def _note(scope: Any, cls: Any, args: Sequence[Any], outs: Sequence[Any]) -> Non
             where=scope.where(),
             hint="clone() the tensor before it, or train on one rank",
         )
+    # The node looks up ``backward`` there, so this call is checked and the class stays unchanged.
     node._forward_cls = _Seen(cls, behind(scope, what, outs, args))
 
 
@@ -134,11 +142,13 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._cls, name)
+        # Torch tells by identity with Function's own which of the two the user wrote.
         if name in ("backward", "vjp") and found is not getattr(Function, name):
             return partial(self._run, found)
         return found
 
     def _run(self, backward: Callable[..., Any], ctx: Any, *grads: Any) -> Any:
+        # With ``boxed_grads_call`` torch passes all gradients as one list.
         boxed = len(grads) == 1 and isinstance(grads[0], list)
         return self._behind.run(backward, (ctx, *grads), grads[0] if boxed else grads)
 
@@ -155,10 +165,12 @@ class _Flow:
 
     def full(self, hook: Callable[..., Any], module: nn.Module, back: Any, given: Any) -> Any:
         """Run a hook on the gradients of inputs and outputs, and check it."""
+        # The hook is given gradients of inputs and of outputs, and returns those of inputs.
         placements = self.inputs.given + self.outputs.given
         sizes = self.inputs.sizes + self.outputs.sizes
         one = self.inputs
         seen = BackwardCode(one.scope, one.what, one.where, placements, one.given, sizes)
+        # Torch may give fewer gradients than there are inputs.
         found = [*_padded(back, len(one.given)), *(given or ())]
         return seen.run(hook, (module, back, given), found)
 

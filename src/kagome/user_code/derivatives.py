@@ -46,8 +46,10 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
     """Answer ``torch.autograd.grad`` with the derivative over the whole graph."""
     if func is not torch.autograd.grad:
         return NotImplemented
+    # By name, since all arguments may be positional.
     given = _SIGNATURE.bind(*args, **kwargs).arguments
     inputs = _listed(given["inputs"])
+    # A value that is not computed yet is not in autograd's graph. The model runs again without fast paths.
     if any(isinstance(each, LazyTensor) for each in inputs):
         raise EscapeError(
             "fast paths to see each torch call of a model",
@@ -61,6 +63,7 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
         raise _refused("torch.autograd.grad", scope, f"with {loose} its exchanges cannot be differentiated")
     if given.get("is_grads_batched"):
         raise _refused("torch.autograd.grad", scope, "is_grads_batched=True is not served")
+    # Values of deferred messages are computed before they are differentiated.
     outputs = list(map(now, _listed(given["outputs"])))
     seeds = _listed(given.get("grad_outputs")) or [None] * len(outputs)
     given["outputs"], given["inputs"] = outputs, inputs
@@ -69,6 +72,7 @@ def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], k
     given["retain_graph"] = True  # the token of the whole forward passes through the same exchanges
     with scope.forward.forward_pass.differentiating():
         found = func(**given)
+        # The sum over ranks is part of the derivative's graph only under ``create_graph``.
         with torch.set_grad_enabled(keeps):
             return tuple(map(_whole, [scope] * len(inputs), inputs, found))
 
@@ -81,6 +85,8 @@ def _listed(values: Any) -> list[Any]:
 
 def _seed(scope: DerivativeScope, out: Tensor, seed: Tensor | None) -> Tensor | None:
     """Return the gradient that seeds an output: of a value that all ranks have, each seeds its share."""
+    # Rows are on one rank each. A replicated value is on ``size`` ranks, whose derivatives are summed, so
+    # each rank seeds 1 / size.
     if scope.axes.of(out) is not None:
         return seed
     return (torch.ones_like(out) if seed is None else seed) / scope.size

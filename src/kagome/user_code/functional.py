@@ -15,6 +15,8 @@ from typing import Any
 @cache
 def opened(func: FunctionType) -> Callable[..., Any]:
     """Return the function with a copy of its globals in which no torch call is overridden."""
+    # Such a function begins with ``if has_torch_function(...): return handle_torch_function(...)``. With that
+    # test off its body runs, and the mode sees the calls in it.
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     never = dict.fromkeys(names, lambda *_: False)
     out = FunctionType(

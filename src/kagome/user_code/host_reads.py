@@ -35,6 +35,7 @@ def taken(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     placement = scope.placements.get(args[0])
     if placement is None or not _theirs(scope):
         return NotImplemented
+    # One number made of lost rows, such as a quantile, is as wrong as the rows.
     if placement.kind is PlacementKind.LOST:
         raise lost(scope, placement)
     if name in _WHOLE and placement.kind in ALIGNED:
@@ -66,6 +67,7 @@ def alike(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
         raise lost(scope, gone)
     if not any(placement.kind in (*ALIGNED, *IDS) for placement in placements):
         return NotImplemented
+    # The greatest of "it differs here": equal only where no rank differs. A rank without rows never does.
     with torch._C.DisableTorchFunction():
         same = func(*map(_now, args), **{key: _now(value) for key, value in kwargs.items()})
         differs = torch.tensor(0.0 if same else 1.0, dtype=torch.float64, device=scope.device)

@@ -98,6 +98,7 @@ _TIMES: Final = frozenset(["mul", "matmul", "mm", "bmm", "mv", "dot", "outer", "
 """Calls that are linear in each of their tensors."""
 _PLUS: Final = frozenset(["add", "sub", "cat", "stack", "copy"])
 """Calls that are linear in all their tensors together."""
+# radd, isub, ...: operators by the name of their function.
 _NAMES: Final = {
     **{f"{way}{name}": name for name in ("add", "sub", "mul", "matmul") for way in "ri"},
     **dict.fromkeys(("truediv", "true_divide", "divide", "itruediv", "idiv"), "div"),
@@ -159,15 +160,18 @@ class BackwardCode:
             ModelError: If it combines several rows.
         """
         scope = self.scope()
+        # The model is gone, or torch.func runs it: there is nothing to check by.
         if scope is None or transformed():
             return function(*args)
         mode = InBackward(scope, self, function)
+        # A hook may be given fewer gradients than tensors.
         for grad, placement in zip(grads, self.given, strict=False):
             if isinstance(grad, Tensor):
                 mode.meet(grad, placement)
         with mode.running():
             result = function(*args)
         found = result if isinstance(result, (tuple, list)) else (result,)
+        # Checking must not be taken for calls of the user's.
         with torch._C.DisableTorchFunction():
             for grad, placement in zip(found, self.gives, strict=False):
                 if isinstance(grad, Tensor):
@@ -180,12 +184,15 @@ def behind(scope: Any, what: str, given: Sequence[Any], gives: Sequence[Any]) ->
     with torch._C.DisableTorchFunction():
         placements = [tuple(map(scope.placements.get, values)) for values in (given, gives)]
         rows = zip((*given, *gives), (*placements[0], *placements[1]), strict=True)
+        # How many rows a gradient of each placement has: ``_adopt`` recognises saved tensors by it.
         sizes = tuple((m, t.size(m.axis)) for t, m in rows if m is not None and m.kind in ALIGNED)
     return BackwardCode(ref(scope), what, scope.where(), placements[0], placements[1], sizes)
 
 
 @dataclass
 class _State:
+    # The call that is running; the tensors that are shares of a sum over ranks; results that are neither
+    # shares nor rows.
     name: str = ""
     shares: WeakTensorMap[bool] = field(default_factory=WeakTensorMap)
     made: WeakTensorMap[bool] = field(default_factory=WeakTensorMap)
@@ -209,6 +216,7 @@ class InBackward(TorchFunctionMode):
     def running(self) -> Iterator[None]:
         """Surround the user's function, so that its torch calls are checked."""
         scope, forward_pass = self._scope, self._scope.forward.forward_pass
+        # An exchange asks the forward pass first, and is refused while user code of backward runs.
         before, forward_pass.backward = forward_pass.backward, self
         path, scope.forward.path = scope.forward.path, [self._behind.where]
         try:
@@ -222,6 +230,7 @@ class InBackward(TorchFunctionMode):
         if placement is not None and placement.kind in ALIGNED:
             self._scope.placements.put(grad, _rows(placement))
         else:
+            # A weight's or a mean's gradient is complete only once the ranks have summed it.
             self._held.shares[grad] = True
 
     def __torch_function__(
@@ -240,6 +249,7 @@ class InBackward(TorchFunctionMode):
             (placement := placements.get(tensor)) is not None and placement.kind in ALIGNED
             for tensor in found
         )
+        # A call may make others inside it; ``summed`` judges by the innermost one.
         outer, self._held.name = self._held.name, name
         try:
             result = self._scope.__torch_function__(func, types, args, kwargs)
@@ -257,6 +267,7 @@ class InBackward(TorchFunctionMode):
             return
         if placements.get(tensor) is not None:
             return
+        # With one row, any tensor that has an axis of size 1 would fit.
         for placement, size in self._behind.sizes:
             if size > 1 and tensor.dim() > placement.axis and tensor.size(placement.axis) == size:
                 placements.put(tensor, _rows(placement))
@@ -267,6 +278,7 @@ class InBackward(TorchFunctionMode):
         if out in self._held.shares:
             return
         placement = self._scope.placements.get(out)
+        # Rows went in and no rows came out, as from g.norm(): the result is of this part alone.
         if (placement is not None and placement.kind is PlacementKind.LOST) or (
             placement is None and rows and not name.startswith("new_")
         ):
@@ -287,6 +299,7 @@ class InBackward(TorchFunctionMode):
         """Answer a call that was given a share if it is linear in the share; else refuse it."""
         if asks(name, func) or name in ("__set__", "__hash__"):
             return func(*args, **kwargs)
+        # mul, mul_, __mul__ and __imul__ are one function.
         called = attribute(func) if name == "__get__" else name.strip("_")
         called = _NAMES.get(called, called)
         if called in ("grad_fn", "is_leaf", "_base", "retain_grad"):
@@ -302,6 +315,7 @@ class InBackward(TorchFunctionMode):
 
     def _linear(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return True if a call on shares gives the share of its result on their sum."""
+        # f may be applied to shares if the sum over ranks of f(share) is f(sum of shares).
         found = list(tensors(args, kwargs))
         shared = [tensor in self._held.shares for tensor in found]
         others = [tensor for tensor, share in zip(found, shared, strict=True) if not share]
@@ -312,11 +326,14 @@ class InBackward(TorchFunctionMode):
             return first and sum(shared) == 1
         if name in _TIMES:
             return sum(shared) == 1 and (name != "linear" or len(found) == 2)
+        # A share over a constant is linear, a constant over a share is not.
         if name == "div":
             return first and sum(shared) == 1
         if name in _PLUS:
+            # share + 1 would add 1 once per rank.
             return not others and not any(_number(value) for value in args)
         if name in ("where", "masked_fill", "setitem", "index_fill"):
+            # Selection between shares and zeros is linear, if the condition is the same on all ranks.
             at = 1 if name == "where" else 0
             ends = args[1:] if name == "where" else (args[0], args[-1])
             told = len(args) > 2 and not kwargs and all(map(self._is_share, ends))
@@ -335,6 +352,7 @@ class InBackward(TorchFunctionMode):
             ModelError: If it is not known to have the rows of the tensor it belongs to.
         """
         have = self._scope.placements.get(grad)
+        # A share fits what all ranks have. A gradient without placement fits nothing, unless it is zero.
         if grad in self._held.shares:
             right = placement is None or placement.kind not in ALIGNED
         elif have is None:

@@ -41,12 +41,16 @@ def watch(running: Callable[[], Any]) -> Callable[[], None]:
     Returns:
         A function that removes it.
     """
+    # Python looks ``__call__`` up on the type, so it is replaced for all scripted functions and methods. Each
+    # call asks whether a part runs.
     function, method = torch._C.ScriptFunction, torch._C.ScriptMethod
     plain = function.__call__, method.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = running()
         if scope is not None and _has_rows(scope, args, kwargs):
+            # Torch keeps the Python function for Dynamo. A traced function may take another branch in
+            # Python than in its trace, so only a scripted one is run in this way.
             source = getattr(self, "_torchdynamo_inline", None)
             if getattr(self, "__name__", "") == _SCRIPTED and source is not None:
                 return source(*args, **kwargs)
@@ -55,6 +59,7 @@ def watch(running: Callable[[], Any]) -> Callable[[], None]:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         scope = running()
+        # A method of a scripted module has no Python source to run instead.
         if scope is not None and _has_rows(scope, args, kwargs):
             raise _refused(scope, f"{self.name} of {self.owner._type().name()}, compiled by torch.jit")
         return plain[1](self, *args, **kwargs)
@@ -81,6 +86,7 @@ def refuse_operator(scope: Any, func: Any, args: tuple[Any, ...], kwargs: dict[s
         space = func._qualified_op_name.partition("::")[0]
     else:
         return
+    # Without rows of a part (weights, sizes) an operator gives the same on all ranks.
     if space not in _OURS and _has_rows(scope, args, kwargs):
         switch = _BY_PYG.get(space)
         way = switch and f"set torch_geometric.typing.{switch} = False before the model is made"

@@ -30,6 +30,7 @@ def once() -> Callable[[], None]:
     with _LOCK:
         for name, made in ((REENTRANT, _Reentrant), (ONCE, _Once)):
             there = getattr(torchs, name)
+            # Several models may be on their parts: the first replaces torch's name, the last restores it.
             seen = there if isinstance(there, _Seen) else made(there)
             seen.users += 1
             setattr(torchs, name, seen)
@@ -62,6 +63,7 @@ class _Seen:
         """Return the mode under which results are kept; None to run torch's own checkpoint."""
         if str(getattr(function, "__module__", "")).startswith("kagome."):
             return None  # a layer that runs again without its exchanges
+        # On a part the interceptor is among the modes, whatever the user put inside of it.
         modes = _get_current_function_mode_stack()
         return next((mode for mode in modes if getattr(mode, "runs_once", False)), None)
 
@@ -73,6 +75,7 @@ class _Reentrant(_Seen):
         if scope is None:
             return self.original.apply(function, preserve, *args)
         torchs.check_backward_validity(args)  # as in torch: a gradient inside needs one outside
+        # The reentrant form gives a gradient if one of the inputs needs one, whatever weights do inside.
         grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         with torch.set_grad_enabled(grad), scope.run_once():
             return function(*args)
@@ -86,5 +89,6 @@ class _Once(_Seen):
 
 
 def _around(scope: Any) -> Iterator[None]:
+    # ``checkpoint`` advances this generator, calls the function, and advances it again.
     with scope.run_once():
         yield

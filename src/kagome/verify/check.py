@@ -37,7 +37,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 """The largest difference, relative to the largest entry, that counts as rounding."""
 
 FLOAT32_INSIDE = 1e-5
-"""Up to this a float64 difference may come from a cast to float32 in the model: float32 then decides."""
+"""Largest float64 difference that may come from a cast to float32 in the model; float32 then decides."""
 
 VERTICES: Final = 200
 """The number of vertices in the sample."""
@@ -71,7 +71,7 @@ class CheckResult:
         edges: Edges of the sample.
         dtype: The number type it ran in.
         seconds: The time that it took.
-        unseen: What could not be compared; empty if everything was.
+        unseen: A sentence on what was not compared; empty if everything was.
     """
 
     first: ComparedTensor | None
@@ -162,6 +162,10 @@ def check(
     way = _way(parts, seed, tensor, fast)
     check_kind("vertices", vertices, int, least=1)
     data = data if isinstance(data, Partition | Sorted) else validate(data)[0]
+    # The order of attempts. A sample is renumbered, 0 to 199, which suits most models:
+    #    sample            plain PyG runs it ──> compared
+    #    sample            forward names vertices by number ──┬─> all N vertices with the sample's edges
+    #    sample            plain PyG fails (a table of N rows) ┘
     own_copy = model_copy(unwrapped(model))
     sample, unseen = take_sample(data, int(vertices), way.seed), ""
     try:
@@ -171,6 +175,8 @@ def check(
             unseen = "" if whole is not None else _TOO_MANY.format(int(data.num_nodes or 0))
             sample = sample if whole is None else whole
             found = found if whole is None else _on_sample(own_copy, data, whole, way)
+    # A failure of plain PyG is not a difference of split and whole. The
+    # sample may be what does not suit the model.
     except WholeFailedError as failure:
         whole = numbered_sample(data, sample)
         if whole is None:
@@ -234,7 +240,10 @@ def _on_sample(own_copy: nn.Module, data: Data | Partition, sample: Data, way: _
         WholeFailedError: If plain PyG does not run the model on the sample.
     """
     generator = torch.Generator().manual_seed(way.seed)
+    # A random cut: most edges cross parts, so that a mistake at the border shows.
     owner = torch.randint(0, way.parts, (int(sample.num_nodes or 0),), generator=generator)
+    # float64 tells rounding (1e-15) from a wrong result; a wrong sum of few
+    # entries may look like float32's rounding.
     attempts = [torch.float64, torch.float32]
     while True:
         dtype = attempts.pop(0)
@@ -247,6 +256,8 @@ def _on_sample(own_copy: nn.Module, data: Data | Partition, sample: Data, way: _
             attempts = [dtype, *attempts] if fitted(own_copy, data, sample) else attempts
             continue
         first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
+        # Up to FLOAT32_INSIDE the model may have cast to float32 by
+        # itself; the second attempt has its tolerance.
         if first is None or max(row.error for row in rows) > FLOAT32_INSIDE or not attempts:
             return _Found(rows, first, dtype, numbered)
 
@@ -278,7 +289,7 @@ def before_first(
         part: This rank's part.
         channel: All ranks.
         settings: The run's settings.
-        goes: Tells a single rank with the whole graph how to run the model.
+        goes: Called on a single rank that has the whole graph, with the way to run the model.
 
     Returns:
         Notes on the comparison.
@@ -287,6 +298,7 @@ def before_first(
         CheckError: If split and whole differ.
         ModelError: As :func:`check_on_first`.
     """
+    # One rank with the whole graph is special: if Kagome's way differs from PyG's, it can run as PyG does.
     if channel.size > 1 or goes is None:
         return check_on_first(model, part, channel, settings)
     way, message = way_alone(model, part, settings)
@@ -300,7 +312,7 @@ def check_on_first(
     """Check on rank 0, with a sample of its own part, and share the result. All ranks call it.
 
     Returns:
-        What was compared, as a note.
+        A note on the comparison.
 
     Raises:
         CheckError: If split and whole differ.
@@ -310,6 +322,7 @@ def check_on_first(
     def look() -> CheckResult:
         cut, seed = settings.parallel, settings.train.seed
         # Split over three ranks, or over two parts of two slices each where both occur.
+        # Several parts, each with slices: both kinds of exchange are tested then.
         both = 1 < cut.tensor * cut.pipe < channel.size
         parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
         result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=settings.model.fast)
@@ -330,6 +343,7 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
         ``fast``, ``plain`` (messages edge by edge) or ``pyg`` (plain PyG, with nothing of Kagome in the
         forward pass), and a note.
     """
+    # In order of speed; the first that agrees with plain PyG is taken.
     ways: list[Literal["fast", "plain"]] = ["fast", "plain"] if settings.model.fast else ["plain"]
     why = ""
     for way in ways:
@@ -349,6 +363,7 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
 def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:
     """Return the error for a model that is biased when rows are drawn; None if it is not."""
     sample = take_sample(part, VERTICES, seed)
+    # All vertices in one part.
     whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
     with Bias(model_copy(model), share) as bias, suppress(WholeFailedError):
         whole_of(bias.model, whole, seed)  # the check ran it, in float64 if float32 fails
@@ -367,11 +382,15 @@ def _compare(
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
         pieces = split_all(sample, owner, way.parts)
         rows: list[ComparedTensor] = []
+        # Plain PyG draws from torch's generator and Kagome from counters, so
+        # their dropout masks differ: off for both.
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
         whole = whole_of(copied(model), whole_data, way.seed)
         split = split_of(model, pieces, quiet, way.seed, tensor=way.tensor, fast=way.fast)
         rows += _differences(whole, split, pieces, sample, "")
         for name, buffer in whole.buffers.items():
+            # Running statistics are sums over all vertices, so every rank has the whole's. A buffer with a
+            # row a vertex has another shape on a part.
             shares = [trace.buffers[name] for trace in split]
             if all(share.shape == buffer.shape for share in shares):
                 rows.append(
@@ -407,21 +426,27 @@ def _differences(
         found = [trace.outputs.get(name) for trace in split]
         if any(f is None for f in found):
             continue
+        # An output without a row a vertex (a loss, an attention of edges) has no counterpart to put together.
         axis = _row_axis(value, [f for f in found if f is not None], pieces, count)
         if axis is None:
             continue
+        # Own rows of all parts make up the output of the whole graph.
         joined = torch.zeros_like(value)
         for piece, part in zip(pieces, found, strict=True):
             assert part is not None
             joined.index_copy_(axis, piece.own, part.to(joined.dtype))
         rows.append(ComparedTensor(name + note, "output", _error(joined, value, None)))
+    # The largest gradient of all: a gradient that is 0 up to rounding, as of a
+    # bias before a norm, has no scale of its own.
     scale = max(
         (float(g.abs().max()) for g in whole.grads.values() if g is not None and g.numel()), default=0.0
     )
+    # From the loss backwards: the first that differs is the nearest to the cause.
     for name, grad in reversed(whole.grads.items()):
         shares = [trace.grads.get(name) for trace in split]
         if grad is None and all(s is None for s in shares):
             continue
+        # Each rank has the gradient of its own rows' loss; the sum over ranks is the whole's.
         total = sum(
             (s for s in shares if s is not None),
             start=torch.zeros_like(next(g for g in (grad, *shares) if g is not None)),
@@ -445,6 +470,7 @@ def _row_axis(value: Tensor, found: list[Tensor], pieces: list[Partition], count
             and [s for a, s in enumerate(f.shape) if a != axis] == rest
             for f, piece in zip(found, pieces, strict=True)
         )
+        # The axis along which the whole has all vertices and each part its own, and all other sizes agree.
         if size == count and fits:
             return axis
     return None
@@ -453,9 +479,11 @@ def _row_axis(value: Tensor, found: list[Tensor], pieces: list[Partition], count
 def _error(a: Tensor, b: Tensor, scale: float | None) -> float:
     if not a.numel():
         return 0.0
+    # Equal infinities differ by NaN, and NaN is unequal to itself: both count as equal here.
     both = torch.isnan(a) & torch.isnan(b) | (a == b)
     gap = torch.where(both, torch.zeros_like(a), (a - b).abs())
     largest = float(b[torch.isfinite(b)].abs().max()) if torch.isfinite(b).any() else 0.0
     base = max(largest, scale or 0.0, 1e-30)
     worst = float(gap.max()) / base
+    # NaN on one side only.
     return worst if worst == worst else float("inf")

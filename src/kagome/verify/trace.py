@@ -80,6 +80,8 @@ class _NoDraws(TorchFunctionMode):
         found = no_draw(None, name, func, args, kwargs) if name in DRAWS else NotImplemented
         if found is not NotImplemented:
             return found
+        # Functions of torch.nn.functional in Python hide their draws
+        # from this mode, which is off inside a call.
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # gumbel_softmax draws random numbers inside
                 return opened(func)(*args, **kwargs)
@@ -90,10 +92,12 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Replace a draw by values that are the same for equal rows: dropout keeps all, rand gives one number."""
     if name in _DROPS:
         return args[0] if args else kwargs["input"]
+    # A Python function: its inner calls come here one by one, see _NoDraws.
     if isinstance(func, FunctionType):
         return NotImplemented
     if name == _DROPS_INSIDE:
         return _undropped(scope, name, func, args, kwargs)
+    # Draws with a law: each entry gets the same likely value, in the shape that the draw would have.
     if name in LAWS and kwargs.get("generator") is None:
         given = given_of(name, args, kwargs)
         rows = None if scope is None else drawn_for(scope, name, given)
@@ -114,6 +118,7 @@ def no_draw(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _undropped(scope: Any, name: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Run attention without its dropout."""
+    # dropout_p is the fifth argument: (query, key, value, attn_mask, dropout_p).
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
     kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
     found = NotImplemented if scope is None else HANDLERS[name](scope, name, func, args, kwargs)
@@ -139,6 +144,7 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
     def hook(name: str) -> Callable[..., None]:
         def keep(_module: nn.Module, _args: Any, out: Any) -> None:
             calls[name] = calls.get(name, 0) + 1
+            # A layer with shared weights is called several times in a forward.
             label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
             value = next(
                 (v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, Tensor)), None
@@ -182,6 +188,7 @@ def _backward(out: Any, ids: Tensor, token: Tensor | None, model: nn.Module, tra
     columns = torch.linspace(1, 2, math.prod(value.shape[1:]), dtype=value.dtype, device=value.device)
     by_row = weight.view(-1, *[1] * (value.dim() - 1))
     loss = (value * by_row * columns.view(1, *value.shape[1:])).sum()
+    # The token makes backward visit every exchange, also on a part whose rows reach no loss.
     loss = loss if token is None else loss + token
     if loss.requires_grad:
         loss.backward()
@@ -200,6 +207,7 @@ def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
 def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
     """Run the model in one process, as plain PyG does, and return its trace."""
     trace = Trace(rows=part.own)
+    # As the user's data has them: an adjacency, if it came as one.
     edges = inputs_of(part.edges, part.edge_index, part.own.numel())
     inputs = {
         "num_nodes": part.num_nodes,
@@ -215,6 +223,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
         for name, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
+    # A checkpointed function would run again in backward, outside of _NoDraws, with dropout on.
     undo = once()
     try:
         model.train()
@@ -254,11 +263,14 @@ def split_of(
         fast: Whether kernels reduce messages.
         once_only: Whether a single piece saves what it would compute again in backward, as several pieces do.
     """
+    # Threads share memory, so each needs parameters, gradients and buffers of its own.
     copies, options = [copied(model) for _ in pieces], PartOptions(seed=seed, fast=fast, tensor=tensor)
 
     def work(channel: ThreadChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
         net, trace = parallelize(mine, part, channel, options, handlers=handlers), Trace(rows=part.own)
+        # On one rank a checkpointed function runs again in backward, on several it does not, because it would
+        # exchange again. Draws are numbered, so both must run it equally often.
         net.scope.runs_once = net.scope.runs_once or once_only
         with net:
             _watch(mine, trace)
@@ -275,6 +287,8 @@ def split_of(
 
     try:
         return ThreadGroup(len(pieces)).run(work)
+    # Ranks compare the headers of their exchanges, and a thread that
+    # comes to another exchange is a CommError.
     except CommError as error:
         raise ModelError(
             "every part to come to the same exchanges in the same order",
@@ -290,6 +304,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _part_failed(error: Exception, scope: Interceptor, rank: int) -> ModelError:
+    # The user's own line, if the traceback has one outside of Kagome and torch.
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/kagome/" not in f.filename]
     line = next(
         (f"{f.name}, line {f.lineno}: {f.line}" for f in reversed(frames) if "/torch/" not in f.filename), ""

@@ -45,6 +45,8 @@ class Bias:
     def __enter__(self) -> Bias:
         for path, module in self.model.named_modules():
             if isinstance(module, MessagePassing):
+                # PyG calls this hook with the arguments of `message`,
+                # among them the rows x_j that would be drawn.
                 handle = module.register_message_forward_pre_hook(self._look(path))
                 self._undo.append(handle.remove)
                 self._watch_edges(path, module)
@@ -73,8 +75,10 @@ class Bias:
             off = self._off(module.message, known)
             if off is None:
                 return
+            # `not <=` also catches NaN.
             if not off <= OFF:
                 self.found.setdefault(path, f"has messages that are off by {off:.0%} of their length there")
+            # A maximum of unbiased messages is biased.
             other = _other_than_sums(module)
             if other is not None:
                 self.found.setdefault(path, f"reduces them by {other}")
@@ -91,6 +95,7 @@ class Bias:
                 self.found.setdefault(path, "computes a value of each edge from the rows at its ends")
             return inner(*args, **kwargs)
 
+        # On the instance, so that the class and other layers keep theirs.
         module.__dict__["edge_update"] = edge_update
         self._undo.append(lambda: module.__dict__.pop("edge_update", None))
 
@@ -110,10 +115,12 @@ class Bias:
             return None
 
         def at(factor: float) -> Any:
+            # Rows as a draw makes them: x / p, 0, or x itself.
             return function(**{**known, **{name: factor * value for name, value in rows.items()}})
 
         with torch.no_grad():
             try:
+                # p m(x / p) + (1 - p) m(0) - m(x), see the head of the file.
                 often, never, whole = at(1 / self.share), at(0.0), at(1.0)
             except Exception:  # the rows are made up: a real error will be raised in training
                 return 0.0
@@ -125,6 +132,7 @@ class Bias:
 
 def _drawn(name: str, value: object) -> bool:
     return (
+        # PyG's name for values of the source; x_i is the own row, which is never drawn.
         name.endswith("_j")
         and isinstance(value, Tensor)
         and value.is_floating_point()
@@ -134,6 +142,7 @@ def _drawn(name: str, value: object) -> bool:
 
 def _other_than_sums(module: MessagePassing) -> str | None:
     """Return the class of a layer's reduction that is not a sum or mean of messages; None if all are."""
+    # An aggregation may hold others, such as Multi(mean, max): each of them counts.
     for each in module.aggr_module.modules() if module.aggr_module is not None else ():
         if isinstance(each, aggr.Aggregation) and not isinstance(each, (*RIGHT, *HOLDERS)):
             return type(each).__name__

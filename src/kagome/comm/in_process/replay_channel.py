@@ -31,6 +31,7 @@ class _Timed(EndedWork):
 
     def wait(self) -> Tensor:
         """Return the rows, and count the time since the start of the exchange."""
+        # The second wait of one exchange does not count again.
         if self._begun:
             self._channel.meanwhile += self._channel.clock() - self._begun
             self._begun = 0.0
@@ -76,6 +77,8 @@ class ReplayChannel(ThreadChannel):
         """Let the ranks take turns, one after the other: yield for each turn whether it is this rank's."""
         for rank in range(self.size):
             yield rank == self.rank
+            # Past this class: the meeting between turns is neither recorded nor replayed, nor counted in
+            # ``met``.
             super()._share(None)
 
     def _ended(self, rows: Tensor) -> EndedWork:
@@ -83,6 +86,7 @@ class ReplayChannel(ThreadChannel):
 
     def _share(self, value: Any) -> list[Any]:
         self.met.append(self.clock())
+        # The n-th meeting of the block gets the n-th recorded answer, so both must make the same calls.
         if self._place >= 0:
             self._place += 1
             return self._heard[self._place - 1]

@@ -63,6 +63,8 @@ class ThreadGroup:
                 with torch.accelerator.device_index(place):
                     results[rank] = work(ThreadChannel(self, rank))
             except BaseException as error:
+                # An aborted barrier ends the ranks that wait at a collective; the notice wakes those that
+                # wait for a message.
                 errors.insert(0, error)
                 self.barrier.abort()
                 with self.arrived:
@@ -187,6 +189,11 @@ class ThreadChannel:
     def _share(self, value: Any) -> list[Any]:
         """Return every rank's value, on every rank."""
         try:
+            # Two barriers for each meeting:
+            #
+            #     write own slot ──barrier──> read all slots ──barrier──> the next meeting may write
+            #
+            # Without the second one a fast rank would overwrite its slot before a slow rank has read it.
             self.group.slots[self.rank] = value
             self.group.barrier.wait()
             values = list(self.group.slots)
@@ -203,13 +210,14 @@ class ThreadChannel:
                 raise CommError(f"all ranks at {mine}, as rank {self.rank} is", f"rank {peer} at {theirs}")
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> EndedWork:
-        """Exchange rows between all ranks; they have come when this returns.
+        """Exchange rows between all ranks; they have arrived when this returns.
 
         Headers are always compared, since it costs nothing here.
         """
         rows = request.selected(rows.detach())
         parts = torch.split(rows, list(request.send_counts))
         self.bytes[request.kind] += sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank)
+        # The action is compared as well, so ranks at different sites are found even without headers.
         header, action = request.header, request.action
         offers = self._share((header, action, parts))
         self._agree([f"{doing!r} {theirs}" for theirs, doing, _ in offers], f"{action!r} {header}")
@@ -221,7 +229,7 @@ class ThreadChannel:
         return self._ended(torch.cat([part for part in received if part.size(0)] or [rows[:0]]))
 
     def start_bytes(self, request: BytesRequest) -> EndedWork:
-        """Exchange bytes as :class:`BytesRequest` describes; they have come when this returns."""
+        """Exchange bytes as :class:`BytesRequest` describes; they have arrived when this returns."""
         out, come = ([sum(each) for each in some] for some in (request.sizes, request.expected))
         message = torch.empty(sum(out), dtype=torch.uint8)
         for peer, part in enumerate(message.split(out)):
@@ -241,6 +249,7 @@ class ThreadChannel:
         key = self._next(self.rank, peer, backward)
         if rows.numel():
             with self.group.arrived:
+                # A copy, since the sender may change its rows as soon as this returns.
                 self.group.messages[key] = rows.detach().clone()
                 self.group.arrived.notify_all()
         return _Gone()
@@ -260,6 +269,7 @@ class ThreadChannel:
         return _Message(self.group, key, torch.empty(tuple(shape), dtype=dtype), action)
 
     def _next(self, sender: int, receiver: int, backward: bool) -> tuple[int, int, bool, int]:
+        # The peer is the one of the two that is not this rank: sender + receiver - rank.
         if sender == receiver or not 0 <= sender + receiver - self.rank < self.size:
             raise ValueError(f"rank {self.rank} of {self.size} has no peer {sender + receiver - self.rank}")
         self._counts[sender, receiver, backward] += 1
@@ -277,6 +287,7 @@ class ThreadChannel:
         """Return the sum, maximum or minimum over the threads."""
         offers = self._share((action, tensor.detach()))
         self._agree([f"{doing!r} {list(v.shape)}" for doing, v in offers], f"{action!r} {list(tensor.shape)}")
+        # Stacked in rank order, so every thread adds in one order and gets the same bits.
         stack = torch.stack([value for _, value in offers])
         if op == "sum":
             return stack.sum(0)

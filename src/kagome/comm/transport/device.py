@@ -31,7 +31,7 @@ class Agreement:
     Args:
         backend: Name of torch's backend for their tensors.
         staged: Whether tensors of a GPU travel through the host's memory.
-        notes: What the user should know about it, the same on all ranks.
+        notes: Texts that tell the user about it, the same on all ranks.
     """
 
     backend: str = "gloo"
@@ -48,7 +48,7 @@ class RankDevice:
         device: Name of the device, such as ``cuda:0``.
         visible: Number of GPUs that the rank sees.
         ranks: Number of ranks on its host.
-        key: What two ranks have in common that compute on one GPU, and no others; empty on the CPU.
+        key: Address of the GPU, equal for two ranks on one GPU and for no others; empty on the CPU.
     """
 
     host: str
@@ -67,6 +67,7 @@ def visible() -> tuple[str, int]:
         return "cpu", 0
     found = torch.accelerator.current_accelerator()
     kind = "cpu" if found is None else found.type
+    # torch answers "gloo" for a type without a backend of its own, and gloo sends host memory alone.
     if dist.get_default_backend_for_device(kind) == "gloo":
         return "cpu", 0
     count = torch.accelerator.device_count()
@@ -96,7 +97,7 @@ def agree(store: Store, name: str, ranks: Ranks, device: torch.device) -> Agreem
 
     Args:
         store: The store of all ranks.
-        name: Prefix of the keys, unlike for each call.
+        name: Prefix of the keys, a different one for each call.
         ranks: This rank's number.
         device: This rank's device.
 
@@ -115,6 +116,7 @@ def agree(store: Store, name: str, ranks: Ranks, device: torch.device) -> Agreem
 
 def agreed(found: Sequence[RankDevice]) -> Agreement:
     """Choose the backend for ranks with these devices: see :func:`agree`."""
+    # Reversed, so that the first rank of each type remains and the error names it.
     kinds = {each.device.partition(":")[0]: (rank, each) for rank, each in reversed(list(enumerate(found)))}
     if len(kinds) > 1:
         (one, here), (other, there) = sorted(kinds.values(), key=lambda pair: pair[0])[:2]
@@ -128,6 +130,7 @@ def agreed(found: Sequence[RankDevice]) -> Agreement:
     own = dist.get_default_backend_for_device(kind)
     if kind == HOST.type:
         return Agreement(own)
+    # nccl refuses two ranks on one GPU ("duplicate GPU detected"), so such ranks exchange by gloo.
     shared = {key: count for key, count in Counter(each.key for each in found).items() if count > 1}
     if not shared and dist.is_backend_available(own):
         return Agreement(own)
@@ -154,13 +157,15 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
 
 
 def _identity(device: torch.device) -> str:
-    """Return the address of a GPU; by it nccl, too, finds two ranks on one GPU."""
+    """Return the address of a GPU, by which nccl also recognises two ranks on one GPU."""
     if device.type == HOST.type:
         return ""
+    # The boot id is one for all containers of a machine, whose host names may differ or be equal by chance.
     machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     found = torch.get_device_module(device).get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
     address = [getattr(found, name, None) for name in names]
+    # Devices of other vendors may lack a PCI address.
     if None in address:
         address = [getattr(found, "uuid", device)]
     return "/".join(map(str, (machine, *address)))

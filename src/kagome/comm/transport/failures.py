@@ -1,6 +1,7 @@
 """Failures: error messages for late peers, lost connections and ranks that disagree.
 
-Where it sits: pure functions from numbers to ``CommError``; ``comm.channel`` raises what they return.
+Where it sits: pure functions from numbers to ``CommError``; ``comm.peers`` and ``comm.streamed_exchange``
+raise the errors that they return.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def header(fields: Sequence[int], sent: int, received: int) -> list[int]:
     """
     if len(fields) > HEADER_NUMBERS:
         raise ValueError(f"a header has up to {HEADER_NUMBERS} numbers, this one has {len(fields)}")
+    # index    0 .. 4               5                  6              7
+    #          fields, then zeros   rows to the peer   rows from it   number of fields
     return [*fields, *[0] * (HEADER_NUMBERS - len(fields)), sent, received, len(fields)]
 
 
@@ -73,5 +76,7 @@ def broken_wait(rank: int, action: str, peers: Sequence[str], *, late: float | N
 
 def is_late(error: RuntimeError) -> bool:
     """Return whether gloo or nccl exceeded its time limit; otherwise a connection was lost."""
+    # Neither backend has an error class for this: gloo and nccl raise a RuntimeError, whose words differ by
+    # the kind of operation.
     text = str(error).lower()
     return "timed out" in text or "timeout" in text

@@ -59,6 +59,10 @@ class Mailbox:
         self.rank, self.size = rank, size
         self.cookie = secrets.token_bytes(_COOKIE)
         self.descriptor = memory_file("kagome-box", self._bytes)
+        # One page with the cookie, then a slot of 8 int64 (64 bytes, a cache line) by lane, reader, count mod
+        # SLOTS:
+        #
+        #     [ number | read | size | segment | descriptor | bytes | place | turn ]
         self._own = _numbers(mapped(self.descriptor, self._bytes))
         os.pwrite(self.descriptor, self.cookie, 0)
         self._theirs: dict[int, memoryview] = {}
@@ -116,6 +120,8 @@ class Mailbox:
         at = self._at(lane, peer, count)
         if self._put_off:
             self.wake_all()
+        # Behind an older delayed token of the same slot, even if the slot is free by now: tokens keep their
+        # order.
         if at in self._put_off or not self._write(at, count, size, fields):
             self._put_off.setdefault(at, []).append((count, size, fields))
             return False
@@ -203,6 +209,8 @@ class Mailbox:
         begun = asked = time.monotonic()
         limit, looks, nap = begun + timeout.total_seconds(), 0, _NAP
         while (found := self.find(peer, lane, count, size)) is None:
+            # Poll 50 times, then sleep for 20 us, longer each time up to 0.5 ms: the peer may need this core
+            # to compute.
             looks += 1
             if looks < _LOOKS:
                 continue
@@ -256,6 +264,8 @@ class Mailbox:
 
     @staticmethod
     def _reach(offer: tuple[int, int, bytes]) -> int:
+        # Fails once the process has ended or has closed the descriptor, so opening it also shows that a peer
+        # is alive.
         return os.open(f"/proc/{offer[0]}/fd/{offer[1]}", os.O_RDWR)
 
 

@@ -72,6 +72,13 @@ class Transport:
         self.group, self.lane, self.shared_memory, self.back = group, lane, shared_memory, back
         self.rank, self.size = group.rank(), group.size()
         self.gloo = backend_of(group, device) == "gloo"
+        # [Note: counts] Both ends number the messages alike, empty ones included, and so agree without
+        # asking:
+        #
+        #     to all ranks      one count a lane, since all ranks make the same exchanges in one order
+        #     to one rank       one count for each peer, pass and direction: a stage may be chunks ahead
+        #     in the mailbox    the same again, because a patient channel shares the mailbox and has its
+        #                       own transport, whose counts begin at 0
         self._count = 0
         self._points: dict[tuple[int, int, bool], int] = {}
 
@@ -81,7 +88,7 @@ class Transport:
         come: Sequence[Sequence[Tensor]],
         fill: Callable[[int, int], None] | None = None,
     ) -> Iterator[tuple[int | None, Begin]]:
-        """Yield each message's peer and the function that begins it, receives first.
+        """Yield the peer of each message and the function that begins the message, receives first.
 
         The peer is None for a collective. The message of this rank to itself is left out.
 
@@ -98,10 +105,12 @@ class Transport:
             for peer in self._ring(1):
                 write(peer, 0)
             give, take = [each[0] for each in sent], [each[0] for each in come]
+            # The caller copies this rank's own part.
             give[mine], take[mine] = give[mine][:0], take[mine][:0]
             yield None, lambda: self.group.alltoall(take, give)
             return
         segments = range(len(sent[0]))
+        # Counted for every exchange, also one without bytes for a peer of this host.
         token = 0 if self.shared_memory is None else self.shared_memory.mailbox.count(self.lane)
         self._count += 1
         tags = [MessageTag(self.lane, self._count, token, segment) for segment in segments]
@@ -110,6 +119,8 @@ class Transport:
             for peer in self._ring(-1):
                 if come[peer][segment].numel():
                     yield peer, partial(self._receive, peer, come[peer][segment], tags[segment])
+        # The parts for peers of this host are all written first: ``_laid`` then copies those that are not in
+        # shared memory yet into one block, equal ones once.
         near = [peer for peer in self._ring(1) if self.shares_memory_with(peer)]
         for peer in near:
             write(peer, 0)
@@ -122,7 +133,7 @@ class Transport:
                     yield peer, partial(self._send, peer, sent[peer][segment], tags[segment], laid.get(peer))
 
     def send(self, peer: int, message: Tensor, *, backward: bool) -> TorchWork | None:
-        """Begin a message to one peer, in the order of the messages sent there in the same pass.
+        """Begin to send a message to one peer; messages of one pass arrive there in the order of calls.
 
         Returns:
             The operation in progress; None if it has ended already.
@@ -130,6 +141,7 @@ class Transport:
         tag = self._tag(peer, backward, sent=True)
         if not message.numel():
             return None
+        # nccl matches by order on its stream alone: it has no tags, and no shared memory is open.
         if not self.gloo:
             work: TorchWork = self._one_way(backward).send([message], peer, 0)
             return work
@@ -166,6 +178,8 @@ class Transport:
         closed: list[int] = []
         for peer in peers:
             try:
+                # gloo fails at once on a closed connection and waits on an open one. Nobody sends with this
+                # tag.
                 probe = self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1)
                 probe.wait(timedelta(seconds=0.05))
             except RuntimeError as error:
@@ -177,6 +191,9 @@ class Transport:
         """Begin to send or receive a message through a socket."""
         # Order (7 bits), lane (2), size and segment (22, hashed): messages that do not belong together never
         # match, and the wait for the right one ends in an error that can be caught, not in gloo's abort.
+        # tag     bits 30 .. 24: number mod 128      23, 22: lane      21 .. 0: hash of size and segment
+        #
+        # Knuth's multiplicative hash, 2^32 over the golden ratio. Its upper bits spread best: 22 are kept.
         size = (8 * message.numel() + tag.segment) * 2654435761 % 2**32
         number = (tag.message % 128) << 24 | tag.lane << 22 | size >> 10
         begin = self.group.send if send else self.group.recv
@@ -205,6 +222,8 @@ class Transport:
     ) -> TorchWork | None:
         if token is None or self.shared_memory is None:
             return self.by_gloo(peer, message, tag, send=True)
+        # Without room in shared memory the bytes go by a socket. The receiver waits for a token in any case,
+        # so one is left that says so.
         sent = self.by_gloo(peer, message, tag, send=True) if token == NOWHERE else None
         lies = self.shared_memory.mailbox.put(peer, tag.lane, tag.token, message.numel(), token)
         return sent if lies else _Leaving(self.shared_memory.mailbox, peer, tag, sent)
@@ -219,6 +238,10 @@ class Transport:
         return self.shared_memory.write(near) if near and self.shared_memory is not None else {}
 
     def _ring(self, step: int) -> list[int]:
+        # Every rank begins with another peer, so that no rank is sent to by all at once. Of 4 ranks:
+        #
+        #     sends (step 1)       rank 0: 1 2 3     rank 1: 2 3 0     rank 2: 3 0 1     rank 3: 0 1 2
+        #     receives (step -1)   rank 0: 3 2 1     rank 1: 0 3 2     rank 2: 1 0 3     rank 3: 2 1 0
         return [(self.rank + step * hop) % self.size for hop in range(1, self.size)]
 
 
@@ -256,11 +279,13 @@ class IncomingMessage:
         self._token = shared_memory.mailbox.wait(peer, lane, number, self.place.numel(), timeout)
         self.lying = shared_memory.find(peer, self._token, self.place.numel())
         if self.lying is None:
+            # The receive is posted only now, because only the token says which way the bytes take.
             left = timeout - timedelta(seconds=time.monotonic() - begun)
             work = self.transport.by_gloo(self.peer, self.place, self.tag, send=False)
             work.wait(max(left, timedelta(seconds=0.01)))
         elif not self.lends:
             self.place.copy_(self.lying)
+        # This frees the token's slot. The bytes that it points to are free only after ``give_back``.
         shared_memory.mailbox.read(peer, lane, number)
         if not self.lends:
             self.give_back()

@@ -50,6 +50,7 @@ class JoinedGroup(PrefixStore):
 def current() -> JoinedGroup | None:
     """Return the default group's store if a mesh created that group; else None."""
     store = given_store() if dist.is_initialized() else None
+    # torch wraps the store that it is given in prefixes of its own.
     while isinstance(store, PrefixStore) and not isinstance(store, JoinedGroup):
         store = store.underlying_store
     return store if isinstance(store, JoinedGroup) else None

@@ -1,6 +1,6 @@
 """Shared memory: memory of one rank that other ranks of its host read, so that rows need no socket.
 
-Where it sits: ``comm.mesh`` opens one for each group of ranks. ``process_group`` puts messages to a rank of
+Where it sits: ``comm.groups`` opens one for each group of ranks. ``process_group`` puts messages to a rank of
 the same host into it, and leaves a token in ``mailbox`` that says where the bytes are.
 
 ::
@@ -51,6 +51,8 @@ class Segment:
     """
 
     def __init__(self, number: int, descriptor: int, size: int, ranks: int) -> None:
+        # [ counter of rank 0 | counter of rank 1 | ... | rest of the page ][ room for rows ]
+        #   ``taken``, written by the readers                                 ``bytes``, written by the owner
         memory = mapped(descriptor, size)
         self.number, self.descriptor, self.size = number, descriptor, size
         self.taken = memoryview(memory)[: 8 * ranks].cast("q")
@@ -68,6 +70,7 @@ class Segment:
 
     def place_of(self, part: Tensor) -> int | None:
         """Return the offset of a tensor's first byte in this segment; None if the tensor is elsewhere."""
+        # By address: a part is a view of a buffer that the caller packed, and does not refer to its segment.
         place = part.data_ptr() - self.bytes.data_ptr()
         return place if 0 <= place <= self.bytes.numel() - part.numel() else None
 
@@ -109,6 +112,7 @@ class SharedMemory:
         The memory must not be used after the wait for that message.
         """
         needed = self._size(count)
+        # A far larger segment is left for the large messages that it was made for.
         fitting = [s for s in self._own if needed <= s.size <= _ROOMY * needed and s.free]
         segment = min(fitting, key=lambda s: s.size, default=None) or self._new_segment(needed)
         if segment is None:
@@ -125,6 +129,12 @@ class SharedMemory:
         Returns:
             The fields of each peer's token.
         """
+        # A part is in shared memory already if the channel packed its rows there. Of the others, parts of the
+        # same bytes (an all-reduce sends one tensor to all) are copied once:
+        #
+        #     parts    peer 1: A             peer 2: A             peer 3: B, packed in segment 0
+        #     loose    A -> segment 1
+        #     tokens   1: segment 1, byte 0  2: segment 1, byte 0  3: segment 0, where B begins
         loose = {_key(part): part for part in parts.values() if self._holder(part) is None}
         buffer = self.buffer(sum(_round_up(count, _ALIGNED) for _, count in loose)) if loose else None
         copies: dict[tuple[int, int], Tensor] = {}
@@ -135,6 +145,8 @@ class SharedMemory:
                 begin += _round_up(part.numel(), _ALIGNED)
         found = {peer: copies.get(_key(part), part) for peer, part in parts.items()}
         held = {peer: self._holder(part) for peer, part in found.items()}
+        # One turn for all parts of the message in a segment. The segment is free again when every reader has
+        # written this turn, or a later one, into its counter.
         for segment in {id(holder): holder for holder in held.values() if holder is not None}.values():
             segment.turn += 1
             segment.lent = False
@@ -158,6 +170,7 @@ class SharedMemory:
                 text = f"connection closed: memory of rank {peer} of the group is gone ({error})"
                 raise RuntimeError(text) from None
             self._theirs[peer, number] = Segment(number, file, size, self.mailbox.size)
+            # The mapping keeps the memory; the descriptor is not needed any more.
             os.close(file)
         return self._theirs[peer, number].bytes[place : place + count]
 
@@ -170,6 +183,7 @@ class SharedMemory:
         """Release the memory, after waiting up to some seconds until the peers have read theirs."""
         limit = time.monotonic() + patience
         while time.monotonic() < limit and not all(segment.free for segment in self._own):
+            # A peer reads a message only after its token, which may still be delayed.
             self.mailbox.wake_all()
             time.sleep(1e-3)
         for segment in self._own:
@@ -192,6 +206,7 @@ class SharedMemory:
 
         Sizes go in steps of an eighth, so that few are enough.
         """
+        # bit_length - 4 gives steps of 1/8 of the power of two below: of 2^20 + 1 bytes, steps of 2^17 bytes.
         whole = counter_bytes(self.mailbox.size) + max(count, 1)
         return _round_up(whole, max(_PAGE, 1 << (whole.bit_length() - 4)))
 
@@ -206,6 +221,7 @@ class SharedMemory:
                 os.close(descriptor)
                 raise
         except OSError:
+            # The system has no more memory, so later messages do not try again and go by sockets.
             self.allowance.most = self.allowance.held
             return None
         self._own.append(segment)

@@ -1,7 +1,8 @@
 """Timeout: a call that may block for ever inside a library, abandoned after some seconds.
 
-Where it sits: ``comm.mesh`` and ``comm.watchdog`` call stores through it. A client of torch's TCPStore has no
-time limit if the host does not answer or the link is broken: the system gives up after a quarter of an hour.
+Where it sits: ``rendezvous`` and ``comm.watchdog`` call stores through it. A client of torch's TCPStore has
+no time limit if the host does not answer or the link is broken: the system gives up after a quarter of an
+hour.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def within(seconds: float, call: Callable[[], Answer], what: str) -> Answer:
         except BaseException as error:
             asked.errors.append(error)
 
+    # A daemon: a thread that hangs in the library cannot be ended, and must not keep the process alive.
     thread = threading.Thread(target=run, name=f"kagome-{what}", daemon=True)
     thread.start()
     thread.join(seconds)
+    # Lists, so that the caller can tell an answer of None from a missing one.
     if asked.errors:
         raise asked.errors[0]
     if not asked.answers:

@@ -38,6 +38,7 @@ def digits() -> Data:
     # Pixels are whole numbers from 0 to 16: float64 distances are exact and the same on every machine.
     pixels = torch.from_numpy(images.data).double()
     square = (pixels * pixels).sum(dim=1)
+    # |a - b|^2 = |a|^2 + |b|^2 - 2 a b, [1797, 1797]
     distance = square[:, None] + square[None, :] - 2 * pixels @ pixels.T
     distance.fill_diagonal_(torch.inf)
     near = distance.argsort(dim=1, stable=True)[:, :NEIGHBOURS]
@@ -133,12 +134,14 @@ def sbm(spec: str = "") -> Data:
     """
     sbm = parse_sbm(spec)
     draw = np.random.default_rng(sbm.seed)
+    # Communities of equal size, with their vertices spread over all ids.
     community = draw.permutation(sbm.vertices) % sbm.communities
     edge_index = _edges(sbm, community, draw)
     label = community % sbm.classes
     centroid = draw.standard_normal((sbm.classes, sbm.features), np.float32)
     x = draw.standard_normal((sbm.vertices, sbm.features), np.float32)
     x *= np.float32(sbm.noise)
+    # In blocks: the centroids of all vertices at once would take as much memory as x.
     for block in _blocks(sbm.vertices):
         x[block] += centroid[label[block]]
     return Data(
@@ -154,9 +157,12 @@ def _edges(sbm: Sbm, community: NDArray[np.int64], draw: np.random.Generator) ->
     n, wanted = sbm.vertices, round(sbm.vertices * sbm.degree / 2)
     # In this order a community's vertices are contiguous, so a draw from it is a draw from one interval.
     order = np.argsort(community, kind="stable")
+    # Pareto by inversion: u uniform, w = (1 - u)^(-1 / (power - 1)), so P(w > t) = t^(1 - power).
     weight = (1 - draw.random(n)) ** (-1 / (sbm.power - 1))
     # The heaviest vertex must not need more neighbours than there are vertices.
     weight = np.minimum(weight, weight.mean() * max(1.0, n / (4 * max(sbm.degree, 1.0))))
+    # Vertex order[k] has the interval from reach[k] to reach[k + 1], as long as its weight. A number uniform
+    # over all intervals draws a vertex by weight; border[c] is where the intervals of community c begin.
     reach = np.concatenate([[0.0], np.cumsum(weight[order])])
     border = reach[np.searchsorted(community[order], np.arange(sbm.communities + 1))]
 
@@ -166,6 +172,7 @@ def _edges(sbm: Sbm, community: NDArray[np.int64], draw: np.random.Generator) ->
         return order[edges.interval(reach, steps, at)]
 
     keys = np.empty(0, np.int64)
+    # Loops and duplicates are dropped, and later rounds draw what is missing. A dense graph may stay short.
     for _ in range(40):
         missing = wanted - keys.size
         if missing <= 0:
@@ -182,9 +189,11 @@ def _edges(sbm: Sbm, community: NDArray[np.int64], draw: np.random.Generator) ->
             fresh[filled : filled + found.size] = found
             filled += found.size
         fresh = distinct(fresh[:filled])
+        # Edges of earlier rounds, by a search in their sorted keys.
         if keys.size:
             place = np.minimum(np.searchsorted(keys, fresh), keys.size - 1)
             fresh = fresh[keys[place] != fresh]
+        # Sorted keys cut to size would favour edges of low ids.
         draw.shuffle(fresh)
         keys = np.concatenate([keys, fresh[:missing]])
         del fresh
@@ -198,6 +207,7 @@ def _blocks(count: int) -> Iterator[slice]:
 
 def _draws(draw: np.random.Generator, count: int) -> Iterator[tuple[NDArray[np.float64], ...]]:
     """Yield the results of four calls of ``draw.random(count)`` side by side, in blocks."""
+    # Each column starts where a call of its own would: block by block they give the numbers of four calls.
     columns = [copy.deepcopy(draw) for _ in range(4)]
     for number, column in enumerate(columns):
         _skip(column, number * count)

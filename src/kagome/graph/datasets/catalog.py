@@ -88,6 +88,7 @@ def class_of(entry: Entry) -> type:
             f"{entry.kind!r}",
             where="data.name",
         )
+    # A wrong call would fail inside PyG with a TypeError that says nothing of data sets.
     if takes(kind, "name") and _required(kind, "name") and entry.name is None:
         raise DataError(
             f"a name for pyg:{entry.kind}",
@@ -130,7 +131,7 @@ def arguments(entry: Entry, root: Path | None) -> dict[str, str]:
     return given if entry.name is None else {**given, "name": entry.name}
 
 
-class Stopped(Exception):  # noqa: N818 - no fault, an answer
+class Stopped(Exception):  # noqa: N818 - an answer, not a fault
     """Exception that stops a class's constructor once its raw files are known."""
 
     def __init__(self, raw_paths: list[str]) -> None:
@@ -144,6 +145,7 @@ def raw_files(kind: type, entry: Entry) -> list[Path] | None:
         DataError: If the class does not accept this name.
     """
 
+    # PyG's Dataset.__init__ calls _download, if the class has raw files, and then _process.
     def stop(self: Any) -> None:
         raise Stopped(self.raw_paths)
 
@@ -152,6 +154,7 @@ def raw_files(kind: type, entry: Entry) -> list[Path] | None:
 
     if not takes(kind, "root"):
         return None
+    # Only a prefix, which is taken off the paths again.
     nowhere = "/nowhere"
     try:
         type(kind.__name__, (kind,), {"_download": stop, "_process": stop_later})(
@@ -159,6 +162,7 @@ def raw_files(kind: type, entry: Entry) -> list[Path] | None:
         )
     except Stopped as found:
         return [Path(path).relative_to(nowhere) for path in found.raw_paths]
+    # PyG's classes raise these for a name that they do not know.
     except (AssertionError, KeyError, ValueError, AttributeError) as error:
         raise DataError(
             f"a name that {entry.kind} knows",

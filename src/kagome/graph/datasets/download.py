@@ -33,6 +33,7 @@ def download(entry: Entry, work: Path, wanted: list[Path]) -> None:
     Raises:
         DataError: If the download fails; it says which files to put where.
     """
+    # A folder of its own, so that ``work`` never holds an incomplete file under its final name.
     fresh = work / f".download.{os.getpid()}"
     call = f"from {__name__} import fetch; fetch({entry.kind!r}, {entry.name!r}, {str(fresh)!r})"
     try:
@@ -64,17 +65,20 @@ def _bytes_in(folder: Path) -> int:
 def _watched(command: list[str], folder: Path) -> tuple[int, str]:
     """Run a download; end it if its folder stops growing. Returns its exit code and its last output."""
     with tempfile.TemporaryFile("w+") as words:
+        # Without input: a class that asks for a confirmation fails instead of waiting for an answer.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=words)
         size, since = -1, time.monotonic()
         try:
             while child.poll() is None:
                 time.sleep(0.1)
+                # Progress is judged by what arrives: PyG's downloads have no time limit.
                 now = _bytes_in(folder)
                 if now != size:
                     size, since = now, time.monotonic()
                 elif time.monotonic() - since > SILENCE_SECONDS:
                     return 1, f"nothing arrived for {SILENCE_SECONDS} s"
         finally:
+            # Reached also if this process is interrupted; a child that has ended is not affected.
             child.kill()
             code = child.wait()
         words.seek(0)
@@ -94,6 +98,7 @@ def fetch(kind_name: str, name: str | None, root: str) -> None:
     kind = class_of(entry)
 
     def stop(self: Any) -> None:
+        # PyG has downloaded by now. Processing is left to the caller's process.
         raise Stopped([])
 
     with contextlib.suppress(Stopped):

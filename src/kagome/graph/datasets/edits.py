@@ -36,6 +36,7 @@ def add_reverse(data: Data) -> Data:
     Shapes:
         edge_index ``[2, E]`` to ``[2, E']``, E' from E to 2 E.
     """
+    # Edge u -> v is the number u N + v. Its reverse is missing if v N + u is not among the numbers.
     source, target = data.edge_index.numpy()
     count = int(data.num_nodes)
     missing = ~np.isin(target * count + source, source * count + target)
@@ -59,10 +60,12 @@ def add_self_loops(data: Data) -> Data:
     """
     source, target = data.edge_index
     bare = torch.ones(int(data.num_nodes), dtype=torch.bool)
+    # These vertices have a loop already.
     bare[source[source == target]] = False
     at = bare.nonzero().view(-1)
     ones = {k: v.new_ones((at.numel(), *v.shape[1:])) for k, v in _of_edges(data).items()}
     looped = _append(data, torch.stack([at, at]), ones)
+    # A sparse matrix travels as an edge attribute whose name says whether it has loops.
     edges = _of_edges(looped)
     kept = {name: value for name, value in looped.to_dict().items() if name not in edges}
     return Data(**kept, **with_loops(edges))
@@ -109,6 +112,7 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
     if columns < 1:
         raise DataError("data.project to be 1 or more", f"{columns}")
     if is_sparse(x):
+        # A sparse matrix is multiplied as it is: the dense one may not fit.
         whole: Tensor = x if isinstance(x, Tensor) else x.to_torch_sparse_coo_tensor()
         matrix = whole.detach().cpu().to_sparse_coo()
     else:
@@ -116,6 +120,7 @@ def project(x: Any, columns: int, *, seed: int = 0) -> tuple[Tensor, str]:
         matrix = matrix[:, None] if matrix.dim() == 1 else matrix
     before = matrix.size(-1)
     kind = matrix.dtype if matrix.is_floating_point() else torch.float32
+    # The result and the random matrix: (N + F) columns.
     size, left = (matrix.size(0) + before) * columns * kind.itemsize, available_bytes()
     if left is not None and size > left:
         raise ResourceError(
@@ -152,6 +157,7 @@ def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:
     notes = []
     num_nodes = int(data.num_nodes)
     draw = torch.Generator().manual_seed(seed)
+    # Labels are drawn behind the features, so asking for them leaves the features as they are.
     if data.x is None:
         size, room = num_nodes * MADE_FEATURES * 4, available_bytes()
         if room is not None and size > room:

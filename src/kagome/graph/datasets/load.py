@@ -38,10 +38,14 @@ def load_data(settings: config.Data) -> Data:
     Cost: raw files of a known data set are processed once; a download happens only if they are nowhere.
     """
     found, left = _named(settings.name, Path(settings.root).expanduser())
+    # Flags need sound edges, so these are checked first. All else is checked after the flags have changed it.
     graph, all_notes = validate_edges(found)
     all_notes += left
+    # Features are made for any graph that has none, labels only for a file, which may hold a bare graph to
+    # measure speed with.
     all_notes += edits.make_up(graph, labels=settings.name.startswith("npz:"))
     if settings.project is not None:
+        # Sparse features are projected before validation would make them dense.
         graph.x, note = edits.project(graph.x, settings.project)
         all_notes.append(note)
     if settings.undirected:

@@ -24,6 +24,7 @@ KNOWN: Final = frozenset(
     | {"train_mask", "val_mask", "test_mask"}
 )
 """Array names that have a meaning; such an array that cannot be read is an error."""
+# Methods and properties of Data (keys, size, edge_attrs), which an attribute of that name would hide.
 _OWN_NAMES: Final = frozenset(
     name for name in dir(Data) if name not in KNOWN and name not in ("pos", "batch", "time")
 )
@@ -91,9 +92,12 @@ def tensor_of(array: NDArray[Any]) -> Tensor | str:
     kind = array.dtype
     if kind.kind not in "biufc":
         return kind.name if kind.names is None else "records"
+    # float128 and complex256.
     if kind.itemsize > (16 if kind.kind == "c" else 8):
         return f"{kind.name}, which torch has no type for: save it as float64"
+    # Arrays from a machine of the other byte order.
     plain = array.astype(kind.newbyteorder("="), copy=False)
+    # uint16 to uint64: torch stores these types, but has few operations for them.
     if kind.kind == "u" and kind.itemsize > 1:
         if kind.itemsize == 8 and plain.size and int(plain.max()) >= 2**63:
             return f"{int(plain.max())}, and whole numbers end at 2^63 - 1"
@@ -127,6 +131,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Pat
         count = 1
         for size in shape:
             count *= size
+        # A header may claim any shape: it is compared with the bytes that are there before any are read.
         there = info.file_size - stream.tell()
         if any(size < 0 for size in shape) or count * dtype.itemsize != there:
             raise DataError(
@@ -139,6 +144,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, path: Pat
     if len(data) != there:
         raise EOFError(f"{name} ends after {len(data):,} of {there:,} bytes")
     flat: NDArray[Any] = np.frombuffer(data, dtype=dtype, count=count) if count else np.empty(0, dtype)
+    # Fortran order: the last axis varies slowest.
     return flat.reshape(shape[::-1]).transpose() if turned else flat.reshape(shape)
 
 

@@ -44,14 +44,19 @@ def load_pyg(entry: Entry, root: Path) -> Any:
     """
     kind = class_of(entry)
     wanted = raw_files(kind, entry)
+    # A class without a root generates its graph.
     if wanted is None:
         return _only(_build(kind, entry, None, "one that cannot be made"), entry)
     found = _place(entry, root, wanted)
+    # Raw files in a writable folder     are processed there.
+    # Raw files in a read-only folder    are linked into a folder of the user's and processed there.
+    # Missing raw files                  are downloaded into a folder of the user's.
     work = found if found is not None and _writable(found) else _work_folder(entry, root)
     place = found or work
     with _locked(work):
         if place != work:
             _link(place, work, wanted)
+        # Looked for again under the lock: another process may have downloaded them in the meantime.
         elif not all((work / file).exists() for file in wanted):
             download(entry, work, wanted)
         return _only(_build(kind, entry, work, f"files in {work} that cannot be read"), entry)
@@ -86,6 +91,7 @@ def _build(kind: type, entry: Entry, root: Path | None, fault: str) -> Any:
             warnings.simplefilter("ignore")
             try:
                 return quiet(**given)
+            # A missing package does not come with another attempt.
             except ImportError:
                 raise
             except Exception:
@@ -117,6 +123,7 @@ def _places(entry: Entry, root: Path) -> Iterator[Path]:
     shared = os.environ.get("KAGOME_DATA")
     for base in (root, Path(shared).expanduser() if shared else None):
         if base is not None:
+            # The usual folder, one named like the class, or the files themselves.
             yield from (base / entry.folder, base / entry.kind, base)
 
 
@@ -159,6 +166,7 @@ def _locked(work: Path) -> Iterator[None]:
     """Hold a lock on this folder for one process at a time; the system frees it if the process dies."""
     with open(work / ".kagome.lock", "w") as file:
         limit = time.monotonic() + LOCK_SECONDS
+        # ``flock`` has no time limit of its own.
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -51,7 +51,9 @@ def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
                 f"{path} to hold edge_index, or indptr and indices",
                 f"{', '.join(given) or 'nothing'}",
             )
+        # Row v of the matrix lists the targets of v, as in SciPy, and not its sources, as in adj_t.
         given["edge_index"] = _from_csr(given.pop("indptr"), given.pop("indices"), given, str(path))
+    # In layers such as GCNConv, [E] times [E, 1] would silently be [E, E].
     weight = given.get("edge_weight")
     if isinstance(weight, torch.Tensor) and (weight.dim() != 1 or weight.dtype == torch.bool):
         raise DataError(
@@ -69,6 +71,7 @@ def npz_file(text: str, root: Path) -> Path | None:
 
 
 def _bases(root: Path) -> list[Path]:
+    # A path may be absolute or relative to the current folder, so it is tried as it is first.
     return [Path(), root, *(Path(shared) for shared in [os.environ.get("KAGOME_DATA")] if shared)]
 
 
@@ -93,6 +96,7 @@ def _from_csr(indptr: torch.Tensor, indices: torch.Tensor, given: dict[str, Any]
         raise DataError(
             f"indptr to rise from 0 to the number of indices ({indices.numel():,})", ends, where=where
         )
+    # Vertices without out-edges have rows of the matrix, too.
     given.setdefault("num_nodes", torch.tensor(degree.numel()))
     return torch.stack([torch.arange(degree.numel()).repeat_interleave(degree), indices])
 

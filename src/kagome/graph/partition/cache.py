@@ -65,14 +65,16 @@ def parts_key(
     Returns:
         The name, or None if the graph is known only once it is loaded.
 
-    Cost: a look at each raw file.
+    Cost: one ``stat`` of each raw file, and a read of the code of ``graph``.
     """
     if files is None:
         return None
+    # Path, size and time tell a changed file; reading all bytes would take as long as loading the graph.
     try:
         seen = [_seen(file) for file in files]
     except OSError:
         return None
+    # ``root`` only says where files are looked for, and the files found are in the key by themselves.
     asked = {key: value for key, value in dataclasses.asdict(settings).items() if key != "root"}
     return f"parts-{_digest([asked, seen, method, seed, parts, store.FORMAT, makers(_CODE)])}"
 
@@ -103,6 +105,7 @@ def makers(folder: Path) -> list[str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     code = hashlib.blake2b(digest_size=16)
+    # Any change in the code of ``graph`` makes new entries, so that no version is raised by hand.
     for file in sorted(folder.rglob("*.py")):
         code.update(file.read_bytes())
     return [*versions, code.hexdigest()]
@@ -125,7 +128,7 @@ class Cache:
     def parts(self, key: str) -> tuple[Path, store.Meta] | None:
         """Return a cached partition, or None if there is none. A damaged entry is removed.
 
-        Cost: a look at each file; a rank that reads its part compares its checksum.
+        Cost: one ``stat`` of each file. A rank that reads its part also compares its checksum.
         """
         entry = self.folder / key
         if not entry.is_dir():
@@ -149,7 +152,9 @@ class Cache:
             return None
         try:
             kept = np.load(entry / OWNERS, allow_pickle=False)
+            # Owners are stored as int32, in half the bytes.
             fits = kept.dtype == np.int32 and kept.shape == (num_nodes,)
+            # Out of range owners would index out of bounds in the compiled loops.
             if not fits or (num_nodes and not 0 <= kept.min() <= kept.max() < parts):
                 raise ValueError("of another graph")
         except (OSError, ValueError, EOFError):
@@ -177,6 +182,7 @@ class Cache:
         fresh: Path | None = None
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Folders that killed processes left behind.
             temporary.clear(self.folder, ".making-*")
             temporary.clear(self.folder, ".gone-*")
             fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=self.folder))
@@ -198,6 +204,7 @@ class Cache:
             The entry, or None if it could not be renamed and no entry exists.
         """
         entry = self.folder / key
+        # Renaming onto an entry fails, which is no fault: it has the same content.
         with suppress(OSError):
             fresh.rename(entry)
         return entry if entry.is_dir() else None
@@ -211,13 +218,15 @@ class Cache:
 
         A rank that has opened a part can still read it: the file disappears when its last reader ends.
 
-        Cost: a look at each file of each entry.
+        Cost: one ``stat`` of each file of each entry.
         """
         entries: list[tuple[float, int, Path]] = []
         with suppress(OSError):
             for entry in self.folder.iterdir():
                 with suppress(OSError):
+                    # ``_touch`` sets the time at each use.
                     used = entry.stat().st_mtime
+                    # Names with a dot are entries that are being made or removed.
                     if entry.is_dir() and not entry.name.startswith("."):
                         entries.append((used, size(entry), entry))
         total = number = 0

@@ -41,7 +41,7 @@ def is_auto(name: str) -> bool:
 def choose(
     name: str, edge_index: Tensor, num_nodes: int, parts: int, available: int | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the partitioner that a name stands for; only ``auto`` stands for another.
+    """Return the partitioner for a name: the name itself, unless it is ``auto``.
 
     Args:
         name: A partitioner, or ``auto``; ``auto/2`` also divides each part's vertices between two parts.
@@ -51,20 +51,22 @@ def choose(
         available: Bytes that may be used; None if unknown.
 
     Returns:
-        The partitioner's name; and if METIS does not fit, a sentence that says so with both numbers.
+        The partitioner's name; and if METIS does not fit, a sentence with the needed and the free memory.
 
     Shapes:
         edge_index ``[2, E]``.
 
-    Cost: none if METIS fits in any case, otherwise two sorts of the edges.
+    Cost: nothing if METIS fits in any case, otherwise two sorts of the edges.
     """
     if not is_auto(name):
         return name, ()
     shares = name.removeprefix(AUTO)
     count = edge_index.size(1)
+    # 2 E is the most neighbours that E edges can give. Only where that does not fit are they counted.
     if available is None or parts == 1 or metis_bytes(num_nodes, count, 2 * count) <= SHARE * available:
         return f"metis{shares}", ()
     different, paired = pairs(edge_index, num_nodes)
+    # Neighbours of all vertices: distinct edges and distinct reverses, less those that are both.
     need = metis_bytes(num_nodes, count, 2 * different - paired)
     if need <= SHARE * available:
         return f"metis{shares}", ()

@@ -104,17 +104,22 @@ def cut_part(part: Partition, count: int, *, method: str = "metis", seed: int = 
     """
     own, halo = part.own.numel(), part.halo.numel()
     source, target = part.edge_index
+    # Edges from the halo tie no two chunks together.
     inner = source < own
     if count == 1:
         chunk_of = torch.zeros(own, dtype=torch.int64)
     else:
         chunk_of = assign(method, part.edge_index[:, inner].contiguous(), own, count, seed)
+    # Table position -> own row, and below, own or halo row -> table position:
+    #   own rows   0 1 2 3 4     chunk_of  1 0 0 1 0
+    #   rows       1 2 4 0 3     chunk 0 | chunk 1       place  3 0 1 4 2, then the halo unchanged
     rows = torch.argsort(chunk_of, stable=True)
     place = torch.empty(own + halo, dtype=torch.int64)
     place[rows] = torch.arange(own)
     place[own:] = torch.arange(own, own + halo)
     sizes = torch.bincount(chunk_of, minlength=count).tolist()
     firsts = [sum(sizes[:number]) for number in range(count)]
+    # An edge belongs to the chunk of its target, which sums over it.
     edge_chunk = chunk_of[target]
     by_chunk = torch.argsort(edge_chunk, stable=True).split(
         torch.bincount(edge_chunk, minlength=count).tolist()
@@ -135,11 +140,14 @@ def cut_part(part: Partition, count: int, *, method: str = "metis", seed: int = 
 
 def _piece(part: Partition, number: int, mine: Tensor, first: int, edge_ids: Tensor, place: Tensor) -> Chunk:
     """Return the chunk of the part's rows ``mine``, with the edges ``edge_ids`` that end in them."""
+    # In table positions; targets count from the chunk's first row.
     source, target = place[part.edge_index[0, edge_ids]], place[part.edge_index[1, edge_ids]] - first
     inside = (source >= first) & (source < first + mine.numel())
+    # Each row that is read elsewhere once, ascending in the table.
     reads, local = torch.unique(source[~inside], return_inverse=True)
     source = source - first
     source[~inside] = local + mine.numel()
+    # Table position -> own or halo row of the part.
     back = torch.empty_like(place)
     back[place] = torch.arange(place.numel())
     ids = torch.cat([part.own, part.halo])
@@ -238,13 +246,16 @@ def plan_steps(
     Shapes:
         ``halo_chunk [H]``, ``sent_read_by [sum(send_counts), K]``.
     """
+    # steps[p, c]: when part p runs its chunk c.
     steps = torch.tensor([_places(order) for order in orders])
     own_step = torch.tensor(_places(own_order))
     owner = torch.repeat_interleave(torch.arange(len(orders)), torch.tensor(chunks.recv_counts))
     reader = torch.repeat_interleave(torch.arange(len(orders)), torch.tensor(chunks.send_counts))
+    # The step in which each own position, halo row and sent row is computed by its owner.
     of_own = own_step[chunks.chunk_of]
     of_halo = steps[owner, halo_chunk] if halo_chunk.numel() else halo_chunk
     of_sent = of_own[chunks.send]
+    # The last step in which a chunk reads the row, here and at the peer that it is sent to; -1 if none does.
     last_here = torch.where(chunks.read_by, own_step, -1).amax(1) if of_halo.numel() else of_halo
     last_there = torch.where(sent_read_by, steps[reader], -1).amax(1) if of_sent.numel() else of_sent
     goes, comes = (last_there >= of_sent) | refresh, (last_here >= of_halo) | refresh
@@ -252,15 +263,19 @@ def plan_steps(
     of_place = torch.cat([of_own, of_halo])
     for number, chunk in enumerate(own_order):
         reads = chunks.pieces[chunk].reads
+        # A halo row is exchanged in the step in which its owner computes it, so it is fresh in that step
+        # already. An own row of another chunk is fresh from the next step on.
         at = of_place[reads]
         fresh = torch.where(reads < chunks.own, at < number, at <= number)
         kept = fresh.nonzero().view(-1)
+        # The gradient goes to a step that is over: technique 3 of GNNPipe scales it.
         cross = at[kept] < number
         sent = (goes & (of_sent == number)).nonzero().view(-1)
         come = (comes & (of_halo == number)).nonzero().view(-1)
         found.append(
             ChunkStep(
                 chunk,
+                # Historical rows are in the second half of the table.
                 torch.where(fresh, reads, reads + chunks.table),
                 kept,
                 torch.where(cross, scale, 1.0),

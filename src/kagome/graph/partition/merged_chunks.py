@@ -33,6 +33,8 @@ def together(chunks: Chunks) -> Chunk:
     pieces = chunks.pieces
     parts = [piece.part for piece in pieces]
     edges, halo = [], chunks.own
+    # The merged piece has all own rows first, so ids of a chunk move: own ones by the rows of earlier chunks,
+    # halo ones behind all own rows and the halos of earlier chunks.
     for piece in pieces:
         source, target = piece.part.edge_index
         away = source >= piece.own
@@ -41,6 +43,7 @@ def together(chunks: Chunks) -> Chunk:
         )
         halo += piece.reads.numel()
     edge_ids = torch.cat([part.edge_ids for part in parts])
+    # Edges in the order of the whole graph, as in every part.
     order = torch.argsort(edge_ids)
     part = replace(
         parts[0],
@@ -69,9 +72,11 @@ def at_once(steps: Sequence[ChunkStep]) -> ChunkStep:
     Args:
         steps: The steps of all chunks, in the epoch's order.
     """
+    # Reads are laid out by chunk number, as in ``together``; messages by step, as the peers expect them.
     by_chunk = sorted(steps, key=lambda step: step.chunk)
     fresh, before = [], 0
     for step in by_chunk:
+        # ``fresh`` counts among the reads of its step.
         fresh.append(step.fresh + before)
         before += step.source.numel()
     send, send_counts = _by_peer([(step.send, step.send_counts) for step in steps])

@@ -77,6 +77,7 @@ class Partition:
     @property
     def names(self) -> list[str]:
         """The names of everything that a model may ask for."""
+        # The edge attribute that carries a sparse matrix's values is shown as the matrix.
         matrix = adjacency_of(self.edges)
         rest = [name for name in self.edges if matrix is None or name != matrix.name]
         more = [] if matrix is None else ["adj_t"]
@@ -98,6 +99,7 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
 
     Cost: one reading of all tensors, about 1 GB/s.
     """
+    # A vertex without edges and attributes is in no tensor, so the count goes first.
     digest = hashlib.blake2b(f"{data.num_nodes}".encode(), digest_size=16)
     found = attributes_of(data)
     tensors = {**found.nodes, **found.edges, **tensors_of(found.shared), **found.unclear}
@@ -106,7 +108,9 @@ def fingerprint(data: Data, method: str = "", seed: int = 0, parts: int = 1) -> 
         if not isinstance(value, Tensor):
             digest.update(f"{name} {value!r}".encode())
     for name, tensor in sorted(tensors.items()):
+        # The same bytes under another name, type or shape are another graph.
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        # As bytes, since NumPy has no bfloat16.
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     cut = hashlib.blake2b(f"{method} {seed} {parts}".encode(), digest_size=4)
     return f"{digest.hexdigest()}-{cut.hexdigest()}"
@@ -160,6 +164,8 @@ def extract(
     own = (owner == part).nonzero().view(-1)
     halo, received = edges.halo_of(readers, owners, part, num_parts)
     send, sent = edges.sent_by(readers, own.numpy(), num_parts)
+    # vertices     own 2 4 7    halo 1 8 3 (by owner)
+    # local ids        0 1 2         3 4 5               the in-edge 8 -> 4 becomes 4 -> 1
     local = _numbers(owner.numel(), own.numpy(), halo)
     edge_index, edge_ids = (_tensor(ids) for ids in edges.edges_of(source, target, owners, part, local))
     attributes = attributes_of(data)
@@ -181,12 +187,14 @@ def extract(
         fingerprint=fingerprint,
         shared=attributes.shared,
         refused=attributes.refused,
+        # A single part cuts nothing, so a model may have them as they are.
         unclear=attributes.unclear if num_parts == 1 else {},
     )
 
 
 def _numbers(vertices: int, own: NDArray[np.int64], halo: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the local number of each vertex that a part knows, own first; other entries are not set."""
+    # Not set for other vertices: no edge of the part names one.
     local = np.empty(vertices, np.int64)
     local[own] = np.arange(own.size)
     local[halo] = np.arange(own.size, own.size + halo.size)

@@ -52,6 +52,7 @@ def contiguous(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Ten
     Shapes:
         edge_index ``[2, E]``; owner ``[N]``, int64.
     """
+    # Floor of v P / N: sizes differ by one at most.
     return torch.arange(num_nodes) * parts // max(num_nodes, 1)
 
 
@@ -98,6 +99,8 @@ def streaming(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tens
     graph = _Adjacency.of(edge_index, num_nodes)
     order = np.random.default_rng(seed % 2**64).permutation(num_nodes)
     owner = np.full(num_nodes, -1, np.int64)
+    # The first pass does not know where later vertices go; the second does. A closer bound than the final
+    # one leaves ``mend`` room to move vertices.
     for _ in range(2):
         kernels.stream(graph.indptr, graph.indices, order, graph.weight, owner, graph.bounds(parts, 1.15))
     kernels.mend(graph.indptr, graph.indices, graph.weight, owner, graph.bounds(parts, BALANCE), 3)
@@ -139,14 +142,17 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     mean = float(graph.weight.mean())
     best: tuple[tuple[float, float, float], NDArray[np.int64]] | None = None
     for share in STARTS if edge_index.size(1) <= SEVERAL_STARTS else ONE_START:
+        # METIS takes whole numbers: ten to a unit keep one decimal.
         weights = None if share == math.inf else np.round(10 * (share + graph.weight / mean)).astype(np.int64)
         start = _start(simple, parts, seed, weights)
         for slack in SLACKS:
+            # Each balance starts from METIS's own result.
             owner = start.copy()
             if slack is not None:
                 bounds = graph.bounds(parts, slack)
                 kernels.mend(graph.indptr, graph.indices, graph.weight, owner, bounds, 6)
             load = max(graph.loads(owner, parts))
+            # In order: within the balance, then traffic times load, then load.
             score = graph.excess(owner, parts), _halo(edge_index, owner, parts) * load, load
             if best is None or score < best[0]:
                 best = score, owner
@@ -262,6 +268,7 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
 
 def shared_out(owner: Tensor, parts: int, shares: int) -> Tensor:
     """Divide each part's vertices, in their order, into the given number of shares of equal size."""
+    # Vertices grouped by part, in their order; ``place`` counts each within its part.
     order = torch.argsort(owner, stable=True)
     sizes = torch.bincount(owner, minlength=parts)
     first = torch.cumsum(sizes, 0) - sizes

@@ -49,7 +49,7 @@ class Quality:
 
     @property
     def replication(self) -> float:
-        """Halo rows of all parts over the vertices: the rows that a layer exchanges, in graphs."""
+        """Halo rows of all parts, divided by the vertices: a layer exchanges that many rows per vertex."""
         return sum(self.halo) / max(self.num_nodes, 1)
 
     @property
@@ -82,15 +82,18 @@ class Quality:
             notes.append(f"{empty} of {self.num_parts} parts own no vertex: use fewer parts.")
         worst = max(range(self.num_parts), key=self.halo_share)
         share = self.halo_share(worst)
+        # More than two rows of others for each own one.
         if share >= 0.7:
             notes.append(
                 f"Part {worst} is {share:.0%} halo: most rows that it holds are copies of others'. Fewer "
                 f"parts exchange less; the graph is too dense to be cut into {self.num_parts}."
             )
+        # The partitioners keep to 1.25 where the graph allows it.
         if self.vertex_balance > 1.3 and not empty:
             notes.append(f"The fullest part has {self.vertex_balance:.1f} times the mean number of vertices.")
         if self.edge_balance > 1.3:
             mean = self.num_edges / self.num_parts
+            # All in-edges of a vertex are on one part, so a hub above the mean overloads its part.
             cause = (
                 f" One vertex alone has {self.largest_in_degree:,}: no cut by vertices is even."
                 if self.largest_in_degree > mean

@@ -131,7 +131,7 @@ def measure(
         notes: Sentences about the data.
 
     Shapes:
-        owner ``[N]``; readers ``[N, parts / 64]``, what ``partition.extract`` takes.
+        owner ``[N]``; readers ``[N, parts / 64]``, an argument of ``partition.extract``.
     """
     found, readers = measured(data.edge_index, owner, parts)
     meta = Meta(
@@ -161,12 +161,14 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
         PartitionError: If the folder holds something else or cannot be written.
     """
     folder = path_of(folder, "the folder of a partition")
+    # A user's folder of something else, or a file, is never replaced.
     if folder.exists() and not (folder / PAGE).exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PartitionError(
             f"{folder} to be new, empty or a partition",
             "other content",
             hint="take another folder",
         )
+    # Beside the folder, thus on the same file system, so that each rename is one step.
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     stale = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     for ending in ("new", "old"):
@@ -176,6 +178,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
         fresh.mkdir(parents=True)
         with temporary.held(fresh):
             _write(partitions, fresh, meta)
+            # A folder cannot be renamed onto one with content: between the two renames there is no partition.
             if folder.exists():
                 folder.rename(stale)
             fresh.rename(folder)
@@ -183,6 +186,7 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
         raise PartitionError(f"a partition to be written to {folder}", f"{error.strerror or error}") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+        # If the second rename failed, the old partition is the only one.
         if folder.exists():
             shutil.rmtree(stale, ignore_errors=True)
 
@@ -196,9 +200,11 @@ def _write(partitions: Iterable[Partition], fresh: Path, meta: Meta) -> None:
             name: getattr(piece, name) for name in (*COUNTS, "send_counts", "recv_counts", "fingerprint")
         }
         file = _file(fresh, piece.part)
+        # Parts are not synced: a crash may lose one, and its checksum on the synced page shows that.
         seals[file.name] = sealed_files.write_tensors(file, _tensors(piece), json.dumps(facts), sync=False)
         attributes = attributes_of(piece)
         shared = {k: nested_values.to_json(v) for k, v in piece.shared.items() if not isinstance(v, Tensor)}
+        # The same in all parts, so one copy is on the page.
         plain = {"shared": shared, "refused": piece.refused}
     page = {"format": FORMAT, **dataclasses.asdict(meta), "attributes": attributes, **plain}
     sealed_files.write_page(fresh / PAGE, {**page, "files": sealed_files.told_of(seals)})
@@ -230,7 +236,7 @@ def verify_sizes(folder: str | Path) -> Meta:
     Raises:
         PartitionError: If there is none, or a file is missing or has another size.
 
-    Cost: a look at each file.
+    Cost: one ``stat`` of each file.
     """
     page = _page(Path(folder))
     try:
@@ -251,6 +257,7 @@ def _page(folder: Path) -> _Page:
         )
     try:
         facts = sealed_files.read_page(folder / PAGE)
+        # Before anything else of the page, whose other fields may differ between formats.
         form = facts.pop("format", None)
         if form != FORMAT:
             raise SealError(f"{PAGE} has format {str(form)[:40]}, and this version reads format {FORMAT}")
@@ -258,6 +265,7 @@ def _page(folder: Path) -> _Page:
         attributes = {
             name: (str(kind), tuple(shape)) for name, (kind, shape) in facts.pop("attributes").items()
         }
+        # JSON has no tuples.
         figures: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in facts.pop("quality").items()
         }
@@ -272,6 +280,7 @@ def _page(folder: Path) -> _Page:
         raise _damaged(folder, str(error)) from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _damaged(folder, f"{PAGE} is damaged: {type(error).__name__}: {error}") from None
+    # The number of files limits the set of names: a damaged ``num_parts`` could be huge.
     fault = (
         _meta_fault(meta, attributes)
         or _refused_fault(plain[1])
@@ -287,7 +296,7 @@ def _page(folder: Path) -> _Page:
 
 
 def _meta_fault(meta: Meta, attributes: Attributes) -> str:
-    """Return what is wrong with metadata that was read, or ``""`` if nothing is."""
+    """Return the first fault of metadata that was read, or ``""`` if it has none."""
     for name, hint in get_type_hints(Meta).items():
         value = getattr(meta, name)
         if not fits(value, hint) or (type(value) is int and value < 0 and name != "seed"):
@@ -298,6 +307,7 @@ def _meta_fault(meta: Meta, attributes: Attributes) -> str:
     for name, hint in get_type_hints(Labels).items() if meta.labels is not None else ():
         if not fits(getattr(meta.labels, name), hint):
             return f"labels.{name} is {str(getattr(meta.labels, name))[:40]!r}"
+    # x of one dimension counts as one column, and has no width here.
     width = attributes.get("node.x", ("", ()))[1]
     if width and width[-1] != meta.features:
         return f"features is {meta.features}, and x has {width[-1]} columns"
@@ -305,7 +315,7 @@ def _meta_fault(meta: Meta, attributes: Attributes) -> str:
 
 
 def _refused_fault(refused: object) -> str:
-    """Return what is wrong with the reasons for refused attributes, or ``""`` if nothing is."""
+    """Return the fault of the reasons for refused attributes, or ``""`` if they have none."""
     if not isinstance(refused, dict) or not all(isinstance(value, str) for value in refused.values()):
         return f"refused is {str(refused)[:40]!r}"
     return ""
@@ -316,6 +326,7 @@ def _labels_fault(y: Tensor | None, meta: Meta) -> str:
     facts = meta.labels
     if facts is None or y is None:
         return "" if facts is None and y is None else "y is in one of the page and the part, not in both"
+    # NaN has no order, and torch has no extremes of booleans.
     values = y[~y.isnan()] if y.is_floating_point() else y.long()
     if not values.numel():
         return ""
@@ -357,6 +368,7 @@ def load_part(folder: str | Path, part: int) -> Partition:
         )
     file = _file(folder, part)
     try:
+        # The checksum first: a damaged file does not reach the parser.
         sealed_files.verify(file, page.files[file.name])
         tensors, text = sealed_files.read_tensors(file)
         facts: dict[str, Any] = json.loads(text)
@@ -366,6 +378,7 @@ def load_part(folder: str | Path, part: int) -> Partition:
         facts |= {name: tensors[name] for name in _PLAIN}
         shared = page.shared | _under(tensors, "shared.")
         piece = Partition(**facts, nodes=nodes, edges=edges, shared=shared, refused=page.refused)
+        # An undamaged part of another cut, copied into this folder by hand.
         if (piece.fingerprint, piece.part, piece.num_parts) != (meta.fingerprint, part, meta.num_parts):
             raise SealError(
                 f"{file.name} holds part {piece.part} of {piece.num_parts} of the cut {piece.fingerprint}, "

@@ -32,7 +32,7 @@ def attributes_of(piece: Partition) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
-    """Return what is wrong with a part, or ``""`` if nothing is.
+    """Return the first fault of a part, or ``""`` if it has none.
 
     Args:
         piece: The part that was read.
@@ -41,6 +41,7 @@ def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
 
     Cost: some passes over ids and edges, and a sort of the halo.
     """
+    # In this order: each check relies on shapes and ranges that those before it have established.
     for check in (_counts, _ids, _lists, _edges, _attributes):
         fault = check(piece, quality, attributes)
         if fault:
@@ -49,7 +50,7 @@ def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
 
 
 def quality_fault(quality: Quality, parts: int, num_nodes: int, num_edges: int) -> str:
-    """Return what is wrong with the counts on a page, or ``""`` if nothing is."""
+    """Return the first fault of the counts on a page, or ``""`` if they have none."""
     for name in ("vertices", "in_edges", "halo"):
         counts = getattr(quality, name)
         if len(counts) != parts or any(type(count) is not int or count < 0 for count in counts):
@@ -99,10 +100,12 @@ def _ids(piece: Partition, *_: object) -> str:
     )
     if fault or not piece.halo.numel():
         return fault
+    # The halo is ordered by owner, so duplicates are looked for in a sorted copy.
     ordered = piece.halo.sort().values
     if bool((ordered[1:] == ordered[:-1]).any()):
         return "halo names a vertex twice"
     if piece.own.numel():
+        # ``own`` ascends, which is checked above.
         place = torch.searchsorted(piece.own, piece.halo).clamp_(max=piece.own.numel() - 1)
         both = piece.own[place] == piece.halo
         if bool(both.any()):
@@ -118,10 +121,12 @@ def _lists(piece: Partition, *_: object) -> str:
         counts: Sequence[Any] = getattr(piece, f"{name}_counts")
         if len(counts) != piece.num_parts or any(type(count) is not int or count < 0 for count in counts):
             return f"{name}_counts is no count for each of {piece.num_parts} parts"
+        # A part sends itself nothing.
         if sum(counts) != rows.numel() or counts[piece.part]:
             own = counts[piece.part]
             return f"{name}_counts come to {sum(counts):,}, {own:,} of them its own, for {len(rows):,} rows"
         within = torch.repeat_interleave(torch.tensor(counts))
+        # Ascending for each peer; from one peer to the next a fall is right.
         falls = (rows[1:] <= rows[:-1]) & (within[1:] == within[:-1])
         if bool(falls.any()):
             return f"the rows of {name}_counts are not in order, from place {int(falls.nonzero()[0])}"
@@ -130,10 +135,12 @@ def _lists(piece: Partition, *_: object) -> str:
 
 def _edges(piece: Partition, *_: object) -> str:
     source, target = piece.edge_index
+    # Sources may be halo rows, targets are own rows.
     rows = piece.own.numel() + piece.halo.numel()
     fault = _outside("edge_index[0]", source, rows) or _outside("edge_index[1]", target, piece.own.numel())
     if fault or not piece.halo.numel():
         return fault
+    # A halo row exists because an edge reads it.
     read = torch.zeros(rows, dtype=torch.bool)
     read[source] = True
     if not bool(read[piece.own.numel() :].all()):

@@ -23,7 +23,9 @@ DENSE_LIMIT_BYTES = 4 * 2**30
 Shared = Tensor | int | float | str | list[Any] | tuple[Any, ...] | dict[Any, Any]
 """A value that is the same on all ranks: a tensor, number, bool or text, or lists and dicts of such."""
 
+# Attributes that are handled by name elsewhere.
 _STRUCTURE: Final = ("edge_index", "adj_t", "num_nodes", "split_idx")
+# Names that PyG uses for attributes of vertices and of edges.
 _OF_VERTICES: Final = frozenset({"x", "y", "z", "pos", "batch", "n_id", "weight"})
 _OF_EDGES: Final = frozenset({"e_id"})
 
@@ -63,6 +65,7 @@ class Sorted(Data):  # type: ignore[misc]
     def __init__(self, edge_index: Tensor, num_nodes: int, attributes: Attributes) -> None:
         rest = {**attributes.nodes, **attributes.edges, **attributes.shared}
         super().__init__(edge_index=edge_index, num_nodes=num_nodes, **rest)
+        # Beside Data's store, in which it would count as an attribute of the graph.
         self.__dict__["attributes"] = attributes
 
 
@@ -80,6 +83,7 @@ def attributes_of(data: Data) -> Attributes:
     Args:
         data: A graph with ``num_nodes`` and ``edge_index``.
     """
+    # A sample of a graph was made with the kinds that the whole graph had.
     known = data.__dict__.get("attributes")
     if isinstance(known, Attributes):
         return known
@@ -91,6 +95,7 @@ def attributes_of(data: Data) -> Attributes:
         if not isinstance(value, Tensor) or is_sparse(value) or without_numbers(value):
             _sort_plain(name, value, found)
             continue
+        # A number without axes belongs to neither.
         rows = value.size(0) if value.dim() else -1
         if rows == num_nodes == num_edges:
             _sort_by_name(name, value, num_nodes, found)
@@ -137,8 +142,10 @@ def _sort_by_name(name: str, value: Tensor, count: int, found: Attributes) -> No
 def _names_vertices(name: str, value: Tensor, num_nodes: int) -> bool:
     if value.dim() == 0 or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         return False
+    # PyG adds the number of vertices to such attributes in a batch; ``face`` holds the triangles of a mesh.
     if "index" in name or name == "face":
         return True
+    # [2, M] with numbers in the range of ids looks like edges under another name.
     if value.dim() != 2 or value.size(0) != 2 or value.numel() == 0:
         return False
     least, most = value.aminmax()
@@ -190,6 +197,7 @@ def numbers_of(name: str, value: Any, must: str = "be a tensor of numbers") -> T
     if not message and isinstance(value, Tensor) and value.is_quantized:
         message, hint = "a quantized tensor", f"data.{name}.dequantize()"
     if not message and not is_sparse(value):
+        # Ragged lists, texts and objects fail here, each with an error of its own.
         try:
             return plain(value)  # type: ignore[no-any-return, unused-ignore]
         except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -225,6 +233,7 @@ def dense(value: Any) -> Tensor:
         value ``[N, F]``, sparse; result ``[N, F]``, dense.
     """
     rows, columns = (value.sizes() if callable(getattr(value, "sizes", None)) else value.shape)[:2]
+    # Estimated at 4 bytes an entry, as float32.
     size = rows * columns * 4
     if size > DENSE_LIMIT_BYTES:
         raise DataError(
@@ -247,6 +256,7 @@ def edges_of(adjacency: Any) -> tuple[Tensor, Tensor | None]:
     """
     from torch_geometric.utils import to_edge_index
 
+    # adj_t[i, j] is the edge j -> i, so its rows are targets and come first.
     target_source, value = to_edge_index(adjacency)
     value = None if value is None or bool((value == 1).all()) else plain(value)
     return plain(target_source).flip(0).contiguous(), value

@@ -37,6 +37,7 @@ def read_by(source: Longs, target: Longs, owner: Ints, parts: int) -> tuple[Long
         in_edges[q] += 1
         if owner[s] != q:
             cut += 1
+            # Part q is bit q % 64 of word q // 64.
             readers[s, q >> 6] |= np.int64(1) << np.int64(q & 63)
     return readers, in_edges, cut
 
@@ -52,6 +53,7 @@ def halo_counts(readers: Longs, parts: int) -> Longs:
         for w in range(readers.shape[1]):
             if readers[v, w] != 0:
                 for q in range(w * 64, min(parts, w * 64 + 64)):
+                    # A word with bit 63 is negative, and its shift fills with ones; ``& 1`` drops them.
                     count[q] += (readers[v, w] >> np.int64(q & 63)) & 1
     return count
 
@@ -68,6 +70,7 @@ def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, 
     counts = np.zeros(parts, np.int64)
     for v in range(owner.size):
         counts[owner[v]] += (readers[v, word] >> bit) & 1
+    # Where the rows of each owner begin.
     fill = np.zeros(parts, np.int64)
     for q in range(1, parts):
         fill[q] = fill[q - 1] + counts[q - 1]
@@ -93,6 +96,8 @@ def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
             counts[q] += (readers[v, q >> 6] >> np.int64(q & 63)) & 1
     send = np.empty(counts.sum(), np.int64)
     k = 0
+    # A peer lists its halo by owner, then ascending. ``own`` ascends, so both ends agree on the order of the
+    # rows without a message.
     for q in range(parts):
         if counts[q] > 0:
             for i in range(own.size):
@@ -118,6 +123,7 @@ def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs)
 
     Cost: two passes over all edges.
     """
+    # The first pass counts, so that the second fills arrays of the right size.
     count = 0
     for e in range(target.size):
         count += owner[target[e]] == part
@@ -137,6 +143,7 @@ def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs)
 def shared(one: Longs, other: Longs) -> tuple[int, int]:
     """Return the number of distinct values of a sorted list, and how many of them are also in the other."""
     count = both = k = 0
+    # One walk along two sorted lists; k never goes back.
     for i in range(one.size):
         if i > 0 and one[i] == one[i - 1]:
             continue
@@ -172,6 +179,7 @@ def simple(indptr: Longs, indices: Ints) -> tuple[Longs, Longs]:
 
     Cost: two passes over the lists; 8 bytes for each remaining neighbour.
     """
+    # Lists are sorted, so duplicates stand side by side.
     start = np.zeros_like(indptr)
     for v in range(indptr.size - 1):
         count = 0
@@ -248,11 +256,13 @@ def interval(reach: Floats, steps: Longs, at: Floats) -> Longs:
 
     Cost: about one comparison a number; a search would need the logarithm of the number of intervals.
     """
+    # The range has ``size`` equal steps; the table gives the interval in which a number's step begins.
     size = steps.size
     scale = size / reach[size]
     found = np.empty(at.size, np.int64)
     for i in range(at.size):
         k = steps[min(size - 1, int(at[i] * scale))]
+        # Rounding of ``at * scale`` may land one step too far to the right.
         while k > 0 and reach[k] > at[i]:
             k -= 1
         while k + 1 < size and reach[k + 1] <= at[i]:

@@ -22,6 +22,7 @@ def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints
 
     Cost: two passes over the edges, 8 bytes an edge.
     """
+    # Counts are put one place to the right, so that their running sum gives where each list begins.
     indptr = np.zeros(num_nodes + 1, np.int64)
     for e in range(source.size):
         if source[e] != target[e]:
@@ -30,6 +31,7 @@ def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints
     for v in range(num_nodes):
         indptr[v + 1] += indptr[v]
     fill = indptr[:-1].copy()
+    # Four bytes a neighbour: ids must be below 2^31.
     indices = np.empty(indptr[num_nodes], np.int32)
     for e in range(source.size):
         s, t = source[e], target[e]
@@ -66,6 +68,7 @@ def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Lo
         if owner[v] >= 0:
             vertices[owner[v]] += 1
             edges[owner[v]] += weight[v]
+    # Neighbours of the vertex at hand in each part.
     near = np.zeros(parts)
     for v in order:
         if owner[v] >= 0:
@@ -78,7 +81,9 @@ def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Lo
                 near[q] += 1
         best, best_score, best_load = -1, -1.0, np.inf
         for q in range(parts):
+            # Fullness with this vertex, in the measure that is nearer to its bound.
             load = max((vertices[q] + 1) / bounds[0], (edges[q] + weight[v]) / bounds[1])
+            # Stanton and Kliot: neighbours there, times the free share. Ties go to the emptier part.
             score = near[q] * max(0.0, 1.0 - max(vertices[q] / bounds[0], edges[q] / bounds[1]))
             # A full part is not a candidate; if all are full, the least full one takes the vertex.
             if load > 1:
@@ -111,6 +116,7 @@ def _target(near: Floats, load: Floats, bounds: Floats, p: int, weight: float, r
     A repair may overfill the target by half of what it relieves. Two parts that exceed different bounds can
     only be repaired by such an exchange.
     """
+    # How much less p would exceed its bounds without the vertex, and below, how much more q would with it.
     relief = _over(load, bounds, p, 0.0, 0.0) - _over(load, bounds, p, -1.0, -weight)
     best, most = -1, -1.0
     for q in range(load.shape[1]):
@@ -119,6 +125,7 @@ def _target(near: Floats, load: Floats, bounds: Floats, p: int, weight: float, r
         burden = _over(load, bounds, q, 1.0, weight) - _over(load, bounds, q, 0.0, 0.0)
         if (burden < 0.5 * relief) if repair else (burden <= 0.0):
             best, most = q, near[q]
+    # Beyond balance, a move has to cut fewer edges.
     if not repair and most <= near[p]:
         return -1
     return best
@@ -139,6 +146,7 @@ def _repair(
 ) -> int:
     """Move vertices out of part p, cheapest first, until its load in measure m is within the bound."""
     near = np.zeros(load.shape[1])
+    # inf: the vertex belongs to another part, relieves nothing, or no part can take it.
     cost = np.full(owner.size, np.inf)
     for v in range(owner.size):
         if owner[v] != p or (m == 1 and weight[v] == 0):
@@ -146,6 +154,8 @@ def _repair(
         _count(near, indptr, indices, owner, v)
         to = _target(near, load, bounds, p, weight[v], True)
         if to >= 0:
+            # Newly cut edges per unit of load. The half orders moves that cut none by their load. A move that
+            # gains edges (loss < 0) is the better the larger its load is, so there load multiplies.
             loss = near[p] - near[to] + 0.5
             unit = weight[v] if m == 1 else 1.0
             cost[v] = loss / unit if loss > 0 else loss * unit
@@ -153,6 +163,7 @@ def _repair(
     for v in np.argsort(cost):
         if load[m, p] <= bounds[m] or cost[v] == np.inf:
             break
+        # Earlier moves have changed the parts of its neighbours.
         _count(near, indptr, indices, owner, v)
         to = _target(near, load, bounds, p, weight[v], True)
         if to >= 0:
@@ -185,7 +196,9 @@ def mend(indptr: Longs, indices: Ints, weight: Floats, owner: Longs, bounds: Flo
         load[1, owner[v]] += weight[v]
     near = np.zeros(parts)
     for _ in range(rounds):
+        # Overloads that no single move relieves, so that others get their turn.
         stuck = np.zeros((2, parts))
+        # A repair may overfill others by half of what it relieves, so several may be needed for one part.
         for _step in range(6 * parts):
             worst, p, m = 1.0, -1, 0
             for q in range(parts):
@@ -196,6 +209,7 @@ def mend(indptr: Longs, indices: Ints, weight: Floats, owner: Longs, bounds: Flo
                 break
             if _repair(indptr, indices, weight, owner, load, bounds, p, m) == 0:
                 stuck[m, p] = 1
+        # In balance: moves that keep the bounds and cut fewer edges.
         gained = 0
         for v in range(owner.size):
             _count(near, indptr, indices, owner, v)

@@ -54,6 +54,7 @@ class Labels:
     @property
     def columns(self) -> int:
         """The number of labels of each vertex."""
+        # The product of no sizes is 1, so labels [N] have one column.
         return torch.Size(self.shape).numel()
 
     @property
@@ -120,6 +121,7 @@ def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
     flat = y.reshape(y.size(0), -1)
     if y.is_complex():
         raise DataError("labels to be real numbers", _name(y), where="data.y")
+    # [N, columns], NaN marks a missing entry.
     there = ~flat.isnan() if y.is_floating_point() else torch.ones_like(flat, dtype=torch.bool)
     base: dict[str, Any] = {"dtype": _name(y), "shape": tuple(y.shape[1:]), "missing": int((~there).sum())}
     if ignore is not None:
@@ -135,8 +137,10 @@ def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
             f"{flat[row][flat[row].isinf()][0].item()} in row {row} of y",
             where="data.y",
         )
+    # Torch has no extremes of booleans.
     numbers = values.to(torch.int8) if y.dtype == torch.bool else values
     least, most = (end.item() for end in numbers.aminmax())
+    # Whole numbers as floats (3.0) are class ids, too.
     fractional = (flat != flat.round()) & there if y.is_floating_point() else torch.zeros_like(there)
     halves = fractional.any(1).nonzero()
     both = (least, most) == (-1, 1) and not bool((values.abs() != 1).any())
@@ -162,10 +166,12 @@ def joined(parts: Sequence[Labels]) -> Labels:
     some = [each for each in parts if each.least_row >= 0]
     if not some:
         return first
+    # Of equal extremes the first row. The greatest is negated, so that ``min`` finds its first row too.
     least = min((each.least, each.least_row) for each in some)
     most = min((-each.most, each.most_row) for each in some)
     odd = [each.odd for each in some if each.odd >= 0]
     ends = {end for each in some for end in (each.least, each.most)}
+    # Each part has the two labels -1 and 1, or one value alone.
     plain = all(each.both or each.least == each.most for each in some)
     return replace(
         first,
@@ -191,6 +197,7 @@ def labelled(y: Tensor, facts: Labels) -> Tensor:
     there = torch.ones(y.size(0), dtype=torch.bool)
     if y.is_floating_point():
         there = ~flat.isnan().all(1)
+    # Class ids begin at 0; data sets mark a missing one by -1.
     if facts.task == "multiclass" and not facts.both:
         there &= flat[:, 0] != -1
     return there

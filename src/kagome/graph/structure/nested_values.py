@@ -37,6 +37,7 @@ def _look(value: Any, depth: int) -> tuple[int, str]:
     if depth == DEEPEST or type(value) not in (list, tuple, dict):
         return 1, type(value).__name__
     count = 0
+    # Keys of a dict count as entries, too.
     for part in [*value, *value.values()] if isinstance(value, dict) else value:
         more, odd = _look(part, depth + 1)
         count += more
@@ -60,6 +61,7 @@ def unboxed(value: Any, depth: int = 0) -> Any:
 
 def to_json(value: Any) -> Any:
     """Return a value as JSON; a type that JSON lacks becomes an object with one key, the name of the type."""
+    # JSON has neither infinity nor NaN, and its keys are texts; a list of pairs keeps keys of any kind.
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, tuple):
@@ -77,6 +79,7 @@ def from_json(tree: Any, depth: int = 0) -> Any:
     """
     if tree is None or isinstance(tree, _PLAIN):
         return tree
+    # A level of a tuple or dict is two levels of JSON.
     if depth > 2 * DEEPEST:
         raise ValueError("it is nested too deep")
     if isinstance(tree, list):

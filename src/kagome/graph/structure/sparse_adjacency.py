@@ -49,14 +49,17 @@ class Adjacency:
         Shapes:
             edge_index ``[2, E]`` -> ``[count, count]``.
         """
+        # adj_t has targets as rows. In csr and coo entries are sorted by target first, in csc by source.
         columns = self.layout == "csc"
         major, minor = edge_index[0 if columns else 1], edge_index[1 if columns else 0]
+        # Stable, so that duplicates of an edge keep their order.
         order = torch.argsort(major * count + minor, stable=True)
         major, minor, values = major[order], minor[order], self.values[order]
         if self.layout == "coo":
             matrix = torch.sparse_coo_tensor(
                 torch.stack([major, minor]), values, (count, count), check_invariants=False
             )
+            # Sorted above, so torch need not sort it again.
             return matrix._coalesced_(True)
         pointer = torch.zeros(count + 1, dtype=torch.int64, device=edge_index.device)
         torch.cumsum(torch.bincount(major, minlength=count), 0, out=pointer[1:])
@@ -114,6 +117,7 @@ def from_adjacency(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[
             where="data.adj_t",
         )
     edge_index, values = edges_of(matrix)
+    # A SparseTensor of torch_sparse: only its edges are kept, and the model is given edge_index.
     if not isinstance(matrix, Tensor):
         if values is not None:
             raise DataError(
@@ -124,6 +128,7 @@ def from_adjacency(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[
             )
         return edge_index, {}
     layout = next(name for name, each in _LAYOUTS.items() if each == matrix.layout)
+    # A coo matrix may have several values for one entry until it is coalesced.
     whole = matrix.coalesce() if layout == "coo" else matrix
     if whole.values().dim() > 1:
         raise DataError(
@@ -136,6 +141,7 @@ def from_adjacency(matrix: Any, given: Mapping[str, Any]) -> tuple[Tensor, dict[
     kind = "loops" if loops else "ones" if values is None else "simple"
     kept = plain(whole.values()) if values is None else values
     found = {Adjacency(layout, kind, kept).name: kept}
+    # Layers that take edge_index read the values as edge_weight.
     if kind != "ones" and "edge_weight" not in given:
         found["edge_weight"] = kept
     return edge_index, found
@@ -148,6 +154,7 @@ def beside(matrix: Any, edge_index: Tensor) -> None:
         DataError: If it has values or other edges.
     """
     ends, values = edges_of(matrix)
+    # The order of the edges may differ between the two forms.
     same = ends.shape == edge_index.shape and torch.equal(_sorted(ends), _sorted(edge_index))
     if values is None and same:
         return

@@ -35,6 +35,7 @@ def draw(num_nodes: int, seed: int, labelled: Tensor | None = None) -> dict[str,
     among = torch.arange(num_nodes) if labelled is None else labelled.nonzero().view(-1)
     count = among.numel()
     among = among[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
+    # What rounding leaves over goes to the test.
     first, second = round(0.6 * count), round(0.6 * count) + round(0.2 * count)
     masks = {name: torch.zeros(num_nodes, dtype=torch.bool) for name in NAMES}
     for name, chosen in zip(NAMES, (among[:first], among[first:second], among[second:]), strict=True):
@@ -71,7 +72,9 @@ def settle(
         notes.append(f"No masks given: a 60/20/20 split of the labelled vertices is drawn with seed {split}.")
         if not bool(labelled.any()):
             raise nobody(0, num_nodes, num_nodes)
+        # Vertices without a label are in no mask.
         return draw(num_nodes, split, labelled)
+    # A mask that is not given is empty.
     masks = _choose({name: _mask(name, given.get(name), num_nodes) for name in NAMES}, split, notes)
     _refuse_overlap(masks)
     return masks
@@ -103,6 +106,7 @@ def of_ids(ids: object, given: Mapping[str, object], num_nodes: int) -> dict[str
             hint="leave one of them out",
         )
     masks: dict[str, object] = {}
+    # OGB's name is ``valid``; PyG's masks say ``val``.
     for name, words in zip(NAMES, (("train",), ("valid", "val"), ("test",)), strict=True):
         found = next((ids[word] for word in words if ids.get(word) is not None), None)
         if found is not None:
@@ -158,6 +162,7 @@ def _mask(name: str, value: object, num_nodes: int) -> Tensor:
     if mask.is_complex():
         raise DataError(f"{name} to hold true and false, or 0 and 1", f"{mask.dtype}")
     if mask.dtype != torch.bool:
+        # NaN differs from both, so it is found as well.
         odd = (mask != 0) & (mask != 1)
         if odd.any():
             raise DataError(
@@ -171,6 +176,7 @@ def _mask(name: str, value: object, num_nodes: int) -> Tensor:
 def _choose(masks: dict[str, Tensor], split: int, notes: list[str]) -> dict[str, Tensor]:
     """Return one column of each mask; a mask of one dimension serves every split (WikiCS's test)."""
     widths = {name: mask.size(1) for name, mask in masks.items() if mask.dim() == 2}
+    # Only splits that every mask has.
     count = min(widths.values(), default=1)
     if split >= count:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Topology: sentences about the edges of a graph that may reveal a mistake.
+"""Topology: notes on edges that are allowed but may be a mistake in the data.
 
 Where it sits: ``validate`` adds them to the notes that are printed at the start of a run.
 """
@@ -26,7 +26,7 @@ def distinct(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def topology(edge_index: Tensor, num_nodes: int) -> list[str]:
-    """Return what is allowed but may be a mistake: directions, duplicates, self-loops, isolated vertices.
+    """Return notes on directions, duplicates, self-loops and isolated vertices; each may be a mistake.
 
     Args:
         edge_index: The edges.
@@ -46,6 +46,7 @@ def topology(edge_index: Tensor, num_nodes: int) -> list[str]:
     source, target = edge_index.numpy()
     different, paired = pairs(edge_index, num_nodes)
     notes: list[str] = []
+    # A self-loop is its own reverse, so loops alone do not make a graph directed.
     if paired < different:
         notes.append(
             f"The graph is directed: {paired / different:.0%} of its edges have their reverse "
@@ -78,6 +79,7 @@ def pairs(edge_index: Tensor, num_nodes: int) -> tuple[int, int]:
 
 def _keys(one: NDArray[np.int64], other: NDArray[np.int64], num_nodes: int) -> NDArray[np.int64]:
     """Return a number that identifies each edge, in ascending order."""
+    # source N + target, which identifies an edge as long as N^2 is below 2^63.
     keys = one * num_nodes
     keys += other
     keys.sort()

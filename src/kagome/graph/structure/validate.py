@@ -56,6 +56,7 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
     graph, notes = validate_edges(data)
     edge_index, num_nodes = graph.edge_index, int(graph.num_nodes)
     settled: dict[str, Any] = {}
+    # The vertices that a split is drawn from, if no masks are given: those with a label.
     there = torch.ones(num_nodes, dtype=torch.bool)
     if graph.x is not None:
         settled["x"] = _features(graph.x, num_nodes, notes)
@@ -64,14 +65,17 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
         there = labelled(settled["y"], labels_of(settled["y"]))
     given = {name: graph[name] for name in splits.NAMES if graph.get(name) is not None}
     ids = graph.get("split_idx")
+    # Anything else called ``split_idx`` is the user's own attribute if masks are given, and an error if not.
     if isinstance(ids, Mapping) or (ids is not None and not given):
         given = splits.of_ids(ids, given, num_nodes)
+    # Without labels no vertex can be trained on, but the graph can still be cut.
     if graph.y is None and not given:
         settled |= {name: torch.zeros(num_nodes, dtype=torch.bool) for name in splits.NAMES}
     else:
         settled |= splits.settle(given, num_nodes, there, split, notes)
     notes += topology(edge_index, num_nodes)
 
+    # All other attributes pass unchanged; ``split_idx`` has become masks.
     for name, value in graph.to_dict().items():
         if name in settled or value is None or isinstance(value, Notes):
             continue
@@ -102,6 +106,7 @@ def validate_edges(data: object) -> tuple[Data, list[str]]:
     edge_index = _edge_index(given)
     num_nodes = _num_nodes(given, edge_index, notes)
     check_ids(edge_index, num_nodes)
+    # The data flags add edges, and rows to these two, before the other attributes are checked.
     for name in ("edge_weight", "edge_attr"):
         if given.get(name) is not None:
             given[name] = _edge_values(name, numbers_of(name, given[name]), edge_index.size(1))
@@ -124,6 +129,7 @@ def check_ids(edge_index: Tensor, num_nodes: int) -> None:
     """
     if edge_index.numel() == 0 or (int(edge_index.min()) >= 0 and int(edge_index.max()) < num_nodes):
         return
+    # Found only in the case of a fault, since the search makes masks of all edges.
     row, column = ((edge_index < 0) | (edge_index >= num_nodes)).nonzero()[0].tolist()
     raise DataError(
         f"vertex ids from 0 to {num_nodes - 1} ({num_nodes:,} vertices)",
@@ -167,6 +173,7 @@ def _edge_index(given: dict[str, Any]) -> Tensor:
     if edge_index is None or is_sparse(edge_index):
         edge_index, along = from_adjacency(adjacency if edge_index is None else edge_index, given)
         given.update(along)
+    # Both forms are given: the matrix must say nothing that the edges do not.
     elif adjacency is not None and is_sparse(adjacency):
         beside(adjacency, plain(edge_index))
     edge_index = numbers_of("edge_index", edge_index)
@@ -192,6 +199,7 @@ def _num_nodes(given: dict[str, Any], edge_index: Tensor, notes: list[str]) -> i
     """Return the number of vertices: the user's, else that of a vertex attribute, else the largest id + 1."""
     count = given.pop("num_nodes", None)
     if count is None:
+        # Attributes that have a row per vertex by definition; an isolated last vertex is in no edge.
         for name in ("x", "y", *splits.NAMES, "pos", "n_id"):
             value = given.get(name)
             if value is not None and not isinstance(value, str):
@@ -220,6 +228,7 @@ def check_count(count: Any) -> int:
     Raises:
         DataError: If it is not a whole number, or larger than a machine could hold.
     """
+    # Arrays of a file hold num_nodes as a tensor of one number.
     value = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole and isinstance(value, float) and value.is_integer():

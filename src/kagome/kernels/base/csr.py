@@ -67,13 +67,15 @@ class CsrLayout:
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:
-        """What a device's kernels computed from ``pointer`` and ``middle``, and keep with the layout."""
+        """Results that a device's kernels computed from ``pointer`` and ``middle``, kept with the layout."""
         return {}
 
     @cached_property
     def by_edge(self) -> CsrLayout:
         """The layout in which each entry reads its own edge, in place of the row at the edge's other end."""
         found = replace(self, column=self.edge)
+        # Pointer and middle are the same, so both layouts share what GPU kernels derived from them. ``vars``
+        # is used because the dataclass is frozen.
         vars(found)["prepared"] = self.prepared
         return found
 
@@ -90,18 +92,23 @@ class CsrLayout:
     def _taken(self, begin: Tensor, end: Tensor) -> CsrLayout:
         pointer = torch.zeros_like(self.pointer)
         torch.cumsum(end - begin, 0, out=pointer[1:])
+        # A part without halo rows needs no second copy of its edges.
         if int(pointer[-1]) == self.edges:
             return self
         row = torch.repeat_interleave(pointer.diff())
+        # Entry k of row i, counted over the new layout, is entry k - pointer[i] + begin[i] of this one.
         place = torch.arange(row.numel(), device=row.device) + (begin - pointer[:-1]).index_select(0, row)
+        # The middle is each row's end: a layout of one span is walked as a whole and not divided again.
         return CsrLayout(
             pointer, pointer[1:], self.column.index_select(0, place), self.edge.index_select(0, place)
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four tensors, of what kernels keep, and of ``own`` and ``halo`` if they were built."""
+        """Bytes of the four tensors, of ``prepared``, and of ``own`` and ``halo`` if they were built."""
         parts = (self.pointer, self.middle, self.column, self.edge, *_tensors(list(self.prepared.values())))
+        # Tensors may share memory, as ``middle`` does where it is a view of ``pointer``: count each storage
+        # once.
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
         spans = {id(part): part for name in ("own", "halo") if (part := self.__dict__.get(name)) is not None}
         return sum(storages.values()) + sum(int(p.nbytes) for p in spans.values() if p is not self)
@@ -153,9 +160,11 @@ class Structure:
         self._fits()
         if self.source.is_cuda:
             return _sorted(self.source, self.target, self.num_sources, self.own, self.own)
+        # Transposing by_target visits the targets in ascending order, so each new row is sorted already.
         layout = self.by_target
         pointer, column, edge = (t.numpy() for t in (layout.pointer, layout.column, layout.edge))
         start, other, which = (torch.from_numpy(t) for t in turned(pointer, column, edge, self.num_sources))
+        # Targets are own rows, so no entry of this layout reads a halo row: the middle is each row's end.
         return CsrLayout(start, start[1:], other, which)
 
     @cached_property
@@ -166,6 +175,8 @@ class Structure:
         the accesses are spread over memory, which makes attention take a third more time.
         """
         layout = self.by_target
+        # An entry follows its predecessor if their edges are neighbours in the list. Where half of the
+        # entries do, the user's order is close to that of the kernels, and a copy of the edges does not pay.
         if 2 * int((layout.edge.diff() == 1).sum()) >= layout.edges - 1:
             return self
         order = layout.edge.long()
@@ -187,7 +198,7 @@ class Structure:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what has been built so far, without the edge list itself, which belongs to the caller."""
+        """Bytes of the layouts built so far, without the edge list itself, which belongs to the caller."""
         built = [
             part
             for name in ("by_target", "by_source", "degree")
@@ -216,6 +227,7 @@ class Structure:
 
 def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> CsrLayout:
     """Build the layout by one stable sort of (major, minor); it works on any device."""
+    # Both ends in one key: their product is below 2^62, because neither number of rows exceeds LARGEST.
     edge = torch.argsort(major * max(columns, 1) + minor, stable=True)
     column, row = minor[edge], major[edge]
     pointer = torch.zeros(rows + 1, dtype=torch.int64, device=major.device)
@@ -275,8 +287,11 @@ def turned(pointer: Any, column: Any, edge: Any, rows: int) -> tuple[Any, Any, A
 
 @compiled
 def _counted(major: Any, minor: Any, pointer: Any, fill: Any, column: Any, edge: Any) -> None:
+    # A counting sort: count the entries of each row, turn the counts into offsets, and place the edges.
     for e in range(major.size):
         pointer[major[e] + 1] += 1
+    # Here pointer[i] is already an offset and pointer[i + 1] still a count; fill[i] is row i's next free
+    # place.
     for i in range(pointer.size - 1):
         fill[i] = pointer[i]
         pointer[i + 1] += pointer[i]
@@ -297,6 +312,7 @@ def _ordered(
         for k in range(first + 1, last):
             straight &= column[k - 1] <= column[k]
         if not straight and last - first <= SHORT:
+            # Insertion sort moves an entry past greater columns only, so that equal ones keep their order.
             for k in range(first + 1, last):
                 c, e, j = column[k], edge[k], k
                 while j > first and column[j - 1] > c:
@@ -312,6 +328,7 @@ def _ordered(
             for k in range(first, last):
                 column[k] = word[k - first] >> 32
                 edge[k] = word[k - first] & 0xFFFFFFFF
+        # Halo rows have the greatest ids, so their entries are the last ones of a sorted row.
         split = last
         while split > first and column[split - 1] >= own:
             split -= 1
@@ -325,6 +342,7 @@ def _transposed(pointer: Any, column: Any, edge: Any, start: Any, fill: Any, oth
     for u in range(start.size - 1):
         fill[u] = start[u]
         start[u + 1] += start[u]
+    # Rows are walked in ascending order, which sorts the entries of each new row.
     for i in range(pointer.size - 1):
         for k in range(pointer[i], pointer[i + 1]):
             place = fill[column[k]]

@@ -30,6 +30,7 @@ def entries(
     end = (layout.middle if span == "own" else layout.pointer[1:])[kept]
     count = end - begin
     row = torch.repeat_interleave(torch.arange(count.numel(), device=count.device), count)
+    # Entry p of the result belongs to entry p - (entries of earlier rows) + begin[row] of the layout.
     first = begin - (count.cumsum(0) - count)
     place = first.index_select(0, row) + torch.arange(row.numel(), device=row.device)
     return row, layout.column.index_select(0, place).long(), layout.edge.index_select(0, place).long()
@@ -46,6 +47,7 @@ def _aligned(small: Tensor, big: Tensor) -> Tensor:
 
 
 def _summed(index: Tensor, values: Tensor, rows: int) -> Tensor:
+    # index_add_ rounds after every addition, so a sum of half-precision numbers would lose small terms.
     half = values.dtype in (torch.float16, torch.bfloat16)
     wide = values.float() if half else values
     return wide.new_zeros(rows, *values.shape[1:]).index_add_(0, index, wide).to(values.dtype)
@@ -109,12 +111,14 @@ def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tenso
 
 def _extreme(layout: CsrLayout, row: Tensor, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     best = _greatest(row, values * sign, layout.rows) * sign
+    # A row without entries gives 0, as in PyG, in place of an infinity.
     best = torch.where(_aligned(layout.pointer.diff() == 0, best), torch.zeros_like(best), best)
     return best, _summed(row, (values == best.index_select(0, row)).to(values.dtype), layout.rows)
 
 
 def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """Compute ``ops.extreme_back`` in plain PyTorch."""
+    # The layout is by source here: ``row`` is the source and ``column`` the target of each edge.
     row, column, _ = entries(layout)
     share = (g / ties.clamp(min=1)).index_select(0, column)
     same = x.index_select(0, row) == best.index_select(0, column)
@@ -134,6 +138,7 @@ def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     """Compute ``ops.softmax_edges`` in plain PyTorch."""
     row, _, edge = entries(layout)
     z = logits.index_select(0, edge)
+    # Subtracting the row's maximum keeps exp from overflowing, as in PyG.
     p = (z - _greatest(row, z, layout.rows).index_select(0, row)).exp()
     out = torch.empty_like(logits)
     out[edge] = p / (_summed(row, p, layout.rows) + TINY).index_select(0, row)
@@ -144,6 +149,7 @@ def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """Compute ``ops.softmax_edges_back`` in plain PyTorch."""
     row, _, edge = entries(layout)
     total = _summed(row, (alpha * g).index_select(0, edge), layout.rows)
+    # From a total per row to one per edge, in the order of the edge list.
     spread = torch.empty_like(alpha)
     spread[edge] = total.index_select(0, row)
     return alpha * (g - spread)
@@ -178,6 +184,7 @@ def leaky_dots_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``ops.leaky_dots_back`` in plain PyTorch."""
     gatt = (join_edges(structure, a, b, slope) * g.unsqueeze(-1)).sum(0)
+    # [E, H, 1] * [H, C]: the gradient of leaky_relu(a + b).
     ga, gb = join_edges_back(structure, a, b, slope, g.unsqueeze(-1) * att)
     return ga, gb, gatt
 
@@ -214,6 +221,8 @@ def column_softmax_back(
     layout: CsrLayout, z: Tensor, m: Tensor, out: Tensor, top: Tensor, total: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute ``ops.column_softmax_back`` in plain PyTorch."""
+    # The layout is by source here, as in ``extreme_back``. The softmax is computed again from z, its maximum
+    # and its total: p[e] = exp(z[source] - top[target]) / (total[target] + TINY).
     row, column, _ = entries(layout)
     p = (z.index_select(0, row) - top.index_select(0, column)).exp()
     pg = p / (total + TINY).index_select(0, column) * g.index_select(0, column)

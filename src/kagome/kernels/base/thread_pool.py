@@ -59,8 +59,13 @@ def strict(loop: Loop) -> Loop:
 
 
 def _compiled(loop: Loop, arrays: bool, *, fused: bool = True) -> Loop:
+    # Of LLVM's fast-math flags only ``contract`` is safe here: it fuses a product with a sum, but reorders no
+    # sum.
     fast = {"contract"} if fused else set()
+    # numpy's error model: a division by zero gives inf or NaN, as in torch, and the loop has no branch for
+    # it.
     made = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast, _nrt=arrays)(loop)
+    # A numba dispatcher calls its ``compile`` for each new combination of argument types.
     made.compile = partial(_alone, made, made.compile)
     return cast(Loop, made)
 
@@ -105,6 +110,7 @@ def share(work: Callable[[int, int], None], begin: Any, end: Any, width: int) ->
     Cost:
         About 20 microseconds if several threads are worth it, otherwise 1 microsecond.
     """
+    # One thread needs no cuts, and its count of edges would only cost time in small graphs.
     threads, rows = torch.get_num_threads(), begin.size
     edges = int(end[-1] - begin[0]) if rows and threads > 1 else 0
     pieces = min(threads * PIECES, (edges + rows) * width // PIECE, rows)
@@ -152,6 +158,7 @@ def cuts_of(begin: Any, end: Any, width: int) -> Any:
 
 def each(work: Callable[[int], None], pieces: int) -> None:
     """Call ``work(k)`` for every piece, on as many threads as torch uses, in order."""
+    # ``next`` on a count is atomic under the interpreter's lock, so each piece is taken by one thread.
     number = count()
 
     def take() -> None:
@@ -187,6 +194,7 @@ def _cut(begin: Any, edges: int, cuts: Any) -> None:
     cuts[0], cuts[pieces] = 0, rows
     for k in range(1, pieces):
         want = (edges + rows) * k // pieces
+        # The work before a row grows with its number, so each cut is found by bisection.
         low, high = cuts[k - 1], rows
         while low < high:
             middle = (low + high) // 2

@@ -48,6 +48,8 @@ def _gathered(
 ) -> None:
     for i in range(low, high):
         row = out[i]
+        # The result is allocated without being filled: each thread clears its own rows, while they are in
+        # cache.
         row[:] = 0
         for k in range(begin[i], end[i]):
             fetch(values, edge, k, ahead, 0)
@@ -88,6 +90,8 @@ def _join_back(
             fetch(its, column, k, ahead, 0)
             fetch(g, edge, k, near, 0)
             two, given = its[column[k]], g[edge[k]]
+            # The gradient of a_i + b_j is the same at both ends, so one loop serves both: ``mine`` is the end
+            # that this layout groups by. The sign is computed again in place of a stored tensor [E, F].
             for f in range(row.size):
                 row[f] += given[f] if one[f] + two[f] > 0 else given[f] * slope
 
@@ -138,6 +142,8 @@ def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) 
         flat(b),
         flat(out),
     )
+    # With slope 1 leaky_relu is the identity, so one loop serves both cases. The slope has the type of the
+    # rows: with a Python float numba would compute in float64.
     bend = result.dtype.type(1 if slope is None else slope)
     spread(
         lambda low, high: _join(low, high, target, source, one, two, bend, result),
@@ -151,6 +157,7 @@ def join_edges_back(
     structure: Structure, a: Tensor, b: Tensor, slope: float | None, g: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute ``ops.join_edges_back`` with numba loops."""
+    # Without leaky_relu the gradient of either end is a plain sum over its edges.
     if slope is None:
         return sum_edges(structure.by_target, g), sum_edges(structure.by_source, g)
     ga = _bent(structure.by_target, a, b, slope, g)
@@ -162,6 +169,7 @@ def _bent(layout: CsrLayout, mine: Tensor, its: Tensor, slope: float, g: Tensor)
     out = mine.new_empty(mine.shape)
     column, edge = layout.arrays.column, layout.arrays.edge
     one, two, given, result = flat(mine), flat(its), flat(g), flat(out)
+    # Two prefetch distances, in entries: ``near`` for rows of g, ``ahead`` for rows of the other end.
     bend, near, ahead = result.dtype.type(slope), ahead_of(given), ahead_of(two)
     share(
         lambda low, high: _join_back(

@@ -51,6 +51,7 @@ def _dots(width: int) -> Callable[..., None]:
                     if width > 0:
                         result[h] = bent_dot(width, mine, h * width, its, att, slope)
                     else:
+                        # A width without a loop of its own: four columns at a time, then single ones.
                         f, stop, total = h * size, h * size + size, out.dtype.type(0)
                         while f + 4 <= stop:
                             total += bent_dot(4, mine, f, its, att, slope)
@@ -95,6 +96,10 @@ def _back(width: int) -> Callable[..., None]:
                 fetch(g, edge, k, near, 0)
                 two, given = its[column[k]], g[edge[k]]
                 for h in range(heads):
+                    # The gradient of z = a_i + b_j is g * att * (1 or slope). The factor att is the same for
+                    # all entries of the row and multiplies their sum below. leaky_relu(z) * g, which is
+                    # summed in tally, is z times this same gradient without att, because leaky_relu is linear
+                    # on either side of 0.
                     steep = given[h]
                     gentle = steep * slope
                     if width > 0:
@@ -142,7 +147,10 @@ def leaky_dots_back(
     layout = structure.by_target
     begin, end = bounds(layout)
     column, edge, result = layout.arrays.column, layout.arrays.edge, flat(ga)
+    # The gradient of att is a sum over all edges. Each range of rows has a partial sum of its own, and the
+    # number of ranges is fixed: the result has the same bits with any number of threads.
     cuts = cuts_of(begin, end, 4 * factor.size)
+    # [ranges, heads * columns]
     tally = np.zeros((cuts.size - 1, factor.size), given.dtype)
 
     def forward(k: int) -> None:
@@ -156,6 +164,7 @@ def leaky_dots_back(
     other, which, turned = layout.arrays.column, layout.arrays.edge, flat(gb)
 
     def backward(low: int, high: int) -> None:
+        # The gradient of att is complete after the first pass. An empty tally turns it off here.
         none = factor[:0]
         loop(low, high, first, last, other, which, near, ahead, two, one, factor, bend, given, turned, none)
 

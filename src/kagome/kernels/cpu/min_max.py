@@ -25,6 +25,7 @@ def _extreme(
     low: int, high: int, begin: Any, end: Any, index: Any, ahead: int, x: Any, sign: Any, best: Any, ties: Any
 ) -> None:
     for i in range(low, high):
+        # ``top`` holds the largest sign * x until the end, so that one loop serves maximum and minimum.
         top, same = best[i], ties[i]
         top[:] = -np.inf if begin[i] < end[i] else 0
         same[:] = 0
@@ -52,6 +53,7 @@ def _extreme_back(
         for k in range(begin[u], end[u]):
             fetch(best, column, k, ahead, 0)
             fetch(part, column, k, ahead, 0)
+            # ``part`` is the gradient divided by the number of ties.
             top, given = best[column[k]], part[column[k]]
             for f in range(row.size):
                 row[f] += given[f] if mine[f] == top[f] else 0
@@ -96,6 +98,7 @@ def _softmax(
             for f in range(most.size):
                 v = other[f]
                 most[f] = v if (v > most[f]) | (v != v) else most[f]
+        # The first pass has brought these rows into the cache, so the second one does not prefetch.
         for k in range(begin[i], end[i]):
             other, read = z[column[k]], m[column[k]]
             for f in range(most.size):
@@ -132,6 +135,8 @@ def _softmax_back(
             fetch(part, column, k, ahead, 0)
             i = column[k]
             sums, most, given = out[i], top[i], part[i]
+            # With out[i] = sum of p * m over the neighbours of i, the gradients are d m[u] = sum of p * g[i]
+            # and d z[u] = sum of p * g[i] * (m[u] - out[i]). ``given`` is g[i] / total[i].
             for f in range(of_z.size):
                 p = exponential(mine[f] - most[f]) * given[f]
                 of_m[f] += p
@@ -195,6 +200,7 @@ def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Te
 def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``ops.column_softmax`` with numba loops."""
     begin, end = bounds(layout)
+    # Sums, maxima and totals: backward computes the weights again from the last two and stores none per edge.
     made = [torch.empty(layout.rows, *z.shape[1:], dtype=z.dtype) for _ in range(3)]
     column, logits, values = layout.arrays.column, flat(z), flat(m)
     out, top, total = (flat(t) for t in made)
@@ -203,6 +209,7 @@ def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Ten
         lambda low, high: _softmax(low, high, begin, end, column, ahead, logits, values, out, top, total),
         begin,
         end,
+        # An exponential counts as eight numbers read: see ``softmax.COST``.
         8 * out.shape[1],
     )
     return made[0], made[1], made[2]

@@ -47,6 +47,8 @@ def fetch(x: Any, index: Any, k: int, ahead: int, offset: int) -> None:
         offset: Subtracted from the index.
     """
     if ahead > 0:
+        # The last entries request the last row again, because the index list must not be read past its end.
+        # An index beyond this thread's rows is harmless: another thread will read that row.
         row = index[min(k + ahead, index.size - 1)] - offset
         for byte in range(0, x.shape[1] * x.itemsize, LINE):
             _ask(x, row, byte)

@@ -14,6 +14,9 @@ from numba import types
 from numba.extending import intrinsic
 
 
+# ``prefer_literal`` passes ``width`` as a type that holds its value: LLVM's vector length is part of the
+# code. ``contract`` allows fused multiply-adds, as in the loops around these steps. Numbers given to load,
+# store and spread are positions among the arguments.
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def add_two(typing: Any, width: Any, out: Any, at: Any, a: Any, p: Any, b: Any, q: Any) -> Any:
     """``out[at:] += p * a[at:] + q * b[at:]`` over ``width`` columns of three rows."""
@@ -139,6 +142,7 @@ class _Lanes:
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self._context, self._builder, self._types, self._args = context, builder, signature.args, args
+        # Loops for any width have width 0, which LLVM does not allow for a vector: steps in them take 1.
         self.width = max(self._types[0].literal_value, 1)
         self.number = context.get_data_type(self._types[1].dtype)
         self.kind = ir.VectorType(self.number, self.width)
@@ -150,12 +154,14 @@ class _Lanes:
         return self._builder.bitcast(first, self.kind.as_pointer())
 
     def load(self, which: int, at: int) -> Any:
+        # A row begins at any number, not at a multiple of the vector length.
         return self._builder.load(self._place(which, at), align=self._bytes)
 
     def store(self, which: int, at: int, value: Any) -> None:
         self._builder.store(value, self._place(which, at), align=self._bytes)
 
     def spread(self, which: int) -> Any:
+        # The broadcast idiom of LLVM: insert the number into lane 0, then shuffle lane 0 into all lanes.
         one = self._builder.insert_element(
             ir.Constant(self.kind, ir.Undefined), self._args[which], ir.IntType(32)(0)
         )
@@ -172,4 +178,6 @@ class _Lanes:
         name = f"llvm.vector.reduce.fadd.v{self.width}f{8 * self._bytes}"
         module = self._builder.module
         add = module.globals.get(name) or ir.Function(module, form, name)
+        # -0.0 is the neutral element of addition, since 0.0 + -0.0 is 0.0. Without ``reassoc`` LLVM would
+        # have to add the lanes one after another.
         return self._builder.call(add, [self.number(-0.0), vector], fastmath=("reassoc",))

@@ -46,6 +46,8 @@ def _normalised(z: Any, entries: int, heads: int, top: Any, total: Any) -> None:
     for k in range(entries):
         for h in range(heads):
             z[k * heads + h] -= top[h]
+    # One loop over entries and heads, so that the vectors of the exponential are full with any number of
+    # heads.
     for j in range(entries * heads):
         z[j] = exponential(z[j])
     total[:] = 0
@@ -53,6 +55,7 @@ def _normalised(z: Any, entries: int, heads: int, top: Any, total: Any) -> None:
         for h in range(heads):
             total[h] += z[k * heads + h]
     for h in range(heads):
+        # ``total`` becomes the reciprocal: a product per entry in place of a division.
         total[h] = 1 / (total[h] + z.dtype.type(TINY))
     for k in range(entries):
         for h in range(heads):
@@ -79,12 +82,15 @@ def _of_logits(width: int) -> Callable[..., None]:
         for i in range(low, high):
             first, entries = begin[i], end[i] - begin[i]
             top[:] = -np.inf
+            # Copy the row's logits from the order of the edge list, since the passes below read them several
+            # times.
             for k in range(entries):
                 fetch(logits, edge, first + k, ahead, 0)
                 given = logits[edge[first + k]]
                 for h in range(heads):
                     v = given[h]
                     z[k * heads + h] = v
+                    # NaN counts as the largest, so that a diverged run shows NaN in place of a wrong number.
                     top[h] = v if (v > top[h]) | (v != v) else top[h]
             _normalised(z, entries, heads, top, total)
             for k in range(entries):
@@ -117,6 +123,7 @@ def _of_sums(width: int) -> Callable[..., None]:
         for i in range(low, high):
             first, entries, mine = begin[i], end[i] - begin[i], a[i]
             top[:] = -np.inf
+            # The sum of two ends is computed here and lives in ``z`` alone.
             for k in range(entries):
                 its = b[column[first + k]]
                 for h in range(heads):
@@ -157,6 +164,7 @@ def _back(width: int) -> Callable[..., None]:
                 p, given = alpha[edge[k]], g[edge[k]]
                 for h in range(heads):
                     total[h] += p[h] * given[h]
+            # d logit = p * (g - sum over the row of p * g).
             for k in range(begin[i], end[i]):
                 p, given, row = alpha[edge[k]], g[edge[k]], out[edge[k]]
                 for h in range(heads):
@@ -201,6 +209,8 @@ def _sums_back(width: int) -> Callable[..., None]:
                 for h in range(heads):
                     v = p[h] * (given[h] - total[h])
                     v = v if mine[h] + its[h] > 0 else v * slope
+                    # A gradient per edge is stored because the sum by source follows another layout. The
+                    # gradient of a is summed on the way, since it belongs to this row.
                     row[h] = v
                     own[h] += v
 
@@ -215,6 +225,7 @@ def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     loop, edge, given, result = _of_logits(known(heads)), layout.arrays.edge, array(logits), array(out)
     ahead = ahead_of(given)
 
+    # Compiled loops may not create arrays (see ``compiled``), so each piece brings its buffers.
     def work(low: int, high: int) -> None:
         loop(low, high, begin, end, edge, ahead, given, result, *_room(begin, end, low, high, result))
 

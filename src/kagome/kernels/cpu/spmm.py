@@ -32,6 +32,7 @@ WIDTHS = (8, 16, 32, 64, 128)
 
 def part_of(layout: CsrLayout, span: Span) -> CsrLayout:
     """Return the layout of a span's entries alone."""
+    # Lambdas, because ``own`` and ``halo`` are built and kept on their first access.
     return {"all": lambda: layout, "own": lambda: layout.own, "halo": lambda: layout.halo}[span]()
 
 
@@ -70,6 +71,7 @@ def _sum(width: int) -> Callable[..., None]:
         out: Any,
     ) -> None:
         for i in range(low, high):
+            # ``scale`` has one factor per row, or a single one for all rows: see ``_ones``.
             row, factor = out[i], scale[min(i, scale.size - 1)]
             k, last = begin[i], end[i]
             while k + 4 <= last:  # four at once: the result is read and written a quarter as often
@@ -132,6 +134,7 @@ def _weighted(width: int) -> Callable[..., None]:
                     fetch(weight, edge, j, near, 0)
                 a, b = x[column[k] - offset], x[column[k + 1] - offset]
                 c, d = x[column[k + 2] - offset], x[column[k + 3] - offset]
+                # The row's factor multiplies four weights here and not every column below.
                 p, q = factor * weight[edge[k], 0], factor * weight[edge[k + 1], 0]
                 r, s = factor * weight[edge[k + 2], 0], factor * weight[edge[k + 3], 0]
                 if width > 0:
@@ -180,6 +183,7 @@ def _headed(width: int) -> Callable[..., None]:
         scale: Any,
         out: Any,
     ) -> None:
+        # Columns [h * size, h * size + size) of a row belong to head h.
         heads = weight.shape[1]
         size = out.shape[1] // heads
         for i in range(low, high):
@@ -278,15 +282,19 @@ def sum_rows(
     layout = part_of(layout, span)
     begin, end = bounds(layout, rows)
     shape = (count_of(layout, rows), *x.shape[1:])
+    # The loops add to the result: ``into`` as it is, or a new one that begins at zero.
     out = into if into is not None and into.is_contiguous() else x.new_zeros(shape)
     values, result, column = flat(x), flat(out), layout.arrays.column
     ahead = ahead_of(values)
     factor = _ones(values.dtype) if scale is None else _numbers(scale, x)
+    # 0 selects the loop for any width.
     columns = result.shape[1] if result.shape[1] % 4 == 0 else 0
+    # x and out have their heads joined: [rows, H * C]. An unweighted sum needs no heads.
     loop = _sum(columns if columns <= WIDEST else 0)
     weights: tuple[Any, ...] = ()
     heads = 1
     if weight is not None:
+        # 1 for weights [E], H for [E, H], and 0 for a part without edges, which adds nothing.
         heads = weight.numel() // max(weight.size(0), 1)
         loop = (
             _weighted(columns if columns <= WIDEST_WEIGHTED else 0)
@@ -318,8 +326,10 @@ def dot_edges(
 ) -> Tensor:
     """Compute ``ops.dot_edges`` with numba loops."""
     heads, width = a.shape[1:]
+    # The loop does not write edges outside the span.
     make = torch.zeros if span != "all" else torch.empty
     out = into if into is not None else make(layout.edges, heads, dtype=a.dtype)
+    # The loop writes a contiguous array. A strided ``into`` is copied with its values, and copied back below.
     kept = out if out.is_contiguous() else out.contiguous()
     layout = part_of(layout, span)
     begin, end = bounds(layout)

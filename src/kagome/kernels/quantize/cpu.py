@@ -61,6 +61,7 @@ def row_state(row_id: Any, keys: Any) -> Any:
 @inlined
 def width_of(raw: Any) -> Any:
     """Return a row's span, rounded up to a bfloat16; 0 where all its values are equal."""
+    # Round up to the upper 16 bits: adding 0xFFFF carries into them unless the lower bits are 0.
     rounded = number_of((word_of(raw) + 0xFFFF) >> 16 << 16)
     return max(rounded, LEAST) if raw > ZERO else ZERO
 
@@ -93,10 +94,12 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
             real = min(size, last + 1 - first)
             for k in range(2 * BLOCK):
                 i = min(first + k, last)
+                # The second half of ``place`` names the rows of the next block, for the prefetch below.
                 place[k] = index[i] if index.size else i
             for k in range(real):
                 least[k], most[k], peak[k] = extremes(lanes, x, place[k])
             for k in range(real):  # a separate loop, so that the compiler vectorizes it
+                # The row's part of ``ops.drawn``; the columns' part is in ``encode_columns``.
                 state[k] = row_state(row_ids[first + k], keys)
             for k in range(real):
                 finite = peak[k] < np.inf
@@ -111,8 +114,7 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
                 least[k] = factor[k] = ZERO
             for k in range(0, size, share):
                 g = (first + k) // share
-                # Prefetch the next block in small steps: only a limited number of requests can be pending at
-                # once.
+                # Prefetch the next block in small steps: few requests can be pending at once.
                 fetch(x, place, k, ahead, 0)
                 asked = k + 1
                 for c in range(0, width, lanes):
@@ -161,6 +163,7 @@ def encode(
     picked = np.empty(0, dtype=np.int64) if index is None else array(index)
     keys = np.array([key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF], dtype=np.uint32)
     ahead = BLOCK if rows.nbytes > SMALL else 0
+    # An empty ``picked`` stands for all rows, since a compiled loop takes one type for each argument.
     given = ahead, rows, picked, array(row_ids), keys, _words(width), low.numpy(), span.numpy(), body.numpy()
     loop, bad = _encode(bits, _lanes(width)), []
 
@@ -168,6 +171,7 @@ def encode(
         place, state = np.empty(2 * BLOCK, np.int64), np.empty(BLOCK, np.uint32)
         bad.append(loop(begin, end, *given, place, state, np.empty((4, BLOCK), np.float32)))
 
+    # Threads divide the rows of ``body``, so that no two of them write to one byte.
     spread(work, body.size(0), width * 8 // bits)
     return low, span, sum(bad)
 

@@ -29,6 +29,8 @@ WIDTHS: Final = (1, 2, 4, 8)
 """Bits per number that are allowed: those that divide a byte evenly."""
 LEAST_SPAN: Final = 2.0**-118
 """Smallest span in use: smaller ones are raised to it, so that ``L / span`` is a finite float32."""
+# GOLDEN is 2^32 over the golden ratio. FIRST and SECOND are the multipliers of the hash lowbias32 (C.
+# Wellons, hash-prospector).
 GOLDEN: Final = 0x9E3779B9
 FIRST: Final = 0x7FEB352D
 SECOND: Final = 0x846CA68B
@@ -97,6 +99,8 @@ def drawn(row_ids: Tensor, key: int, width: int) -> Tensor:
     Shapes:
         ``row_ids [R]`` -> ``[R, width]`` float32 with 24 bits.
     """
+    # int64 stands for uint32: a product may overflow, but its lower 32 bits are right. ``+`` binds tighter
+    # than ``&``.
     row = _mixed((_mixed(row_ids & _WORD) ^ (key & _WORD)) + (row_ids >> 32) & _WORD)
     row = _mixed(row ^ (key >> 32 & _WORD))
     # Both words are mixed already, so two products suffice; the products take most of a loop's time.
@@ -155,6 +159,7 @@ class ReferenceCodec:
         scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(row_ids, key, width)
         codes = scaled.clamp(max=float(levels)).to(torch.uint8)
         share = 8 // bits
+        # Rows past the last one fill up the last byte with zeros.
         room = codes.new_zeros(body.size(0) * share, width)
         room[:count] = codes
         body.zero_()

@@ -31,6 +31,7 @@ def extremes(typing: Any, lanes: Any, x: Any, row: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = _Vectors(context, builder, signature, args)
         width, begin = v.size(1, 1), v.place(1, args[2], LONG(0))
+        # Three running vectors in stack slots, which LLVM turns into registers: least, greatest, magnitude.
         first = v.load(begin, FLOAT)
         kept = [cgutils.alloca_once_value(builder, value) for value in (first, first, v.magnitude(first))]
         with cgutils.for_range_slice(builder, LONG(0), width, LONG(v.lanes)) as (at, _):
@@ -68,12 +69,16 @@ def encode_columns(
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = _Vectors(context, builder, signature, args)
         bits, at = signature.args[1].literal_value, args[11]
+        # [lanes] hashed column numbers; the loop below is unrolled while the code is generated: one round for
+        # each row that shares the byte.
         levels, words = 2.0**bits - 1, v.load(v.place(8, at), INT)
         total = v.int_constant(0)
         for j in range(8 // bits):
             which = builder.add(args[4], LONG(j))
             number = v.load(v.place(2, builder.load(v.place(3, which)), at), FLOAT)
             low, factor, state = (v.spread(builder.load(v.place(a, which))) for a in (5, 6, 7))
+            # The draw of ``ops.drawn``: the upper 24 bits of the hash fit a float32 exactly. They are below
+            # 2^24, so the signed conversion is right.
             h = builder.mul(builder.xor(words, state), v.int_constant(FIRST))
             h = builder.mul(builder.xor(h, builder.lshr(h, v.int_constant(15))), v.int_constant(SECOND))
             drawn = builder.sitofp(builder.lshr(h, v.int_constant(8)), v.of(FLOAT))
@@ -84,6 +89,7 @@ def encode_columns(
                 over = builder.fcmp_ordered(">=", value, v.float_constant(1.0))
                 q = builder.select(over, v.int_constant(1 << j), v.int_constant(0))
             else:
+                # The minimum with ``levels`` keeps a code from carrying into the bits of the next row.
                 q = builder.fptosi(v.better("<", value, v.float_constant(levels)), v.of(INT))
                 q = builder.shl(q, v.int_constant(j * bits))
             total = builder.or_(total, q)

@@ -21,7 +21,7 @@ from torch import Tensor
 from kagome.kernels.quantize import ops as plain
 
 COLUMNS = 128
-"""Most columns that a program takes at once."""
+"""Largest number of columns that a program reads at once."""
 FIRST = tl.constexpr(plain.FIRST)
 SECOND = tl.constexpr(plain.SECOND)
 LEAST_SPAN = tl.constexpr(plain.LEAST_SPAN)
@@ -35,6 +35,7 @@ def _mixed(h):
     return h ^ (h >> 16)
 
 
+# key and high may be any number: a variant compiled for a multiple of 16 would be used once.
 @triton.jit(do_not_specialize=["key", "high"])  # type: ignore[untyped-decorator,unused-ignore]
 def encode_kernel(
     x,
@@ -54,6 +55,7 @@ def encode_kernel(
     BLOCK: tl.constexpr,
 ) -> None:
     """Write the bytes that a group of rows shares, and each row's low, span and validity."""
+    # A program has the SHARE rows of one byte row of ``body``, so it is the only one that writes there.
     SHARE: tl.constexpr = 8 // BITS
     LEVELS: tl.constexpr = 2**BITS - 1
     g = tl.program_id(0).to(tl.int64)
@@ -76,10 +78,14 @@ def encode_kernel(
         least = tl.minimum(least, tl.min(tl.where(inside, v, float("inf")), axis=1))
         most = tl.maximum(most, tl.max(tl.where(inside, v, float("-inf")), axis=1))
     finite = real & (peak < 0x7F800000)
+    # From here to ``bad`` the numbers are [SHARE], one for each row. Adding 0.0 gives zero one sign, as in
+    # the plain codec.
     bottom = tl.where(finite, least, 0.0) + 0.0
     raw = tl.where(finite, most, 0.0) - bottom
     word = ((raw.to(tl.int32, bitcast=True) + 0xFFFF) >> 16) << 16
     wide = tl.maximum(word.to(tl.float32, bitcast=True), LEAST_SPAN)
+    # ``/`` is approximate in Triton, so that bits would differ from the CPU's; ``div_rn`` rounds as IEEE 754
+    # does.
     factor = tl.where(raw > 0, tl.div_rn(tl.full((SHARE,), LEVELS, tl.float32), wide), 0.0)
     wide = tl.where(raw > 0, wide, 0.0)
     tl.store(low + i, bottom, mask=real)
@@ -101,6 +107,8 @@ def encode_kernel(
         drawn = (h >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
         value = (v - bottom[:, None]) * factor[:, None] + drawn
         q = tl.minimum(value, LEVELS * 1.0).to(tl.int32)
+        # The codes do not overlap, so that a sum joins them. Rows past the last one are masked and count as
+        # 0.
         byte = tl.sum(tl.where(inside, q << (j * BITS)[:, None], 0), axis=0)
         tl.store(body + g * width + c, byte.to(tl.uint8), mask=c < width)
 

@@ -2,7 +2,8 @@
 
 Where it sits: ``model.exact.dropout`` calls it for CUDA tensors. It computes the same 64-bit words as that
 module's plain version and its numba loop, so a mask does not depend on the device. Plain PyTorch keeps a
-dozen int64 tensors of the same size in turn, some 300 bytes per number; this reads and writes each once.
+dozen int64 tensors of the same size in turn, some 300 bytes per number; the kernel reads and writes each
+number once.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -16,16 +17,20 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 TILE = 1024
-"""Numbers that a program takes."""
+"""Numbers that a program computes."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _mixed(z):
+    # The finaliser of splitmix64, as in ``model.exact.dropout.mix``. The constants are tensors of uint64,
+    # because as Python ints they exceed int64.
     z = (z ^ (z >> 30)) * tl.full((1,), 0xBF58476D1CE4E5B9, tl.uint64)
     z = (z ^ (z >> 27)) * tl.full((1,), 0x94D049BB133111EB, tl.uint64)
     return z ^ (z >> 31)
 
 
+# Triton compiles a variant for integers that are 1 or multiples of 16. key and limit may be any number, so
+# such a variant would only cost its compilation.
 @triton.jit(do_not_specialize=["key", "limit"])  # type: ignore[untyped-decorator,unused-ignore]
 def drop_kernel(
     x,
@@ -48,6 +53,8 @@ def drop_kernel(
     golden = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
     word = tl.full((1,), key, tl.int64).to(tl.uint64, bitcast=True)
     row = _mixed(tl.load(ids + r, mask=r < rows, other=0).to(tl.uint64, bitcast=True) * golden + word)
+    # Column numbers of the whole row. A word serves two columns: of 16 columns, the first 8 take the upper
+    # halves of 8 words and the others the lower halves.
     at = (c + first).to(tl.int64)
     number = (at // 16 * 8 + at % 8 + 1).to(tl.uint64)
     mixed = _mixed(row[:, None] + (number * golden)[None, :])

@@ -46,7 +46,10 @@ def dot_kernel(
     k = tl.program_id(0).to(tl.int64) * EDGES + tl.arange(0, EDGES)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     live = k < entries
+    # The dot product of an entry needs no other entry of its row, so programs cut the list of all entries
+    # into equal tiles. ``row`` says which row each entry belongs to.
     i = tl.load(row + k, mask=live, other=0).to(tl.int64)
+    # A span masks the other entries of the tile: entries that read own rows end at the row's middle.
     if OWN:
         live = live & (k < tl.load(middle + i, mask=live, other=0))
     if HALO:
@@ -58,6 +61,7 @@ def dot_kernel(
     for start in range(0, width, WIDTH):
         c = start + tl.arange(0, WIDTH)
         inside = known[:, :, None] & (c[None, None, :] < width)
+        # Positions within a row of a and att [HEADS, WIDTH]; b has strides of its own, in ``read``.
         at = h[:, None] * width + c[None, :]
         mine = tl.load(a + (i * heads * width)[:, None, None] + at[None, :, :], mask=inside, other=0).to(WIDE)
         read = h[:, None] * head_stride + c[None, :]
@@ -109,6 +113,8 @@ def leaky_back_kernel(
     lane = tl.arange(0, EDGES)
     factor = tl.load(att + at, mask=inside, other=0).to(WIDE)
     part = tl.zeros((EDGES, HEADS, WIDTH), WIDE)
+    # Without TALLIED there are as many programs as segments. With it there may be fewer: each walks every
+    # ``programs``-th segment and keeps its part of att's gradient in registers until the end.
     for s in range(tl.program_id(0), segments, programs):
         i = tl.load(row + s)
         first, last, place = tl.load(begin + s), tl.load(end + s), tl.load(slot + s)
@@ -123,6 +129,8 @@ def leaky_back_kernel(
             known = live[:, None] & (h[None, :] < heads)
             given = tl.load(g + e[:, None] * heads + h[None, :], mask=known, other=0).to(WIDE)[:, :, None]
             z = one[None, :, :] + two
+            # ``slant`` is the gradient of z without the factor att, which multiplies the row's total. att's
+            # own gradient is the sum of leaky_relu(z) * given, which equals z * slant.
             slant = tl.where(z > 0, given, given * SLOPE)
             tile += slant
             if TALLIED:
@@ -178,6 +186,8 @@ def edge_softmax_kernel(
                 v = tl.load(logits + e[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
             v = tl.where(live[:, None], v, float("-inf"))
             if sweep == 0:
+                # Online softmax: where a tile raises the largest logit, the total so far is scaled by exp(old
+                # - new). One sweep then finds both the largest logit and the total.
                 most = tl.maximum(top, tl.max(v, 0))
                 base = tl.where(most == float("-inf"), 0.0, most)  # so that -inf minus -inf does not arise
                 before = tl.where(top == float("-inf"), 0.0, tl.exp(top - base))
@@ -213,6 +223,7 @@ def edge_softmax_back_kernel(
     h = tl.arange(0, HEADS)
     lane = tl.arange(0, EDGES)
     first, last = tl.load(begin + i), tl.load(end + i)
+    # First sweep: the row's sum of alpha * g, in one slot for each entry of the tile.
     total = tl.zeros((EDGES, HEADS), WIDE)
     for k in range(first, last, EDGES):
         live = k + lane < last
@@ -236,6 +247,8 @@ def edge_softmax_back_kernel(
             u = tl.load(column + k + lane, mask=live, other=0).to(tl.int64)
             z = mine[None, :] + tl.load(b + u[:, None] * heads + h[None, :], mask=mask, other=0).to(WIDE)
             v = tl.where(z > 0, v, v * SLOPE)
+            # The gradient of a_i is the sum over its row. The gradient of b_j needs the edges by source: see
+            # ``softmax_sum_back``.
             own += tl.where(mask, v, 0.0)
         tl.store(gz + at, v.to(gz.dtype.element_ty), mask=mask)
     if SUMS:

@@ -4,7 +4,7 @@ Where it sits: ``kernels.ops`` imports it for the first CUDA tensor if Triton is
 builds bring along. Values are summed in float32, and in float64 if they are float64.
 
 Each sum over a row's entries is cut at ``segments.SPLIT`` of them, so that hubs are shared by programs. The
-results are the same on every run. ``benchmarks/gpu`` has what they reach on an H200.
+results are the same on every run. ``benchmarks/gpu`` holds their measured rates on an H200.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from kagome.kernels.base.reference import (
 from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows, sums as gpu_sums
 from kagome.kernels.triton.segments import Segments, bounds, row_of_entries, rows_by_length, segments_of
 
+# add_rows, extreme_edges_back, gather and join_edges run in plain PyTorch on a GPU too.
 __all__ = [
     "add_rows",
     "column_softmax",
@@ -53,11 +54,11 @@ __all__ = [
 ]
 
 BLOCK = 128
-"""Most columns that a program takes."""
+"""Largest number of columns of one program."""
 TILE = 1024
 """Numbers of a tile of entries, heads and columns: 32 for each lane of a warp."""
 PROGRAMS = 4096
-"""Programs that add up over rows. Each keeps a sum of its own, and the sums are added in a fixed order."""
+"""Programs that add up over rows. Each keeps its own sum, and the sums are added in a fixed order."""
 
 
 def _wide(x: Tensor) -> Any:
@@ -65,7 +66,7 @@ def _wide(x: Tensor) -> Any:
 
 
 def _tile(x: Tensor) -> tuple[int, int]:
-    """Return the number of columns of a row, and how many a program takes."""
+    """Return the number of columns of a row, and of one program."""
     columns = prod(x.shape[1:])
     return columns, min(BLOCK, triton.next_power_of_2(max(columns, 1)))
 
@@ -75,7 +76,8 @@ def _power(number: int) -> int:
 
 
 def _blocks(heads: int, width: int) -> tuple[int, int, int, int]:
-    """Return how many heads and columns a program takes, its blocks of columns, and all blocks."""
+    """Return the heads and columns of one program, the number of blocks of columns, and of all blocks."""
+    # Wide heads are cut into blocks of columns; narrow heads share a program.
     columns = min(BLOCK, _power(width))
     several = min(_power(heads), max(BLOCK // columns, 1))
     across = triton.cdiv(width, columns)
@@ -86,6 +88,7 @@ def _by_row(kernel: Any, x: Tensor, rows: int, *arguments: Any, **constants: Any
     """Launch one program per row and block of x's columns."""
     columns, block = _tile(x)
     if rows and columns:
+        # One program walks all entries of its row, also of a hub: these kernels have no segments.
         grid = (rows, triton.cdiv(columns, block))
         kernel[grid](*arguments, **constants, WIDE=_wide(x), BLOCK=block)
 
@@ -102,6 +105,7 @@ def sum_rows(
     into: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with Triton kernels."""
+    # The kernel adds to a contiguous ``into`` itself. Otherwise the sum is a tensor of its own, added below.
     direct = into is not None and into.is_contiguous()
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
     shared = heads > 1 and x.size(1) == 1
@@ -115,6 +119,8 @@ def sum_rows(
         chosen = {"SCALED": scale is not None, "ADD": direct, "WIDE": _wide(x)}
         width = columns // heads
         several, wide, across, blocks = _blocks(heads, width)
+        # Entries of a tile: as many as TILE allows, but not more than an average row has, so that few lanes
+        # idle.
         lanes = min(TILE // (several * wide), _power(held.mean), 64)
         gpu_sums.sum_kernel[(held.row.numel(), blocks)](
             held.row,
@@ -124,6 +130,7 @@ def sum_rows(
             layout.column,
             layout.edge,
             x.contiguous(),
+            # A kernel takes a pointer for each argument. It reads none of the stand-ins for absent tensors.
             x if weight is None else weight.contiguous(),
             x if scale is None else scale,
             out,
@@ -250,6 +257,8 @@ def leaky_dots_back(
     a, b, att, g = a.contiguous(), b.contiguous(), att.contiguous(), g.contiguous()
     ga, gb = torch.empty_like(a), torch.empty_like(b)
     held = segments_of(structure.by_target, "all")
+    # [programs, H, C]: one partial sum per program, added in a fixed order below. Atomics would add them in
+    # another order in each run.
     programs = min(held.row.numel(), PROGRAMS)
     tally = a.new_zeros(max(programs, 1), heads, width, dtype=_sums_in(a))
     _leaky_back(structure.by_target, a, b, att, slope, g, ga, tally)
@@ -331,9 +340,11 @@ def _edge_softmax(
 def _by_rows_of_heads(
     kernel: Any, layout: CsrLayout, like: Tensor, given: tuple[Any, ...], chosen: dict[str, Any]
 ) -> None:
-    """Launch a program for each row: a warp with a small tile, or for hubs more of them with a large one."""
+    """Launch a program for each row: one warp with a small tile, or eight with a large one for a hub."""
     heads = _power(like.size(1))
     begin, end = bounds(layout)
+    # A softmax needs the total of a row before its first result. So a hub is not cut into segments: one
+    # program with eight warps walks all of it.
     for hubs, rows in enumerate(rows_by_length(layout)):
         lanes = max((8 * TILE if hubs else TILE // 2) // heads, 1)
         lanes = lanes if hubs else min(lanes, _power(segments_of(layout, "all").mean))
@@ -363,12 +374,14 @@ def softmax_sum_back(
     """Compute ``ops.softmax_sum_back`` with Triton kernels."""
     a, b, alpha, g = a.contiguous(), b.contiguous(), alpha.contiguous(), g.contiguous()
     ga, gz = _edge_softmax_back(structure.by_target, a, b, slope, alpha, g)
+    # The gradient of b sums that of the logits by source.
     return ga, sum_edges(structure.by_source, gz)
 
 
 def _edge_softmax_back(
     layout: CsrLayout, a: Tensor, b: Tensor, slope: float | None, alpha: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
+    # Only the form with SUMS writes to ga.
     ga, gz = torch.zeros_like(a), torch.empty_like(alpha)
     given = (layout.column, layout.edge, a, b, alpha, g, gz, ga, alpha.size(1))
     chosen = {"SUMS": slope is not None, "SLOPE": slope or 0.0}

@@ -36,6 +36,8 @@ def extreme_kernel(
     for k in range(first, last):
         u = tl.load(index + k).to(tl.int64)
         v = tl.load(x + u * columns + c, mask=inside, other=0).to(WIDE) * SIGN
+        # NaN compares false with every number, so it needs a test of its own, and no number beats it
+        # afterwards.
         beats = (v > top) | (v != v)
         same = tl.where(beats, 1.0, same + tl.where(v == top, 1.0, 0.0))
         top = tl.where(beats, v, top)
@@ -63,6 +65,7 @@ def extreme_back_kernel(
     inside = c < columns
     mine = tl.load(x + u * columns + c, mask=inside, other=0)
     total = tl.zeros((BLOCK,), WIDE)
+    # u is a source: its entries are its out-edges, and ``column`` names their targets.
     for k in range(tl.load(begin + u), tl.load(end + u)):
         i = tl.load(column + k).to(tl.int64)
         top = tl.load(best + i * columns + c, mask=inside, other=0)
@@ -96,6 +99,7 @@ def softmax_kernel(
         u = tl.load(column + k).to(tl.int64)
         v = tl.load(z + u * columns + c, mask=inside, other=0).to(WIDE)
         most = tl.where((v > most) | (v != v), v, most)
+    # A second pass over the entries, which now knows the largest logit: exp(z - most) cannot overflow.
     whole = tl.zeros((BLOCK,), WIDE)
     sums = tl.zeros((BLOCK,), WIDE)
     for k in range(first, last):
@@ -134,6 +138,7 @@ def softmax_back_kernel(
     read = tl.load(m + u * columns + c, mask=inside, other=0).to(WIDE)
     of_z = tl.zeros((BLOCK,), WIDE)
     of_m = tl.zeros((BLOCK,), WIDE)
+    # p = exp(z[u] - top[i]); d m[u] = sum of p * part[i]; d z[u] = sum of p * part[i] * (m[u] - out[i]).
     for k in range(tl.load(begin + u), tl.load(end + u)):
         place = tl.load(column + k).to(tl.int64) * columns + c
         p = tl.exp(mine - tl.load(top + place, mask=inside, other=0).to(WIDE))

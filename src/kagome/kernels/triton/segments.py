@@ -9,8 +9,8 @@ Where it sits: ``ops`` asks for them once for each layout and span; they are kep
     segments ──  ─   ──── ──── ──── ─ ──          a longer row, a hub, is several
     scratch          [ 0 ][ 1 ][ 2 ][3]           each writes its own slot; a second kernel adds them in order
 
-Long segments come first: what begins last decides when all have ended. Short ones keep the order of rows, in
-which neighbouring rows read much the same rows.
+Long segments come first, because the segments that begin last decide when the kernel ends. Short segments
+keep the order of rows: neighbouring rows read much the same rows.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Segments:
 
     Args:
         row: The row of each segment, counted from the first row that is computed.
-        begin: Where its entries begin.
-        end: Where they end.
-        slot: Its place in the scratch, or -1 if it is the whole row.
+        begin: Where the entries of each segment begin.
+        end: Where the entries of each segment end.
+        slot: The place of each segment in the scratch, or -1 if the segment is a whole row.
         hubs: The rows that have several segments.
         hub_begin: The first slot of each hub.
-        hub_end: The slot after its last.
-        slots: How many slots there are.
+        hub_end: The slot after the last one of each hub.
+        slots: The number of slots.
         mean: Mean entries per row, rounded up.
 
     Shapes:
@@ -94,6 +94,7 @@ def row_of_entries(layout: CsrLayout) -> Tensor:
     found: Tensor | None = layout.prepared.get("rows")
     if found is None:
         rows = torch.arange(layout.rows, dtype=torch.int32, device=layout.column.device)
+        # Without ``output_size`` the host would wait for the device to learn the sum of the counts.
         found = layout.prepared["rows"] = torch.repeat_interleave(
             rows, layout.pointer.diff(), output_size=layout.edges
         )
@@ -102,18 +103,22 @@ def row_of_entries(layout: CsrLayout) -> Tensor:
 
 def _cut(begin: Tensor, end: Tensor) -> Segments:
     count = end - begin
+    # A row without entries has one segment as well: its program writes the zeros.
     pieces = ((count + SPLIT - 1) // SPLIT).clamp(min=1)
     row = torch.repeat_interleave(pieces)
+    # The number of each segment within its row.
     number = torch.arange(row.numel(), device=row.device) - (pieces.cumsum(0) - pieces)[row]
     first = begin[row] + number * SPLIT
     last = torch.minimum(first + SPLIT, end[row])
     hub = pieces > 1
     of_hub = hub[row]
+    # Slots are numbered in the order of rows, so that those of a hub lie one after another.
     slots = int(of_hub.sum())
     slot = torch.where(of_hub, of_hub.cumsum(0) - 1, -1)
     hubs = hub.nonzero().view(-1)
     hub_end = pieces[hubs].cumsum(0)
     length = last - first
+    # Stable, so that short segments keep the order of rows.
     order = torch.where(length > LONG, length, 0).argsort(descending=True, stable=True)
     mean = -(-int(count.sum()) // max(count.numel(), 1))
     row, first, last, slot = (each[order].contiguous() for each in (row, first, last, slot))

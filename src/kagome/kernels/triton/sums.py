@@ -1,8 +1,8 @@
 """Triton kernels of sums: of rows over each row's entries, and of a hub's segments.
 
-Where it sits: ``ops`` launches them. A program has a segment (see ``segments``) and a block of heads and
-columns. It adds up a tile of entries, heads and columns, whose loads do not wait for each other, and adds up
-the tile's entries at the end. No atomics are used, so results are the same on every run.
+Where it sits: ``ops`` launches them. A program sums a segment (see ``segments``) for a block of heads and
+columns. It adds to a tile of entries, heads and columns, whose loads do not wait for each other, and sums the
+tile's entries at the end. No atomics are used, so results are the same on every run.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -16,7 +16,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _finish(total, i, spot, inside, scale, SCALED: tl.constexpr, ADD: tl.constexpr, WIDE: tl.constexpr):
-    """Scale a row's total, add what is in its place already if asked, and store it."""
+    """Scale a row's total, add the value stored in its place if asked, and store it."""
     if SCALED:
         total *= tl.load(scale + i).to(WIDE)
     if ADD:
@@ -55,6 +55,7 @@ def sum_kernel(
 
     A head's columns of ``x`` begin ``head_stride`` after those of the head before: 0 if heads share them.
     """
+    # Program (s, b) has segment s and, as number b, one of ``blocks`` blocks of columns of a block of heads.
     s = tl.program_id(0)
     i = tl.load(row + s)
     first, last, place = tl.load(begin + s), tl.load(end + s), tl.load(slot + s)
@@ -65,9 +66,12 @@ def sum_kernel(
     columns = heads * width
     read = h[:, None] * head_stride + c[None, :]
     lane = tl.arange(0, EDGES)
+    # Entries are added to separate slots of the tile and joined once after the loop: a sum over entries
+    # inside the loop would make the threads of a warp exchange numbers in each step.
     tile = tl.zeros((EDGES, HEADS, WIDTH), WIDE)
     for k in range(first, last, EDGES):
         live = k + lane < last
+        # int64, because a row's number times the row stride may exceed 2^31.
         u = tl.load(index + k + lane, mask=live, other=0).to(tl.int64) - offset
         mask = live[:, None, None] & inside[None, :, :]
         v = tl.load(x + (u * row_stride)[:, None, None] + read[None, :, :], mask=mask, other=0).to(WIDE)
@@ -78,6 +82,7 @@ def sum_kernel(
             v *= w[:, :, None]
         tile += v
     total = tl.sum(tile, 0)
+    # A hub's segment leaves its part in scratch; join_kernel adds the parts and applies scale and ``into``.
     if place >= 0:
         tl.store(scratch + place * columns + at, total, mask=inside)
     else:

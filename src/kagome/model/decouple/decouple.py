@@ -85,6 +85,7 @@ class CallOrder:
 
     def note(self, operator: Operator, ends: Ends | None) -> None:
         """Record that a layer was called."""
+        # Hops of one operator run as one call: their exchange, into feature slices and back, is needed once.
         new = () if ends is None else (ends,)
         if self.hops and self.hops[-1].operator == operator:
             last = self.hops.pop()
@@ -149,6 +150,8 @@ class Decoupled(nn.Module):
         Shapes:
             ``data.x [N, F]``, ``data.edge_index [2, E]`` -> ``[N, C]``.
         """
+        # The maps run in each forward and record which hops follow, so a model may call its layers in another
+        # order, or with skips, as long as its operators are those of the trial run.
         inputs = {name: data[name] for name in data.keys()}  # noqa: SIM118 - Data is not a dict
         rows, hops, calling = _mapped(self.model, self.calls, inputs)
         weight = inputs.get("edge_weight") if "edge_weight" in calling.named else None
@@ -195,6 +198,7 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
     Raises:
         ModelError: For a layer that cannot be split, with its name and the reason.
     """
+    # The modules are copied and their tensors are not: a step of the optimizer trains both models.
     own = (*model.parameters(), *model.buffers())
     model_copy = copied(model, {id(tensor): tensor for tensor in own})
     calls = CallOrder()
@@ -213,6 +217,7 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
             model_copy = mapped  # a model that is one layer
         else:
             setattr(model_copy.get_submodule(parent), name, mapped)
+    # A trial run without dropout finds the order of the operators, and the device and type of the rows.
     training = model_copy.training
     model_copy.eval()
     with torch.no_grad():
@@ -228,6 +233,7 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
 def _rule_of(path: str, layer: nn.Module) -> tuple[Rule, Operator]:
     where = path or type(layer).__name__
     for kind, rule in RULES.items():
+        # A subclass has the same map only if it keeps PyG's forward.
         if type(layer) is kind or (isinstance(layer, kind) and type(layer).forward is kind.forward):
             try:
                 return rule, rule.operator(layer)
@@ -277,6 +283,7 @@ def _symmetric(layer: Any) -> Operator:
 
 def _gcn2(layer: Any, x: Tensor, first: Tensor, *_: Any, **__: Any) -> Tensor:
     """Return GCN-II's map of ``(1 - alpha) x + alpha x_0``, without the sum over neighbours."""
+    # PyG: z = (1 - alpha) A x + alpha x_0, then (1 - beta) z + beta z W. Here A is left out: it comes later.
     mixed, start = (1 - layer.alpha) * x, layer.alpha * first[: x.size(0)]
     if layer.weight2 is None:
         mixed = mixed + start
@@ -286,6 +293,8 @@ def _gcn2(layer: Any, x: Tensor, first: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _sage(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    # PyG maps the mean of neighbours by ``lin_l`` and the own row by ``lin_r``. Here both map the own row,
+    # and the mean comes after all maps.
     near = layer.lin(x).relu() if layer.project and hasattr(layer, "lin") else x
     out: Tensor = layer.lin_l(near)
     out = out + layer.lin_r(x) if layer.root_weight else out
@@ -300,6 +309,7 @@ def _mean(layer: Any) -> Operator:
 
 
 def _gat(layer: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Ends]:
+    # [N, heads, columns]; the scores of an edge's ends are means over the heads, [N, 1].
     heads: Tensor = layer.lin(x).view(-1, layer.heads, layer.out_channels)
     source, target = (
         (heads * vector).sum(-1).mean(1, keepdim=True) for vector in (layer.att_src, layer.att_dst)
@@ -321,8 +331,10 @@ def _attention(layer: Any) -> Operator:
 
 def _rgcn(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
     weight = layer.weight
+    # Weights of the relations as mixtures of bases: [relations, bases] @ [bases, in * out].
     if layer.num_bases is not None:
         weight = (layer.comp @ weight.flatten(1)).view(layer.num_relations, *weight.shape[1:])
+    # A map cannot depend on an edge's type: it takes the mean of all relations' weights.
     out: Tensor = x @ weight.mean(0)
     out = out if layer.root is None else out + x @ layer.root
     return out if layer.bias is None else out + layer.bias

@@ -1,6 +1,6 @@
 """Propagation: hops over a graph without maps between them, with one operator for each kind of layer.
 
-Where it sits: ``decouple`` puts these operators after a model whose layers it has split. They are plain PyG.
+Where it sits: ``decouple`` puts these operators, which are plain PyG, after a model whose layers it splits.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Mean(MessagePassing):  # type: ignore[misc]
         Shapes:
             ``x [N, C]``, ``edge_index [2, E]`` -> ``[N, C]``.
         """
+        # Each vertex has exactly one loop, so its own row counts once in the mean.
         edge_index, _ = remove_self_loops(edge_index)
         edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
         for _ in range(hops):
@@ -113,6 +114,8 @@ class Attention(Weighted):
         if self.add_loops:
             edge_index, _ = remove_self_loops(edge_index)
             edge_index, _ = add_self_loops(edge_index, num_nodes=x.size(0))
+        # ``ends`` has (source, target) for each layer that the hops
+        # replace: the mean over layers, [N, 1] each.
         source, target = (sum(each[1:], start=each[0]) / len(each) for each in zip(*ends, strict=True))
         weight = self.edge_updater(edge_index, alpha=(source, target))
         return self.hop(x, edge_index, weight, hops)
@@ -121,6 +124,8 @@ class Attention(Weighted):
         self, alpha_j: Tensor, alpha_i: Tensor, index: Tensor, ptr: Tensor | None, size_i: int | None
     ) -> Tensor:
         """Return the attention weight of each edge: a softmax over the in-edges of its target."""
+        # PyG gathers ``alpha``, a pair for source and target, as
+        # ``alpha_j`` and ``alpha_i``: [edges, 1] each.
         logits = nn.functional.leaky_relu(alpha_j + alpha_i, self.slope)
         share: Tensor = softmax(logits, index, ptr, size_i)
         return share
@@ -146,6 +151,8 @@ class Relations(Weighted):
         Shapes:
             ``x [N, C]``, ``edge_index [2, E]``, ``edge_type [E]`` -> ``[N, C]``.
         """
+        # The weight of an edge of type r into vertex i is share[r] / (edges of type r into i). The last share
+        # is that of the own row. All shares sum to one, so rows stay in bounds after any number of hops.
         share = self.share.softmax(0)
         kinds = nn.functional.one_hot(edge_type, self.relations).to(x.dtype)
         count = x.new_zeros(x.size(0), self.relations).index_add(0, edge_index[1], kinds)

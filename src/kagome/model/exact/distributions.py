@@ -32,6 +32,7 @@ TRIES: Final = 64
 
 def normal(uniform: Tensor) -> Tensor:
     """Turn uniform numbers into standard normal ones."""
+    # The inverse of the normal distribution function: sqrt(2) erfinv(2 u - 1).
     return torch.erfinv(uniform * 2 - 1) * math.sqrt(2)
 
 
@@ -54,15 +55,18 @@ def _log_normal(number: Number, given: Given) -> Any:
 
 
 def _exponential(number: Number, given: Given) -> Any:
+    # The inverse of 1 - exp(-lambda t), with u in place of 1 - u. Numbers are never 0, so the log is finite.
     return -number(given["shape"], 0).log() / given.get("lambd", 1.0)
 
 
 def _cauchy(number: Number, given: Given) -> Any:
+    # The inverse of the Cauchy distribution function: tan(pi (u - 1/2)).
     turned = torch.tan(math.pi * (number(given["shape"], 0) - 0.5))
     return given.get("median", 0.0) + given.get("sigma", 1.0) * turned
 
 
 def _geometric(number: Number, given: Given) -> Any:
+    # The trial of the first success: the least k with 1 - (1 - p)^k >= 1 - u.
     return (number(given["shape"], 0).log() / math.log1p(-given["p"])).ceil().clamp(min=1)
 
 
@@ -83,6 +87,7 @@ def _random(number: Number, given: Given) -> Any:
     if high is None and "from" in given:
         low, high = 0, low
     if high is None:
+        # As torch does: floats get integers that the type holds exactly, up to 2^24 for float32.
         high = 2 ** round(1 - math.log2(torch.finfo(kind).eps)) if kind.is_floating_point else None
         high = torch.iinfo(kind).max if high is None else high
     return _integers(number, {"shape": given["shape"], "low": low, "high": high})
@@ -97,6 +102,8 @@ def _multinomial(number: Number, given: Given) -> Any:
         # Rounding must not choose a category of probability 0 at the end of a row.
         last = p.size(-1) - 1 - p.flip(-1).ne(0).int().argmax(-1, keepdim=True)
         return torch.minimum(torch.searchsorted(shares, drawn, right=True), last)
+    # -log(u) / p is exponential with rate p, so category i comes first with probability p_i / sum p, and the
+    # order of the others is that of draws without replacement. A probability of 0 takes for ever.
     race = -number(tuple(p.shape), 0).log() / p
     return race.topk(count, -1, largest=False).indices
 
@@ -112,6 +119,8 @@ def _counted(
         pieces: Number of pieces that each entry adds up.
         chance: Probability of a count (first argument), given that of the count before it (second argument).
     """
+    # For each piece: the count is the least k with P(0) + ... + P(k) >= u. All entries of the tensor search
+    # together; ``on`` has those that have not arrived.
     total = torch.zeros_like(mean)
     for piece in range(int(pieces.max()) if pieces.numel() else 0):
         drawn, count = number(tuple(mean.shape), piece), torch.zeros_like(mean)
@@ -129,6 +138,7 @@ def _counted(
 
 
 def _poisson(number: Number, given: Given) -> Any:
+    # A sum of independent Poisson numbers is Poisson with the sum of the means. P(k) = P(k - 1) mean / k.
     rate = given["input"].detach().double()
     pieces = (rate / PIECE).ceil()
     mean = rate / pieces.clamp(min=1)
@@ -146,10 +156,13 @@ def _binomial(number: Number, given: Given) -> Any:
     pieces = (trials / PIECE).ceil()
     each = (trials / pieces.clamp(min=1)).floor()
     more = trials - each * pieces
+    # ``more`` pieces of each + 1 trials and the others of ``each`` trials make up all trials. Both kinds draw
+    # numbers of their own: even places of a call for the one, odd places for the other.
     counts = torch.zeros_like(rare)
     for part, (size, many) in enumerate(((each + 1, more), (each, pieces - more))):
 
         def chance(count: Tensor, before: Tensor, size: Tensor = size) -> Tensor:
+            # P(k) = P(k - 1) (n - k + 1) / k p / (1 - p); below 0 beyond k = n, where it is 0.
             odds = before * (size - count + 1) / count.clamp(min=1) * rare / (1 - rare)
             return torch.where(count == 0, (size * torch.log1p(-rare)).exp(), odds.clamp(min=0))
 
@@ -171,6 +184,7 @@ def _of_gamma(number: Number, alpha: Tensor) -> Tensor:
 
     Source: Marsaglia and Tsang, A Simple Method for Generating Gamma Variables, 2000.
     """
+    # Place 0 of the call is for the boost; attempt i takes places 2 i + 1 and 2 i + 2.
     size = tuple(alpha.shape)
     d = torch.where(alpha < 1, alpha + 1, alpha) - 1 / 3
     c, out = 1 / (9 * d).sqrt(), d
@@ -184,12 +198,13 @@ def _of_gamma(number: Number, alpha: Tensor) -> Tensor:
         on = on & ~fits
         if not bool(on.any()):
             break
+    # The method needs a shape of 1 or more: gamma(a) = gamma(a + 1) u^(1 / a).
     boost = torch.where(alpha < 1, number(size, 0) ** (1 / alpha), 1.0)
     return (out * boost).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 class _Gamma(torch.autograd.Function):
-    """Returns drawn gamma numbers, with the gradient that torch gives them."""
+    """Autograd function of drawn gamma numbers, with torch's gradient by their shape."""
 
     @staticmethod
     def forward(ctx: Any, alpha: Tensor, drawn: Tensor) -> Tensor:
@@ -203,6 +218,7 @@ class _Gamma(torch.autograd.Function):
 
 
 def _dirichlet(number: Number, given: Given) -> Any:
+    # Gamma numbers over their sum are Dirichlet.
     drawn = _of_gamma(number, given["input"].detach().double())
     return drawn / drawn.sum(-1, keepdim=True)
 
@@ -250,6 +266,7 @@ def given_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         size = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
         return {"size": size, **kwargs}
     if name in ("randint", "randint_like"):
+        # ``randint(high, size)`` leaves out ``low``, which is the first argument of the long form.
         names: tuple[str, ...] = ("low", "high", "size") if name == "randint" else ("input", "low", "high")
         short = len(args) + sum(each in kwargs for each in names) < len(names)
         names = tuple(each for each in names if not (short and each == "low" and each not in kwargs))
@@ -291,4 +308,5 @@ def likely(name: str, given: Given) -> Tensor:
     if name == "multinomial":  # between equal probabilities rounding would decide
         rows = given["input"].shape[:-1]
         return torch.arange(given["num_samples"], device=device).expand(*rows, given["num_samples"])
+    # 0.7 would be above most probabilities: a mask of zeros, after which a check compares zeros.
     return torch.ones(given["shape"], device=device) if "bernoulli" in name else LAWS[name](same, given)

@@ -23,6 +23,7 @@ from torch import Tensor
 from kagome.kernels.base.thread_pool import compiled, inlined, spread
 from kagome.model.exact.scope import Args, Func, Kwargs, argument
 
+# The constants of splitmix64: the increment 2^64 / golden ratio, and the two factors of its finaliser.
 _GOLDEN = 0x9E3779B97F4A7C15
 _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
@@ -52,6 +53,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def mix(z: Tensor) -> Tensor:
     """Scramble 64-bit words (the finaliser of splitmix64), on int64 with wrap-around."""
+    # Products of int64 wrap around as those of uint64 do, so signed numbers give the same bits.
     z = (z ^ _shift(z, 30)) * _signed(_FIRST)
     z = (z ^ _shift(z, 27)) * _signed(_SECOND)
     return z ^ _shift(z, 31)
@@ -70,6 +72,7 @@ def mix(z: Tensor) -> Tensor:
 
 def call_key(seed: int, epoch: int, path: str, index: int) -> int:
     """Return one word for a call, from the seed, the epoch, the module's path and the call's index."""
+    # Each word is mixed in before the next is added: (1, 2) and (2, 1) have different keys.
     z = 0
     for word in (seed, epoch, zlib.crc32(path.encode()), index):
         z = _mix_int((z + word + 1) * _GOLDEN % _WORD)
@@ -93,6 +96,7 @@ def row_keys(ids: Tensor, key: int) -> Tensor:
 
 def edge_ids(source: Tensor, target: Tensor, copy: Tensor) -> Tensor:
     """Return a word for each edge, from its ends' original ids and its index among equal edges."""
+    # Different factors for the ends, so that an edge and its reverse draw different numbers.
     return mix(mix(source + 1) + 3 * mix(target + 2) + 7 * copy)
 
 
@@ -105,6 +109,9 @@ def uniform(keys: Tensor, columns: int, first: int = 0) -> Tensor:
     Shapes:
         ``keys [R]`` -> ``[R, columns]`` with values in [0, 2**32).
     """
+    # column    0 1 .. 7    8 9 .. 15    16 ..
+    # word      0 1 .. 7    0 1 ..  7     8 ..
+    # half      upper       lower        upper
     column = torch.arange(first, first + columns, device=keys.device)
     word = column // 16 * 8 + column % 8
     mixed = mix(keys.unsqueeze(1) + (word + 1) * _signed(_GOLDEN))
@@ -122,6 +129,8 @@ def _mixed(z: Any) -> Any:
 def _drop_rows(
     low: int, high: int, x: Any, ids: Any, key: Any, limit: Any, scale: Any, begin: int, out: Any
 ) -> None:
+    # As ``uniform`` for whole blocks of 16 columns, 8 words each; column by column for the rest, or for all
+    # where ``x`` does not begin at column 0.
     golden, half, mask = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(0xFFFFFFFF)
     columns, none = x.shape[1], scale * 0
     whole = columns // 16 * 16 if begin == 0 else 0
@@ -152,6 +161,8 @@ def _on_gpu() -> Callable[..., Any] | None:
 
 def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tensor:
     """Return ``x`` with a share ``p`` of entries zeroed, the rest scaled by 1 / (1 - p); no gradient."""
+    # An entry stays if its number of 32 bits is below ``limit``. All three versions compare integers, so
+    # masks are equal on CPU and GPU to the bit.
     limit, scale = round((1.0 - p) * 2**32), 1.0 / (1.0 - p)
     if x.device.type == "cuda" and x.is_floating_point() and (drop := _on_gpu()) is not None:
         dropped: Tensor = drop(x, ids, key, limit, scale, first)
@@ -166,6 +177,7 @@ def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tenso
     def rows(low: int, high: int) -> None:
         _drop_rows(low, high, source, words, word, most, factor, first, result)
 
+    # The width stands for the work in a row: its entries, and the row's own hash.
     spread(rows, x.size(0), x.size(1) + 8)
     return out
 
@@ -204,6 +216,7 @@ def dropout(x: Tensor, ids: Tensor, key: int, p: float, axis: int = 0, first: in
     Cost:
         Keeps no mask for backward, which draws the numbers again.
     """
+    # The scale would be infinite. As in torch, the result keeps its place in the graph of autograd.
     if p >= 1.0:
         return x * 0.0
     if axis == 0 and x.dim() == 2:
@@ -223,6 +236,8 @@ def call_of(name: str, func: Func, args: Args, kwargs: Kwargs) -> tuple[Tensor, 
     """
     return (
         args[0] if args else kwargs["input"],
+        # F.dropout(input, p, training, inplace) in Python; torch.dropout(input, p, train) below it, which has
+        # ``dropout_`` for in-place.
         float(argument(args, kwargs, 1, "p", 0.5)),
         bool(argument(args, kwargs, 2, "training" if isinstance(func, FunctionType) else "train", True)),
         name.endswith("_") or bool(argument(args, kwargs, 3, "inplace", False)),
@@ -248,6 +263,7 @@ def seeded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         kwargs: Its arguments by name.
         key: Seed of the generator, from :func:`call_key`.
     """
+    # A generator must be on the device where the numbers are drawn.
     given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     device = kwargs.get("device") if given is None else given.device
     generator = torch.Generator(device or torch.get_default_device()).manual_seed(key)

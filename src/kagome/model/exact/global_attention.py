@@ -49,6 +49,7 @@ def attention(
     Cost:
         Keeps the weights ``[..., L, S]`` for backward.
     """
+    # Grouped queries: fewer heads of keys than of queries, each of which serves consecutive query heads.
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
@@ -73,9 +74,13 @@ def _attention(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) 
     """Answer ``F.scaled_dot_product_attention`` among all vertices, or within each of them."""
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     ends = [given[each] for each in _NAMES[:3]]
+    # Along the second last axis, the sequence of torch's attention, rows of vertices attend to each other.
+    # Along any other they are a batch, and each attends within itself.
     along = [scope.axes.of(end) == end.dim() - 2 for end in ends]
     if all(along) and all(map(scope.axes.of_each_vertex, ends)):
         return _among_all(scope, func, given)
+    # Torch's kernel would draw in the order of rows; and a few queries that attend to rows of vertices need a
+    # softmax over all ranks. Both are served call by call, by the handlers of the single calls.
     drops = given.get("dropout_p", 0.0) > 0.0 and (scope.parted or not scope.forward.own_seed())
     if drops or (scope.parted and any(along[1:])):
         return scope.within(partial(attention, **given, drop=functional.dropout))
@@ -92,6 +97,7 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
     query, key, value = (given[each] for each in _NAMES[:3])
     drops = given.get("dropout_p", 0.0)
     if not scope.parted:
+        # Nothing is sent; a survey notices the call: see ``layer_rules._gps``.
         scope.reads.all_rows_exchange()
         if not drops or scope.forward.own_seed():
             return NotImplemented
@@ -107,6 +113,7 @@ def _among_all(scope: Scope, func: Func, given: Kwargs) -> Any:
             hint="leave the mask out, or let edges say who attends to whom (TransformerConv)",
         )
     else:
+        # Keys and values [.., n, d] in one exchange: [n, columns of both], gathered to [N, columns of both].
         flat = [end.movedim(-2, 0).flatten(1) for end in (key, value)]
         both = scope.reads.gather_all(torch.cat(flat, 1)).split([each.size(1) for each in flat], 1)
         key, value = (
@@ -133,8 +140,11 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     asked = given.arguments
     ends = [asked[each] for each in _NAMES[:3]]
     scope.axes.refuse_lost(*ends)
+    # Rows along axis 0, [n, (batch,) d]: every vertex attends to every vertex. Along axis 1, [L, n, d]: a
+    # vertex is a sample, and attends within its own sequence of length L.
     axes = {scope.axes.of(end) for end in ends}
     if axes == {0} and all(map(scope.axes.of_each_vertex, ends)):
+        # Torch's function runs, and its inner ``scaled_dot_product_attention`` comes to ``_attention``.
         if not scope.parted or not asked["need_weights"]:
             scope.reads.all_rows_exchange()
             return NotImplemented
@@ -143,6 +153,9 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         heads = () if asked["average_attn_weights"] else (asked["num_heads"],)
         none = out.new_zeros(()).expand(*[1] * (out.dim() - 2), *heads, scope.own, scope.vertices)
         return out, scope.axes.lost(none, "the attention weights of all pairs of vertices")
+    # Torch joins batch and heads to one axis, [n * heads, L, d / heads],
+    # after which no axis has a row for each vertex. So the common case is
+    # computed here with both apart; rare options stay with torch's function.
     odd = ("bias_k", "bias_v", "static_k", "static_v", "key_padding_mask", "attn_mask")
     if axes != {1} or ends[0].dim() != 3 or any(asked[each] is not None for each in odd):
         return NotImplemented
@@ -157,6 +170,7 @@ def _of_each_row(asked: Kwargs) -> tuple[Tensor, Tensor | None]:
         weights = asked["in_proj_weight"].split(embed)
     bias = asked["in_proj_bias"]
     biases = [None] * 3 if bias is None else bias.split(embed)
+    # [L, n, embed] -> [n, heads, L, embed / heads]
     query, key, value = (
         functional.linear(asked[each], weight, shift)
         .unflatten(-1, (heads, embed // heads))

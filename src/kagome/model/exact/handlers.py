@@ -1,8 +1,8 @@
 """Exact handlers: torch calls whose result a split must not change, from statistics and dropout to attention.
 
-Where it sits: ``HANDLERS`` answer torch calls by name for ``intercept.interceptor``. They know a tensor's row
-axis from its placement, and reach the other ranks through the scope. Rules for single layer classes are in
-``layer_rules``.
+Where it sits: ``HANDLERS`` answer torch calls by name for ``intercept.interceptor``. A handler knows a
+tensor's row axis from its placement, and reaches the other ranks through the scope. Rules for single layer
+classes are in ``layer_rules``.
 
 To make another call exact: write a handler that takes (scope, name, func, args, kwargs) and returns
 NotImplemented where it does not apply, and add it to ``HANDLERS``.
@@ -60,6 +60,9 @@ def _refused_seed(scope: Scope, name: str) -> Exception:
 
 
 def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    # The cases, in order: torch's own errors and scalars; F's Python functions;
+    # nothing to drop; a seed of the forward's own; attention that is deferred;
+    # plain dropout by a kernel; feature, alpha and in-place dropout by a mask.
     x, p, training, in_place = dropout.call_of(name, func, args, kwargs)
     if not 0.0 <= p <= 1.0 or not x.dim():
         return NotImplemented
@@ -69,6 +72,8 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
         return x if scope.deferral.drops_shares(x) else NotImplemented
     if scope.forward.own_seed():
         return _as_seeded(scope, name, func, args, kwargs, x)
+    # GAT's attention weights [edges, heads] are not computed yet: the draw waits inside their expression.
+    # ``first`` is the first head where a rank has a slice of them.
     if name == "dropout" and scope.deferral.drops_shares(x):
         ids, key, _ = _ids(scope, x, name)
         return scope.deferral.drop_shares(
@@ -80,6 +85,9 @@ def _dropout(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     keep_mask = _keep_mask(scope, x, name, p)
     shift: Tensor | float = 0.0
     if "alpha" in name:
+        # Alpha dropout sets dropped entries to -_SELU and then maps a x + b, to keep mean 0 and variance 1:
+        # a = length / _SELU = ((1 - p) (1 + p _SELU^2))^-1/2 and b = p length.
+        # ``kept`` is 1 - p times the usual mask, so 1 or 0 for each entry.
         length = _SELU / math.sqrt((_SELU**2 * p + 1) * (1 - p)) if p < 1 else 0.0
         kept = keep_mask * (1 - p)
         keep_mask, shift = kept * (length / _SELU), (kept - (1 - p)) * length
@@ -98,6 +106,8 @@ def _keep_mask(scope: Scope, x: Tensor, name: str, p: float) -> Tensor:
         ids, key, axis = _ids(scope, x, name)
         return dropout.dropout(torch.ones_like(x), ids, key, p, axis)
     ones = dropout.channels(x)
+    # The mask is [x.size(0), x.size(1), 1, ...]. With rows of vertices further inside, all ranks must draw
+    # the same one: a parameter counts as a tensor without rows.
     if (scope.axes.of(x) or 0) > 1:  # one channel of all rows
         ids, key, axis = _ids(scope, torch.nn.Parameter(ones), name)
     else:
@@ -114,6 +124,7 @@ def _rrelu(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         return _as_seeded(scope, name, func, args, kwargs, x)
     low, high = argument(args, kwargs, 1, "lower", 1 / 8), argument(args, kwargs, 2, "upper", 1 / 3)
     slope = low + (high - low) * _numbers(*_ids(scope, x, name))(tuple(x.shape), 0).to(x.dtype)
+    # Slope 1 for positive entries, so that one product is the layer and its gradient.
     factor = torch.where(x.detach() <= 0, slope, torch.ones_like(slope))
     return x.mul_(factor) if name.endswith("_") else scope.axes.like(x * factor, x)
 
@@ -123,6 +134,8 @@ def _numbers(ids: Tensor, key: int, axis: int) -> Number:
     keys = dropout.row_keys(ids, key)
 
     def number(shape: tuple[int, ...], place: int) -> Tensor:
+        # [rows, columns] with all other axes as columns. Each place of a call has columns of its own.
+        # (u + 1/2) / 2^32 is never 0 or 1, of which laws take the log.
         rest = [size for at, size in enumerate(shape) if at != axis]
         columns = math.prod(rest)
         flat = dropout.uniform(keys, columns, place * columns)
@@ -151,6 +164,8 @@ def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
         ModelError: If the draw chooses among the rows instead of drawing for each row.
     """
     if given.get("size") is not None:
+        # A size that counts rows (``torch.rand(x.size(0), 3)``) gives
+        # a tensor with rows; ``made`` returns None for any other.
         kind = given.get("dtype") or (torch.int64 if name == "randint" else None)
         return scope.made("empty", (given["size"],), {"dtype": kind, "device": given.get("device")})
     tensors = [value for value in given.values() if isinstance(value, Tensor)]
@@ -163,6 +178,7 @@ def drawn_for(scope: Scope, name: str, given: Given) -> Tensor | None:
         and scope.axes.of(base) == base.dim() - 1
     ):
         raise draw_refused(scope, name, "it draws among all vertices or edges")
+    # ``torch.normal(mean [n, 1], std [3])`` draws [n, 3]: the row axis counts from the end.
     shape = torch.broadcast_shapes(*(each.shape for each in tensors))
     if base.shape == shape:
         return base
@@ -181,6 +197,7 @@ def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwarg
         raise draw_refused(scope, name, "a generator of your own draws in the order of the rows")
     axis = scope.axes.of(rows)
     assert axis is not None
+    # The generator is in the same state on all ranks, and stays so only if all draw equally many numbers.
     shape = [scope.vertices if at == axis else size for at, size in enumerate(rows.shape)]
     if sized:
         values = [given[each] for each in ("low", "high", "mean", "std") if each in given]
@@ -196,6 +213,7 @@ def _shared(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 
     Torch's own generator is in another state in each of them.
     """
+    # A function of torch's in Python runs, and its native draw comes here in turn.
     if isinstance(func, FunctionType):
         return NotImplemented
     args = counted(scope, name, args, kwargs)
@@ -215,6 +233,7 @@ def counted(scope: Scope, name: str, args: Args, kwargs: Kwargs) -> Args:
     Raises:
         ModelError: If another draw depends on the number of a rank's rows.
     """
+    # A symbolic size stands for the number of own rows; a permutation is over all vertices of the graph.
     numbers = [scope.axes.vertices_counted(value) for value in args]
     args = tuple(value if n is None else n for value, n in zip(args, numbers, strict=True))
     given = [*args, *kwargs.values()]
@@ -232,6 +251,7 @@ def _view(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     x, shape = args[0], args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     if x.numel() or not all(isinstance(s, int) for s in shape) or -1 not in shape or 0 not in shape:
         return NotImplemented
+    # torch cannot infer -1 for 0 entries: x [0, 12] viewed as [0, 3, -1] has 12 / 3 columns.
     width = math.prod(s for s in x.shape if s) // math.prod(s for s in shape if s > 0)
     out: Tensor = func(x, [width if s == -1 else s for s in shape])
     return scope.axes.like(out, x)

@@ -52,6 +52,8 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
                 )
     with ExitStack() as undo:
         for module in model.modules():
+            # A rule reads the method that earlier rules have set, so the later of two for one class wraps the
+            # earlier one. Undoing in reverse order ends with what was there at first.
             for kind, rule in RULES:
                 if isinstance(module, kind):
                     for target, name, value in rule(module, scope):
@@ -68,7 +70,7 @@ def _restore(module: nn.Module, name: str, before: Any) -> None:
 
 
 def _cheb(module: Any, scope: LayerScope) -> Settings:
-    """ChebConv scales its Laplacian by twice the largest entry, which may be on another rank."""
+    """Scale ChebConv's Laplacian by twice its largest entry, which may be on another rank."""
     inner = module.__norm__
 
     def norm(
@@ -82,6 +84,7 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
     ) -> Any:
         if lambda_max is None:
             weight = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
+            # A rank without edges takes part in the maximum with the least number, and does not win.
             low = weight.new_full((), torch.finfo(weight.dtype).min)
             lambda_max = 2.0 * scope.ranks.greatest(weight.detach().amax() if weight.numel() else low)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
@@ -90,13 +93,13 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
 
 
 def _supergat(module: Any, scope: LayerScope) -> Settings:
-    """SuperGATConv samples pairs for its own attention loss, which is not used here: draw none."""
+    """Let SuperGATConv draw no pairs for its own attention loss, which is not used here."""
     none = lambda edge_index, *_: edge_index.new_zeros(2, 0)  # noqa: E731
     return [(module, "negative_sampling", none), (module, "positive_sampling", none)]
 
 
 def _gps(module: Any, scope: LayerScope) -> Settings:
-    """GPSConv attends to all vertices: queries are own rows, keys and values the rows of all ranks.
+    """Let GPSConv attend to all vertices: queries are own rows, keys and values the rows of all ranks.
 
     Cost:
         All ranks' rows once forward and once backward; N x n attention weights.
@@ -106,6 +109,8 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
     def attend(query: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scope.size == 1:
+            # Sends nothing. A survey of a sample (``profile.step_shapes``) sees the call on its channel and
+            # learns that the layer reads all vertices.
             scope.reads.all_rows_exchange()
             return inner(query, *args, **kwargs)
         if query.size(0) != 1 or query.size(1) != scope.own:
@@ -115,6 +120,9 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
                 where=scope.where(),
                 hint="leave batch out: there is one graph",
             )
+        # Torch's attention is intercepted further inside, where ``global_attention``
+        # fetches keys and values. The Performer sums over all vertices in several
+        # places of its kernel, so it is given all rows, in any order.
         if not performer:
             return inner(query, query, query, need_weights=False)
         whole = scope.reads.gather_all(query.squeeze(0), ordered=False).unsqueeze(0)
@@ -128,19 +136,21 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
 
 def _reversible(module: Any, scope: LayerScope) -> Settings:
     """Let a reversible block keep its activations: recomputation would repeat its exchanges in backward."""
+    # One rank with all rows has no exchange to repeat: PyG's own recomputation stays.
     if not scope.runs_once:
         return []
 
     def apply(args: tuple[Any, ...], fn: Callable[..., Any], inverse: Callable[..., Any]) -> Any:
         with scope.run_once():
             out = fn(*args)
+        # As PyG's own ``_fn_apply`` returns a layer's only result.
         return out[0] if isinstance(out, tuple) and len(out) == 1 else out
 
     return [(module, "_fn_apply", apply)]
 
 
 def _first_group(module: Any, scope: LayerScope) -> Settings:
-    """Quantiles and LSTMs fail if the first vertex, or all, have no in-edge: add a vertex that has some."""
+    """Add a first vertex with in-edges: quantiles and LSTMs fail if the first one, or all, have none."""
     inner = module.forward
 
     def forward(
@@ -154,6 +164,10 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
         axis = dim % x.dim()
         if index is None or axis != 0:
             return inner(x, index, ptr, dim_size, dim, **more)  # type: ignore[no-any-return]
+        #     index   [3 3 5]         group 0 is empty: PyG's quantile looks at place -1
+        #     group   [0 0 4 4 6]     two rows of zeros in front; their result, out[0], is dropped
+        #
+        # Two rows, because groups at the end that are empty look at the last row but one.
         ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
         group = scope.axes.targets(torch.cat([index.new_zeros(2), index + 1]))
         size = scope.own if dim_size is None else dim_size
@@ -164,10 +178,11 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
 
 
 def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
-    """Aggregations that need a whole group, in order or as a dense block: allow a vertex's neighbours."""
+    """Allow aggregations that need a whole group, in order or as a block, only over a vertex's neighbours."""
     inner = module.forward
 
     def forward(x: Tensor, index: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        # All in-edges of a vertex are on its rank, so a reduction by target has its groups whole.
         if scope.size > 1 and not scope.axes.names_targets(index):
             raise ModelError(
                 f"{type(module).__name__} to take the rows that edges bring to a vertex",
@@ -190,6 +205,7 @@ REFUSED: Sequence[tuple[type[nn.Module], str]] = (
 """Layers that no split makes exact, each with its reason."""
 
 
+# Aggregations that look at the rows of a group in an order, or as one dense block, and are no sum over rows.
 _IN_ONE_PLACE = (
     pyg.aggr.QuantileAggregation,
     pyg.aggr.LSTMAggregation,
@@ -202,6 +218,7 @@ _IN_ONE_PLACE = (
     pyg.aggr.PatchTransformerAggregation,
 )
 
+# From the general to the particular: a rule further down wraps what those above have set.
 RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.MessagePassing, with_shortcuts),
     (pyg.aggr.Aggregation, with_shortcuts),

@@ -42,6 +42,8 @@ def cached_call(function: Callable[..., Any], scope: LayerScope, name: str) -> C
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # The key has the arguments in the order of the call and the names of the named ones: two spellings of
+        # one call are two entries, which costs a second computation and no error.
         given = (*args, *kwargs.values())
         with torch._C.DisableTorchFunction():  # this is not the user's computation
             lasts = all(scope.constants.is_constant(value) for value in given if isinstance(value, Tensor))
@@ -70,6 +72,7 @@ def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Call
     def call(
         src: Tensor, index: Any = None, ptr: Any = None, num_nodes: int | None = None, dim: int = 0
     ) -> Tensor:
+        # With ``ptr`` groups are consecutive rows, which PyG's own function handles.
         found = (
             scope.deferral.edge_softmax(src, index, dim)
             if ptr is None and isinstance(index, Tensor)
@@ -81,10 +84,11 @@ def _softmax(function: Callable[..., Any], scope: LayerScope, name: str) -> Call
 
 
 def _loops(function: Callable[..., Any], scope: LayerScope, name: str) -> Callable[..., Any]:
-    """EGConv has the number of vertices guessed from the edges, which are only the part's: pass it."""
+    """Pass EGConv's number of vertices, which PyG would guess from the edges of the part alone."""
     once = cached_call(function, scope, name)
 
     def call(edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # ``num_nodes`` is the fourth argument. A vertex behind the graph's last edge gets no loop, as in PyG.
         if scope.constants.is_constant(edge_index) and len(args) < 3:
             kwargs.setdefault("num_nodes", scope.ids.last_row())
         return once(edge_index, *args, **kwargs)
@@ -105,10 +109,12 @@ _STAND_INS: dict[str, tuple[Callable[..., Any], Callable[..., Callable[..., Any]
 def with_shortcuts(module: Any, scope: LayerScope) -> Settings:
     """Return the module's own methods that use a name of the table, with the replacement in place."""
     found: Settings = []
+    # Methods of base classes too: a user's subclass of GCNConv calls ``gcn_norm`` in PyG's own forward.
     for name in {n for kind in type(module).__mro__ for n in vars(kind) if kind is not nn.Module}:
         method = getattr(type(module), name, None)
         if not isinstance(method, FunctionType) or name in ("__init__", "__call__"):
             continue
+        # The function itself is compared, not its name alone: a ``softmax`` of the user's own stays.
         replaced = {
             word: make(function, scope, word)
             for word, (function, make) in _STAND_INS.items()
@@ -121,6 +127,7 @@ def with_shortcuts(module: Any, scope: LayerScope) -> Settings:
 
 def _with_globals(module: nn.Module, method: FunctionType, replaced: dict[str, Any]) -> Any:
     """Return a module's method with some of its global names replaced; the globals stay as they are."""
+    # Setting the global itself would change PyG for all models of the process.
     copy = FunctionType(
         method.__code__,
         {**method.__globals__, **replaced},
@@ -145,6 +152,7 @@ def reduced_by_kernels(module: Any, scope: LayerScope) -> Settings:
         reduce: str = "sum",
     ) -> Tensor:
         found = None
+        # With another number of groups it is a pooling, and no reduction over in-edges.
         if ptr is None and index is not None and dim_size in (None, scope.own):
             found = scope.deferral.edge_reduce(x, index, dim, reduce)
         return inner(x, index, ptr, dim_size, dim, reduce) if found is None else found

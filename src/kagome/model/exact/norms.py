@@ -27,6 +27,7 @@ Sum = Callable[[Tensor], Tensor]
 def _batch_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     args, kwargs = _as_functional(func, args, kwargs)
     x: Tensor = args[0]
+    # In evaluation a norm uses its buffers, which are equal on all ranks.
     if not argument(args, kwargs, 5, "training", False) or scope.size == 1:
         return NotImplemented
     return _normalise(scope, x, args, kwargs, tuple(d for d in range(x.dim()) if d != 1))
@@ -51,6 +52,7 @@ def _instance_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwar
         or scope.axes.of(x) in (None, 0, 1)
     ):
         return NotImplemented
+    # [1, columns, vertices] is PyG's way to normalise all rows of one graph.
     if x.size(0) != 1:
         return NotImplemented
     return _normalise(scope, x, args, kwargs, tuple(range(2, x.dim())))
@@ -61,6 +63,7 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
     weight, bias = argument(args, kwargs, 3, "weight"), argument(args, kwargs, 4, "bias")
     eps = float(argument(args, kwargs, 7, "eps", 1e-5))
     seen: list[Tensor] = []
+    # As torch's own norms: statistics of half precision in float32.
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     out = scope.ranks.summing(
         partial(_there, dims, eps, seen), partial(_back, dims), (wide, weight, bias), "norm"
@@ -70,6 +73,7 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
         and torch.is_grad_enabled()
         and argument(args, kwargs, 1, "running_mean") is not None
     ):
+        # ``run_once`` runs the function a single time and would move the buffers once.
         raise ModelError(
             "a batch norm to move its running statistics once in each epoch",
             "one in a function that is checkpointed, or in a reversible block, which runs again in backward: "
@@ -90,6 +94,7 @@ def _note(args: Args, kwargs: Kwargs, seen: list[Tensor]) -> None:
         return
     mean, var, count = seen
     with torch.no_grad():
+        # running <- (1 - momentum) running + momentum * new, with the unbiased variance N / (N - 1) var
         spread = var.reshape(-1) * (count / (count - 1).clamp(min=1))
         mean_buffer.mul_(1 - momentum).add_(mean.reshape(-1).to(mean_buffer.dtype), alpha=momentum)
         var_buffer.mul_(1 - momentum).add_(spread.to(var_buffer.dtype), alpha=momentum)
@@ -107,6 +112,7 @@ def _there(
     """Return the norm, and what backward needs: x, mean, 1 / deviation, weight, bias, number of entries."""
     local = math.prod(x.size(d) for d in dims)
     if local:
+        # Squares around the part's own mean, [1, columns, 1, ..]: one pass over x, and no digits cancel.
         m2, mean_here = torch.var_mean(x, dims, correction=0, keepdim=True)
         m2 = m2 * local
     else:
@@ -124,8 +130,10 @@ def _there(
     seen[:] = [mean, var, count.to(x.dtype)]
     rstd = (var + eps).rsqrt()
     column = [1, -1] + [1] * (x.dim() - 2)
+    # out = (x - mean) rstd weight + bias = x a + d, in one pass
     a = rstd if weight is None else rstd * weight.view(column).to(x.dtype)
     d = -mean * a if bias is None else bias.view(column).to(x.dtype) - mean * a
+    # An empty tensor stands for a missing weight or bias: backward gets tensors alone.
     nothing = x.new_empty(0)
     kept = (x, mean, rstd, nothing if weight is None else weight, nothing if bias is None else bias, count)
     return torch.addcmul(d, x, a), kept
@@ -145,6 +153,7 @@ def _back(
     """Return the gradient of x, and this rank's share of the gradients of weight and bias."""
     column = [1, -1] + [1] * (x.dim() - 2)
     a = rstd if weight.numel() == 0 else rstd * weight.view(column).to(x.dtype)
+    # Per column: sum g, and sum g xhat with xhat = (x - mean) rstd, both over own rows.
     here = g.sum(dims, keepdim=True)
     along = ((g * x).sum(dims, keepdim=True) - mean * here) * rstd
     both = total(torch.cat([here.reshape(-1), along.reshape(-1)]).double()) / count
@@ -152,6 +161,7 @@ def _back(
     # a (g - far - (x - mean) rstd slope), in two passes.
     step = rstd * slope
     g_x = torch.addcmul(mean * step - far, x, -step).add_(g).mul_(a)
+    # Shares of this rank alone: ``components.gradients`` sums the gradients of weights over the ranks.
     flat = [d for d in range(x.dim()) if d != 1]
     g_weight = None if weight.numel() == 0 else along.sum(flat).to(weight.dtype)
     g_bias = None if bias.numel() == 0 else here.sum(flat).to(bias.dtype)

@@ -36,12 +36,15 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of the arguments after the input, by position."""
 
+# Calls whose default axis is the last one, and calls whose result is made of rows in order, which no small
+# reduction over ranks can give.
 _LAST = frozenset(["sort", "argsort", "topk", "kthvalue", "mode"])
 _ORDERS = _LAST | {"median", "nanmedian", "argmax", "argmin", "unique"}
 
 
 def count_rows(scope: Scope, x: Tensor, dims: Dims) -> float:
     """Return the number of entries that all ranks hold along ``dims``."""
+    # A mask may have chosen the rows, so only the ranks together know their number.
     local = math.prod(x.size(d) for d in dims)
     return float(scope.ranks.total(torch.tensor(float(local), dtype=torch.float64, device=x.device)))
 
@@ -78,6 +81,7 @@ def _given(name: str, args: Args, kwargs: Kwargs) -> Given | None:
     given = {**dict(zip(SIGNATURES[name], args[1:], strict=False)), **kwargs}
     if name == "count_nonzero" and len(args) > 2:
         given["dim"] = args[1:]
+    # A second tensor makes it an elementwise call, which works row by row.
     if any(isinstance(value, Tensor) for key, value in given.items() if key not in ("input", "out")):
         return None
     for old, new in (("axis", "dim"), ("ord", "p")):
@@ -112,8 +116,10 @@ def _mean(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> T
 
 
 def _var_mean(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> tuple[Tensor, Tensor]:
+    # ``unbiased`` is the older name: False means a correction of 0.
     correction = given.get("correction", 0 if given.get("unbiased") is False else 1)
     count = count_rows(scope, x, dims)
+    # Around the mean of all rows, in a second sum: sum x^2 - N mean^2 would cancel digits.
     mean = scope.ranks.total(x.sum(dims, keepdim=True)) / count
     var = scope.ranks.total((x - mean).square().sum(dims, keepdim=keepdim))
     var = var / max(count - (1 if correction is None else correction), 0.0)
@@ -126,6 +132,7 @@ def _var(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Te
 
 def _root(squares: Tensor) -> Tensor:
     """Return the square root, with torch's gradient for a norm or a deviation of 0, which is 0."""
+    # The derivative of sqrt at 0 is infinite, and 0 * inf is NaN: the root is taken of 1 there instead.
     none = squares == 0
     return torch.where(none, squares, squares.masked_fill(none, 1.0).sqrt())
 
@@ -167,6 +174,7 @@ def _normalize(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given)
 
 
 def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
+    # log sum exp(x) = top + log sum exp(x - top). A row of -inf alone would give -inf - -inf.
     top = _highest(scope, x, dims)
     top = top.masked_fill(top.isinf(), 0.0)
     whole = scope.ranks.total((x - top).exp().sum(dims, keepdim=True)).log() + top
@@ -176,6 +184,8 @@ def _logsumexp(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given)
 def _highest(scope: Scope, x: Tensor, dims: Dims, sign: int = 1) -> Tensor:
     """Return the largest (or smallest) entries of all ranks' rows, with kept axes and without gradient."""
     wide = x.detach() if x.is_floating_point() else x.detach().long()
+    # ``sign`` turns a minimum into a maximum. The least integer
+    # has no negative, so the next one stands for "no rows here".
     low = -math.inf if wide.is_floating_point() else torch.iinfo(wide.dtype).min + 1
     shape = [1 if d in dims else s for d, s in enumerate(x.shape)]
     local = (wide * sign).amax(dims, keepdim=True) if x.numel() else wide.new_full(shape, low)
@@ -188,6 +198,7 @@ def _squeezed(x: Tensor, dims: Dims) -> Tensor:
 
 def _nothing_of(x: Tensor, chosen: Tensor) -> Tensor:
     """Return zeros that pass their gradient to the chosen entries, unless those are infinite or NaN."""
+    # An infinite entry would give inf - inf.
     kept = torch.where(chosen & x.detach().isfinite(), x, torch.zeros_like(x))
     return kept - kept.detach()
 
@@ -196,7 +207,8 @@ def _extreme(sign: int) -> Callable[..., Any]:
     def take(scope: Scope, x: Tensor, dims: Dims, keepdim: bool, given: Given) -> Tensor:
         best = _highest(scope, x, dims, sign)
         if x.requires_grad:
-            # Equal values share the gradient evenly, as in torch.amax.
+            # ``best`` has come without a gradient. A zero is added, with the gradient 1 / ties at each entry
+            # that equals it: equal values share evenly, as in torch.amax.
             same = x.detach() == best
             ties = scope.ranks.total(same.to(x.dtype).sum(dims, keepdim=True))
             best = best + scope.ranks.total(_nothing_of(x, same).sum(dims, keepdim=True)) / ties
@@ -209,7 +221,7 @@ def _extreme(sign: int) -> Callable[..., Any]:
 def _picked(sign: int) -> Callable[..., Any]:
     """Answer ``x.max(0)``: values, whose gradient goes to the first of equal rows in the graph's order.
 
-    The positions mean nothing on a part: they are given a placement by which reading with them is refused.
+    The positions have no meaning on a part, so they get a placement by which reads with them are refused.
     """
     whole = _extreme(sign)
     kind = torch.return_types.max if sign == 1 else torch.return_types.min
@@ -221,6 +233,7 @@ def _picked(sign: int) -> Callable[..., Any]:
             return NotImplemented
         best = _highest(scope, x, dims, sign).to(x.dtype)
         shape = [-1 if d in dims else 1 for d in range(x.dim())]
+        # Two extremes over the ranks: the value, and among the rows that have it the least original id.
         ids = scope.ids.row_counters(x).view(shape).expand(x.shape)
         far = torch.full_like(ids, torch.iinfo(torch.long).max)
         first = _highest(scope, torch.where(x.detach() == best, ids, far), dims, -1)
@@ -283,6 +296,8 @@ def _softmax(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     if axis is None or scope.size == 1 or dim is None or dim % x.dim() != axis:
         return NotImplemented
     z = -x if name == "softmin" else x  # functions of torch.special are called special_...
+    # Two collectives: the maximum, so that exp does not overflow, and the sum. Softmax does not depend on the
+    # shift, so the maximum needs no gradient.
     shifted = z - _highest(scope, z, (axis,))
     whole = scope.ranks.total(shifted.exp().sum(axis, keepdim=True))
     return scope.axes.like(
@@ -294,6 +309,7 @@ def _contract(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -
     """Answer ``x.t() @ y`` by a sum over all vertices."""
     if scope.size == 1 or len(args) < 2 or not all(isinstance(a, Tensor) for a in args[:2]):
         return NotImplemented
+    # The axis that a product sums over is the last of the left and the last but one of the right factor.
     left, right = args[:2]
     first, second = scope.axes.of(left), scope.axes.of(right)
     if first is None or first != left.dim() - 1 or second is None or second != max(right.dim() - 2, 0):
@@ -309,6 +325,8 @@ def _einsum(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     )
     if scope.size == 1 or not isinstance(equation, str) or "." in equation or "->" not in equation:
         return NotImplemented
+    # The letter of the row axis must be the same in all operands that have rows. In the result the rows are
+    # kept; if the letter is missing there, they are summed, here and then over the ranks.
     left, _, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     marked = [

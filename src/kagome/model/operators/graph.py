@@ -33,6 +33,7 @@ from kagome.model.trace.builder import OF_SAMPLES
 from kagome.model.trace.graph import LayerGraph, Step
 from kagome.model.trace.shapes import trace
 
+# Operators that change a proxy's value in place, and those that return a new one.
 _OUT_OF_PLACE: Final[Mapping[Any, Any]] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -113,6 +114,7 @@ class Branches:
             [s for s in self.graph.steps if home.get(self.owner.get(s.name, "")) == number]
             for number in range(len(groups))
         ]
+        # Pieces form a DAG: a value is sent directly to each piece that reads it, and not passed on.
         closures = [self._closure(steps) for steps in inside]
         place = {value: home[name] for value, name in self.owner.items() if name in home}
         out = []
@@ -152,6 +154,7 @@ class Branches:
         index: dict[str, int] = {}
         calls: dict[str, int] = {}
         for step in steps:
+            # A value that is no tensor, or has no sample axis, is free: computed wherever it is read.
             kind = self.facts[step.name].kind
             made_of = frozenset[str]().union(*(roots.get(name, frozenset()) for name in step.reads))
             before = made_of.union(*(behind.get(name, frozenset()) for name in step.reads))
@@ -163,6 +166,7 @@ class Branches:
                 name = step.path or step.name
                 calls[name] = calls.get(name, 0) + 1
                 name = name if calls[name] == 1 else f"{name}#{calls[name]}"
+            # A function of weights and inputs alone: with no layer before it, it is an operator itself.
             elif not made_of and (step.name == output or step.parameters):
                 name = step.name
             if name:
@@ -175,6 +179,8 @@ class Branches:
             made_of = roots.get(step.name, frozenset())
             if step.name in self.owner or not made_of:
                 continue
+            # Made of one operator: that one. Of several, read by one operator: the reader, so that a join is
+            # computed where its value is used. Of several, read by several: the last of them.
             last = max(made_of, key=index.__getitem__)
             several = [r for r in step.reads if r in self.owner and self.facts[r].kind == "several"]
             reader = next(iter(sinks[step.name])) if len(sinks[step.name]) == 1 else ""
@@ -182,6 +188,7 @@ class Branches:
                 last = max((self.owner[r] for r in several), key=index.__getitem__)
             elif len(made_of) > 1 and reader:
                 last = reader
+            # Free steps that it reads may be made of later operators, before which it cannot run.
             late = made_of.union(*(behind.get(name, frozenset()) for name in step.reads))
             self.owner[step.name] = max(last, *late, key=index.__getitem__)
 
@@ -190,6 +197,7 @@ class Branches:
         found: dict[str, set[str]] = {step.name: set() for step in self.graph.steps}
         found[self.graph.output].add("")
         for step in reversed(self.graph.steps):
+            # Backwards through functions that have no owner yet, up to the operators that read them.
             reached = {self.owner[step.name]} if step.name in self.owner else found[step.name]
             for name in step.reads:
                 if name in found:

@@ -124,6 +124,11 @@ def probe(
     if count < 2:
         raise DataError("a sample batch of 2 samples or more, to tell them apart", f"{count}")
     _check_layers(model, batch_norm)
+    #     samples   0 1 2 3     the run of all
+    #                 1 2 3     differs where one of them depends on 0; its shapes show the sample axis
+    #                     3     differs where 3 depends on 1 or 2, and in code for a single sample
+    #
+    # The last ones, so that a value by position in the batch shows as well.
     sizes = (count, count - 1)
     noted = [Masks(0), Masks(0)]
 
@@ -147,6 +152,7 @@ def probe(
         facts = {step.name: _fact(runs[0][step.name], runs[1][step.name], sizes) for step in graph.steps}
         _compare(graph, facts, runs, sizes)
         _compare(graph, facts, [runs[0], last(1, Masks(0))], (count, 1))
+        # Once more with masks, which must follow the samples and not their positions.
         if places:
             _compare(graph, facts, [last(size, Masks(0, places)) for size in sizes], sizes)
     return Probe(facts, places)
@@ -309,6 +315,7 @@ def _compare(
     count, size = sizes
     for step in graph.steps:
         fact = facts[step.name]
+        # "odd" values stay inside a stage; their effect shows in the values that are made of them.
         if fact.kind not in ("samples", "fixed") or step.kind == "attribute":
             continue
         whole, apart = (run[step.name].value for run in runs)
@@ -409,6 +416,7 @@ def compare_gradients(
             ) from error
     largest = _largest((*whole, *one, *other))
     for name, total, *parts in zip(weights, whole, one, other, strict=True):
+        # A pipeline adds the gradients of its micro-batches, so those of samples must add up.
         added = sum((part for part in parts if part is not None), torch.zeros(()))
         if total is None or not total.numel() or not total.isfinite().all():
             continue
@@ -437,6 +445,7 @@ def _check_layers(model: nn.Module, batch_norm: str) -> None:
                 where=name,
                 hint='LayerNorm or GroupNorm; or batch_norm="micro-batch": each has its own statistics',
             )
+        # Such a kernel makes its masks inside, where ``Masks`` does not see a call.
         if isinstance(module, nn.RNNBase) and module.dropout and module.num_layers > 1:
             raise ModelError(
                 "a dropout mask for each sample",
@@ -448,7 +457,7 @@ def _check_layers(model: nn.Module, batch_norm: str) -> None:
 
 @contextmanager
 def _untouched(model: nn.Module, batch_norm: str) -> Iterator[Callable[[], None]]:
-    """For a block: training mode except for batch norms; afterwards modes and buffers are as before.
+    """Set training mode for a block, except for batch norms; afterwards modes and buffers are as before.
 
     Yields:
         A function that raises an error if a buffer was changed so far.
@@ -475,6 +484,7 @@ def _untouched(model: nn.Module, batch_norm: str) -> Iterator[Callable[[], None]
     try:
         model.train()
         for module, _ in modes:
+            # With its buffers for statistics a norm mixes no samples, so that only other mixing shows.
             if batch_norm == "micro-batch" and isinstance(module, _BatchNorm):
                 module.eval()
         with torch.random.fork_rng(devices=[]):

@@ -59,7 +59,7 @@ class Masks(TorchFunctionMode):
 
     @contextmanager
     def on(self, update: int, ids: Tensor) -> Iterator[None]:
-        """For a block: draw masks for these samples.
+        """Draw masks for these samples, for the length of a block.
 
         Args:
             update: Number of the weights' update.
@@ -103,8 +103,10 @@ class Masks(TorchFunctionMode):
                 where=self._step,
                 hint="torch.nn.Dropout",
             )
+        # The key has no rank and no micro-batch, so a sample's mask is the same in any pipeline.
         call = (self._step, self._count)
         self._count += 1
+        # The probe compares values between runs, so nothing is dropped. A copy, as dropout returns.
         if self.places is None:
             self.shapes[call] = tuple(x.shape)
             return x.clone()
@@ -122,6 +124,7 @@ class Masks(TorchFunctionMode):
         ids = self._ids.to(x.device)
         if place.each == 1:
             return dropout.dropout(x, ids, key, p, place.axis)
+        # [.., samples * each, ..] -> [.., samples, each, ..]: the rows of one sample are its columns.
         apart = x.unflatten(place.axis, (ids.numel(), place.each))
         return dropout.dropout(apart, ids, key, p, place.axis).flatten(place.axis, place.axis + 1)
 

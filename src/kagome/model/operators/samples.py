@@ -56,6 +56,7 @@ def inputs_of(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
                 hint=_NAME_ALL if open_ended else f"give {len(places)}, or name them: a dict of tensors",
             )
         given = dict(zip(places, values, strict=False))
+    # ``*args`` and ``**kwargs`` have no names by which a stage could ask for its inputs.
     unknown = sorted(set(given) - {p.name for p in fixed})
     missing = [p.name for p in fixed if p.default is p.empty and p.name not in given]
     if unknown or missing or not given:

@@ -38,6 +38,7 @@ def allowed_pieces(layers: Sequence[bool], barred: Sequence[bool]) -> NDArray[np
     Shapes:
         ``[n + 1, n + 1]``: at ``[i, j]`` the piece of steps i to j - 1.
     """
+    # Layers before each step, so held[j] > held[i] says that the piece [i, j) has one.
     held = np.concatenate([[0], np.cumsum(np.asarray(layers, dtype=np.int64))])
     open_ends = np.concatenate([~np.asarray(barred, dtype=bool), [True]])
     open_ends[0] = True
@@ -83,6 +84,8 @@ def best_cuts(
     Cost:
         ``pieces * n * n`` time, with two passes up to :data:`BOUNDS` times that; ``n * n`` numbers.
     """
+    # Three goals in turn: the bound on the heaviest piece, then the least cost within it and its slack, then
+    # by bisection the tightest bound that still has that cost.
     weights = [_weights(seconds, allowed) for seconds in passes]
     assert np.isfinite(_lightest(weights[0], pieces)), "fewer pieces are possible"
     one, *others = weights
@@ -111,6 +114,8 @@ def best_cuts(
 
 def _cheapest(cost: Floats, pieces: int) -> tuple[float, list[int]]:
     """Return the least cost of this number of pieces, and where they begin and the last one ends."""
+    # least[j] after p rounds: the least cost of p pieces that end before step j. Each round adds one piece:
+    # least'[j] = min over i of least[i] + cost[i, j].
     least, came = _start(len(cost)), []
     for _ in range(pieces):
         sent = least[:, None] + cost
@@ -141,6 +146,7 @@ def _start(ends: int) -> Floats:
 
 def _lightest(weight: Floats, pieces: int) -> float:
     """Return the least weight that the heaviest of these pieces can have; infinite if there are too many."""
+    # As ``_cheapest``, with the maximum of the pieces in place of their sum.
     heaviest = _start(len(weight))
     for _ in range(pieces):
         heaviest = np.maximum(heaviest[:, None], weight).min(axis=0)
@@ -149,6 +155,8 @@ def _lightest(weight: Floats, pieces: int) -> float:
 
 def _together(one: Floats, other: Floats, pieces: int) -> tuple[float, float]:
     """Return the heaviest pieces' weights in two passes with the least sum, among the bounds tried."""
+    # For each bound b on the first pass, the lightest second pass within it; the best sum of both wins. Only
+    # weights of actual pieces matter as bounds, and where there are many, a sample of them is tried.
     least = _lightest(one, pieces)
     # No bound on the first pass need exceed its weight in the cuts where the second is lightest.
     free = np.where(other <= _lightest(other, pieces) + _rounding(other), one, np.inf)

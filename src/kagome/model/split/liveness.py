@@ -65,6 +65,8 @@ class Liveness:
                     where=step.line,
                     hint="leave out inplace=True there",
                 )
+        # Computed by each stage that reads them: weights and buffers,
+        # functions of inputs and buffers (``free``), sizes.
         recomputed: set[str] = set()
         free = set(graph.inputs)
         for step in graph.steps:
@@ -87,6 +89,7 @@ class Liveness:
         for name in flow.needed([graph.output])[1] if body else ():
             if not readers[name] or readers[name][-1] < len(body) - 1:
                 readers[name].append(len(body) - 1)
+        # No cut between a value and the last step that writes to it: the stage before would keep the old one.
         until = {
             name: place
             for place, step in enumerate(body)
@@ -98,6 +101,7 @@ class Liveness:
             for step in body
             if survey.values[step.name].kind == "none"
         }
+        # Nor between two calls of a module that moves a buffer in each: both must see one buffer.
         state = [set(step.buffers) & survey.changed for step in body]
         same_state = {
             step.name: max((k for k in range(place, len(body)) if state[place] & state[k]), default=place)
@@ -134,6 +138,7 @@ class Liveness:
             last = max(self.until.get(step.name, place), self.same_state.get(step.name, place))
             if step.name in self.firm:
                 last = max((last, *self.readers[step.name]))
+            # A cut at k lies before step k of the body.
             for between in range(place + 1, last + 1):
                 out[between] = True
         return out
@@ -155,6 +160,7 @@ class Liveness:
         counted: set[str] = set()
         out = []
         for step in self.body:
+            # A step that several stages recompute counts once, with the first that needs it.
             recomputed = self.needed(step.reads)[0] - counted
             counted |= recomputed
             out.append(seconds.get(step.name, 0.0) + sum(seconds.get(name, 0.0) for name in recomputed))
@@ -166,6 +172,12 @@ class Liveness:
         Shapes:
             ``[n + 1, n + 1]`` for n steps of the body, at ``[i, j]``.
         """
+        # A value made by step m and read by steps r1 < r2 (a skip connection):
+        #
+        #     out[i, j] += width   m < i <= r1, j > r1     a stage with r1 that begins behind m receives it
+        #                          r1 < i <= r2, j > r2    one with r2 but not r1 has it from the stage of r1
+        #
+        # The sum along j turns "ends right behind the reader" into "ends anywhere behind it".
         count = len(self.body)
         out = np.zeros((count + 1, count + 1))
         for place, step in enumerate(self.body):
@@ -200,6 +212,7 @@ def _of_shapes(step: Step, known: Collection[str], survey: Survey) -> bool:
     """Return whether a step returns a size or the like, or computes one from others."""
     if survey.values[step.name].kind != "none" or step.layer or step.parameters:
         return False
+    # ``x.size(0)``, ``x.shape[1]``, ``len(x)``, and arithmetic with them.
     if step.kind == "method" and step.target in _SHAPES:
         return True
     if step.kind == "function" and step.target is getattr and step.args[1] in _SHAPE_NAMES:

@@ -93,11 +93,13 @@ def cut(
             where=next((step.line for step in graph.steps if step.name == graph.output), ""),
             hint="return the scores alone; a table of all vertices is read by number, with n_id in the data",
         )
+    # Consecutive pieces of the body; each must hold a layer, so that no stage is idle.
     flow = Liveness.of(graph, survey)
     allowed = allowed_pieces([_is_layer(step) for step in flow.body], flow.barred())
     most = most_pieces(allowed, stages)
     if most < stages:
         _refuse(flow, stages, most, stages if ranks is None else ranks)
+    # Two passes where forward and backward of all chunks follow each other: in each the slowest stage counts.
     passes = [flow.seconds(each) for each in (seconds, backward) if each is not None]
     cuts = best_cuts(passes, allowed, flow.bytes(survey, vertices, edges), stages, slack)
     return _built(graph, flow, cuts, stages if ranks is None else ranks)
@@ -163,6 +165,7 @@ def _traffic(verb: str, way: str, values: Mapping[int, tuple[str, ...]], survey:
 
 
 def _is_layer(step: Step) -> bool:
+    # A functional layer counts too: ``F.linear(x, self.weight)`` is a function that reads a weight.
     return step.layer or (step.kind != "attribute" and bool(step.parameters))
 
 
@@ -189,6 +192,10 @@ def _refuse(flow: Liveness, stages: int, most: int, ranks: int) -> None:
 
 
 def _built(graph: LayerGraph, flow: Liveness, cuts: Sequence[int], ranks: int) -> tuple[Stage, ...]:
+    # How a value x of stage 0 comes to stages 2 and 3, each of which reads it, on ranks dealt in turn:
+    #
+    #     4 ranks    0 --x--> 2 --x--> 3      each takes it from the last stage that has it
+    #     2 ranks    0 =====> 2 --x--> 3      stages 0 and 2 are on rank 0: nothing is sent between them
     count = len(cuts) - 1
     home: dict[str, int] = {}
     for number in range(count):
@@ -216,6 +223,7 @@ def _built(graph: LayerGraph, flow: Liveness, cuts: Sequence[int], ranks: int) -
                 gives[giver].setdefault(number, []).append(name)
                 holders[name].append(number)
     used = [{name for step in each for name in step.parameters} for each in steps]
+    # A weight that no step reads still belongs to a stage, so that it is saved and its decay applied.
     used[0] |= set(graph.parameters) - set().union(*used)
     return tuple(
         Stage(

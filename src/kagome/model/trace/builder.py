@@ -121,6 +121,8 @@ def steps_of(model: nn.Module, fx_graph: fx.Graph, words: Words = OF_GRAPHS) -> 
         # Lists and dicts of torch.fx are immutable, which a called function would notice: copy them.
         args, kwargs = mapped(tuple(node.args), plain), mapped(dict(node.kwargs), plain)
         step = step_of(model, canonical, own, kinds[node.op], node.target, args, kwargs)
+        # An attribute step hands out a weight; the function that reads it is the one that uses it. A stage
+        # that runs the function then holds the weight.
         given = {name: None for read in step.reads for name in weights.get(read, ())}
         if step.kind == "attribute":
             weights[step.name] = step.parameters
@@ -167,6 +169,7 @@ def step_of(
     if kind == "module":
         module = model.get_submodule(target)
         held = [*module.parameters(), *module.buffers()]
+        # A layer without weights that passes messages (``APPNP``) is worth a stage; an activation is not.
         layer = bool(held) or any(isinstance(inner, MessagePassing) for inner in module.modules())
         in_place = getattr(module, "inplace", False) is True
     elif kind == "attribute":
@@ -175,6 +178,7 @@ def step_of(
     else:
         called = target if kind == "method" else getattr(target, "__name__", "")
         in_place = target is operator.setitem or kwargs.get("inplace") is True
+        # Torch's convention: ``relu_`` and ``index_add_`` write to their first argument.
         in_place = in_place or (called.endswith("_") and not called.endswith("__"))
     named = [(isinstance(value, nn.Parameter), weights[id(value)]) for value in held if id(value) in weights]
     changed = [*(list(refs(args))[:1] if in_place else ()), *refs(kwargs.get("out"))]
@@ -248,6 +252,7 @@ def both_modes(
             )
         except _DifferError:
             places = [step.within for step in (mine, its) if step is not None]
+            # The innermost of the two forwards becomes one step; the outer one may then be the same in both.
             deepest = max(places, key=lambda path: (bool(path), path.count(".")))
             if deepest:
                 return (), deepest

@@ -23,6 +23,7 @@ from kagome.model.trace.graph import Constant
 
 _LIBRARIES: Final = ("torch.", "torch_geometric.", "kagome.", "builtins", "functools", "numpy")
 _NO_BOXES: Final = (nn.Module, Tensor, fx.Proxy, fx.Node, type, FunctionType, MethodType, ModuleType)
+# Names that every module has: ``training``, ``_parameters``, hooks. A forward does not keep values there.
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
 _DEEP: Final = 3
 """Depth of nested containers that is examined."""
@@ -44,6 +45,7 @@ class Contents:
             for name, value in vars(module).items()
             if name not in _OF_MODULES
         ]
+        # Each container once, though several attributes may refer to it, with a shallow copy.
         found = {
             id(container): container for _, value in self._roots for container in _containers(value, _DEEP)
         }
@@ -72,6 +74,7 @@ def _containers(value: Any, deep: int) -> Iterator[Any]:
     inner = _inner(value)
     if inner is None or deep == 0:
         return
+    # A tuple cannot change, so it is looked into and never restored.
     if not isinstance(value, tuple):
         yield inner
     for each in inner.values() if isinstance(inner, dict) else inner:
@@ -99,7 +102,7 @@ def _copied(container: Any) -> Any:
 
 
 def _same(container: Any, before: Any) -> bool:
-    """Whether a container holds the same objects; comparing proxies by value would be recorded as a call."""
+    """Return whether a container holds the same objects; comparing by value would be recorded as a call."""
     if len(container) != len(before):
         return False
     if isinstance(container, set):
@@ -111,6 +114,7 @@ def _same(container: Any, before: Any) -> bool:
 
 
 def _form(value: Any, deep: int) -> Any:
+    # Each trace makes proxies of its own: that there is one is all that two traces can have in common.
     if isinstance(value, fx.Proxy | fx.Node):
         return _VALUE
     if isinstance(value, Tensor):

@@ -94,6 +94,7 @@ def refuse_unlike(
 def _epsilon(model: nn.Module, inputs: Mapping[str, Any], *, halved: bool) -> float:
     """Return the rounding unit of the least precise type that a model computes in."""
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
+    # Rounding is that of the coarsest type that takes part, since a value may pass through it.
     kinds = {tensor.dtype for tensor in (*model.parameters(), *given)}
     kinds |= {torch.bfloat16} if halved else set()
     return max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
@@ -138,11 +139,12 @@ class Heard:
 
 @contextmanager
 def _hearing(model: nn.Module, graph: LayerGraph) -> Iterator[Heard]:
-    """For a block: record what modules return; the caller sets the output."""
+    """Record what modules return inside a block; the caller sets the output."""
     heard, counts = Heard(), Counter[str]()
     steps = {id(model.get_submodule(step.path)): step.path for step in graph.steps if step.kind == "module"}
 
     def listeners(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
+        # A layer that no step calls listens too: a trace that has missed it can then be named in the error.
         if path and (id(module) in steps or is_whole(module)):
             yield module, steps.get(id(module), path)
             return  # modules inside a step are not compared

@@ -116,10 +116,12 @@ class Step:
         def filled(item: Any) -> Any:
             if isinstance(item, Ref):
                 return values[item.name]
+            # Recorded as ``training=self.training`` or as ``not self.training``: both follow the mode.
             return item.training == training if isinstance(item, Flag) else item
 
         args = tuple(mapped(arg, filled) for arg in self.args)
         kwargs = {name: mapped(arg, filled) for name, arg in self.kwargs.items()}
+        # A block under ``no_grad`` has been taken apart into steps, each of which opens it again.
         with nullcontext() if self.grad else torch.no_grad():
             if self.kind == "module":
                 return _called(_module(model, self.target), args, kwargs)
@@ -181,6 +183,7 @@ class LayerGraph:
                 after(step, value)
             held[step.name] = value
             del value
+            # As where a forward overwrites a local variable: activations without a reader are freed at once.
             for name in done - kept:
                 del held[name]
         return {name: held[name] for name in keep}
@@ -198,6 +201,7 @@ def failed(step: Step, error: Exception) -> ModelError:
 
 def over_after(steps: Sequence[Step]) -> list[set[str]]:
     """Return for each step the values whose last use is in that step."""
+    # A value that nothing reads ends with its own step.
     last = {name: place for place, step in enumerate(steps) for name in (*step.reads, step.name)}
     over: list[set[str]] = [set() for _ in steps]
     for name, place in last.items():
@@ -221,6 +225,8 @@ def _module(model: nn.Module, path: str) -> nn.Module:
 
 def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module, unless its replaced forward already knows the result of the call."""
+    # On a part, ``intercept.hooks`` has replaced forward by an object that may replay the layer's last call.
+    # This leaves out torch's ``Module.__call__`` with its hooks as well, once for each chunk.
     known = getattr(vars(module).get("forward"), "known", None)
     found = None if known is None else known(args, kwargs)
     return module(*args, **kwargs) if found is None else found

@@ -48,6 +48,7 @@ def chain(model: nn.Module, layers: Sequence[str], names: Sequence[str]) -> Laye
     for path in layers:
         name = base = path.replace(".", "_")
         count = 0
+        # A layer may be named twice, or as an input is; values of steps and inputs share one space of names.
         while name in taken:
             count += 1
             name = f"{base}_{count}"
@@ -67,6 +68,7 @@ def _given(
     parameters = list(inspect.signature(module.forward).parameters.values())
     # The second argument is the edges, whatever its name, unless a later one is called edge_index.
     edges = "edge_index" in names and all(p.name != "edge_index" for p in parameters[2:])
+    # ``pyg.Sequential`` takes ``*args``: the edges follow the rows if any layer inside passes messages.
     if parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL:
         passes = any(isinstance(inner, MessagePassing) for inner in module.modules())
         return (Ref(last), Ref("edge_index")) if passes and "edge_index" in names else (Ref(last),), {}

@@ -107,6 +107,10 @@ def trace(
         ModelError: If the model's own forward cannot be traced, differs between training and evaluation, does
             not return a single value, or asks for an input that the data does not have.
     """
+    # Each round traces both modes with the modules of ``whole`` as single steps. A round
+    # ends with a graph, with a refusal, or with one more module in ``whole``: the innermost
+    # that fx cannot follow, or that makes other calls in evaluation than in training. So it
+    # comes to an end, at the latest when the model's own forward is to blame.
     form, contents = calling or ForwardCall.of(model, names), Contents(model)
     whole: set[str] = set()
 
@@ -118,6 +122,9 @@ def trace(
         try:
             with _modes_kept(model):
                 train = noted(True)
+                # Forward has left values in a list or dict. That is served if
+                # each pass writes what it reads: then a third trace, which finds
+                # those of two passes, makes the same calls and leaves the same.
                 kept = contents.form() if contents.changed() else None
                 eval_ = noted(False)
                 if kept is not None and not (same(train, noted(True)) and kept == contents.form()):
@@ -190,6 +197,7 @@ def survey(
             for name in graph.inputs:
                 record.versions.note(name, inputs[name])
             graph.run(model.train(), inputs, training=True, before=before, after=record.after)
+            # ``before`` now counts for evaluation, from 0 again: the counter itself runs on.
             counts, first = evaluation, draws()
             with torch.no_grad():
                 graph.run(model.eval(), inputs, training=False, before=before)
@@ -208,6 +216,7 @@ def _restored(model: nn.Module, buffers: Mapping[str, Tensor]) -> frozenset[str]
     with torch.no_grad(), torch._C.DisableTorchFunction():
         for name, buffer in model.named_buffers():
             old = buffers.get(name)
+            # A buffer that forward moves belongs to one stage, with all steps that move it.
             if old is None or old.shape != buffer.shape or not torch.equal(old, buffer):
                 changed.add(name)
             if old is not None and old.shape == buffer.shape:
@@ -258,6 +267,7 @@ class _Versions:
         with torch._C.DisableTorchFunction():  # this is not the user's computation
             for leaf in tree_leaves(value):
                 if type(leaf) is Tensor and leaf.layout is torch.strided:
+                    # By storage: a view and its base share memory and version, so a write changes both.
                     place = leaf.untyped_storage().data_ptr()
                     self._found.setdefault(place, []).append((name, leaf, leaf._version))
                     self._places.setdefault(name, set()).add(place)
@@ -296,6 +306,11 @@ def settled(one: Survey, other: Survey, vertices: tuple[int, int], edges: tuple[
     def kind(value: Value, its: Value) -> Value:
         if value.kind != "fixed":
             return value
+        # 100 vertices, 400 edges     50 vertices, 200 edges
+        # [7, 3]                      [7, 3]                     fixed
+        # [100, 3]                    [50, 3]                    rows, of shape [3]
+        # [400, 3]                    [200, 3]                   edges, of shape [3]
+        # [3, 100] or [130, 3]        [3, 50] or [60, 3]         none: it cannot be cut into chunks
         if its.kind != "fixed":
             return Value("none")
         if value.shape == its.shape:

@@ -35,6 +35,8 @@ CURE = "put these lines into a module of its own: what cannot be followed is one
 """Hint for a forward that a pipeline of independent samples cannot trace."""
 HINT = "name the layers that follow each other: --parallel.layers conv1 conv2 ..."
 
+# PyG's models and ``Sequential`` are made of layers, between which a pipeline may cut. PyG's functions, and
+# torch's that make tensors, look at values, which a proxy does not have: each is recorded as one call.
 _LOOKED_INTO = ("torch_geometric.nn.models", "torch_geometric.nn.sequential")
 _FUNCTIONS = (torch_geometric.utils, torch_geometric.nn.pool, torch_geometric.nn.functional)
 _MAKERS = ("arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
@@ -88,6 +90,7 @@ class FaultError(Exception):
 def is_whole(module: nn.Module) -> bool:
     """Return whether a module is one step, whose inside is not traced."""
     home = type(module).__module__
+    # Torch's containers are traced into, although their home would make them one step.
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
     if home.startswith(("torch.nn", "torch.ao.nn")) or isinstance(module, torch.jit.ScriptModule):
@@ -172,6 +175,7 @@ class Tracer(fx.Tracer):
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     self._paths[id(value)] = f"{path}.{name}" if path else name
+        # In the order of these lines: a parameter's registered name wins over an attribute that refers to it.
         self._paths |= {id(value): name for name, value in model.named_buffers()}
         self._paths |= {id(value): name for name, value in model.named_parameters()}
 
@@ -186,6 +190,7 @@ class Tracer(fx.Tracer):
             FaultError: If some forward cannot be traced.
         """
         try:
+            # Tracing leaves no mark on the run that follows: torch's generator is put back.
             with torch.enable_grad(), torch.random.fork_rng(devices=[]), _Drawn():
                 return self.trace(self._model)
         except Exception as error:
@@ -229,6 +234,7 @@ class Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Node:
         """Record a call, with its line and whether gradients are enabled."""
+        # ``_stack`` is empty outside of the model's own forward, where ``ForwardCall`` prepares the inputs.
         if self._stack and _autocast() != self._autocast:
             raise AutocastError("it calls under a torch.autocast of its own")
         if self._stack and torch.is_inference_mode_enabled():
@@ -246,6 +252,7 @@ class Tracer(fx.Tracer):
             path = self._paths.get(id(a))
             if path is not None:
                 return self.create_node("get_attr", path, (), {})
+            # A tensor of a global or a closure: no module holds it, so no stage would train it.
             if a.requires_grad:
                 raise UntraceableError("it computes with weights that no layer of its own reads")
             return self.create_node("call_function", Constant(a), (), {}, name="constant")
@@ -263,7 +270,7 @@ class Tracer(fx.Tracer):
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
-        """For a block: calls that proxies must not run into are recorded as one each; restored at the end."""
+        """Record calls that proxies must not run into as one call each, for the length of a block."""
         undo: list[Callable[[], None]] = []
 
         def put(owner: Any, name: str, value: Any) -> None:
@@ -288,6 +295,13 @@ class Tracer(fx.Tracer):
                 return self.create_proxy("call_function", inner.__get__(None, cls), args, kwargs)
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
 
+        # What is patched, and what would go wrong without it:
+        #
+        #     Module.__setattr__     forward leaves a proxy on a module, which later code would find there
+        #     named_parameters       a penalty on weights would be computed once and recorded as a constant
+        #     Aggregation.__call__   PyG checks sizes there, on which a proxy cannot branch
+        #     Function.apply         torch's C++ code would refuse a proxy
+        #     functions, in all modules that import them by name; ``len``, which must return an int
         inner = vars(torch.autograd.Function)["apply"]
         listed, seen = nn.Module.named_parameters, dict[str, fx.Proxy]()
         wrappers = self._wrappers() | {id(torch.autograd.grad): differentiate}
@@ -323,6 +337,7 @@ class Tracer(fx.Tracer):
         """
 
         def length(value: Any) -> Any:
+            # The prefix is also that of PyG, whose functions are recorded as a whole.
             home = str(sys._getframe(1).f_globals.get("__name__", ""))
             if isinstance(value, fx.Proxy) and not home.startswith("torch"):
                 return self.create_proxy("call_function", inner, (value,), {})
@@ -385,6 +400,7 @@ def _chosen(lines: list[tuple[str, int]]) -> tuple[str, int] | None:
 
 def _line_of(frame: FrameType | None) -> tuple[str, int] | None:
     lines = []
+    # Frames outside of ``ForwardCall`` are those of the caller of the trace, and tell nothing about forward.
     while frame is not None and frame.f_code.co_filename != calling_file.__file__:
         lines.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back

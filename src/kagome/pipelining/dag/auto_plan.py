@@ -5,17 +5,20 @@ Where it sits: ``pipeline`` calls it for ``plan="auto"``. Rank 0 searches, and a
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
+from kagome.components.rank_zero import by_first
 from kagome.launch.host_memory import available_bytes
 from kagome.model.operators.graph import Branches
-from kagome.pipelining.dag.checks import of_first, too_few
+from kagome.pipelining.dag.checks import too_few
 from kagome.planner.stages.coarsen import coarsened, fused
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
@@ -34,6 +37,7 @@ PROBE: Final = 1 << 20
 def sizes_of(batch: int, least: int = 1) -> tuple[int, ...]:
     """Return the micro-batch sizes to try: powers of two, at least ``least``, that divide the batch."""
     found = tuple(size for size in (2**power for power in range(LARGEST.bit_length())) if not batch % size)
+    # Half of the batch at most, so that a pipeline has two micro-batches to overlap.
     return tuple(size for size in found if least <= size <= max(1, batch // 2)) or (
         1 if least == 1 else batch,
     )
@@ -60,6 +64,7 @@ def searched(
     Cost:
         Each operator a few times at a few sizes on rank 0, and two all-reduces of 4 MiB over all ranks.
     """
+    # Batch norms compute over the samples of a micro-batch, of which they need two.
     joint = joint_norms(model, branches)
     if joint and batch < 2:
         raise too_few(next(iter(joint.values())), batch, 1)
@@ -68,12 +73,14 @@ def searched(
 
     def search() -> tuple[str, ...]:
         graph = measured(model, branches, inputs, sizes)
+        # fused: operators that must share a stage are one. coarsened: chains are merged until the search can
+        # handle their number. `spelled_out` replaces both by the model's operators again.
         whole = fused(graph, branches.bound)
         coarse = coarsened(whole.graph, MOST)
         plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes).whole()
         return graph.to_json(), whole.spelled_out(coarse.spelled_out(plan)).to_json()
 
-    operators, found = of_first(channel, "plan", search)
+    operators, found = by_first(channel, search, "plan")
     return OperatorGraph.from_json(operators), StagePlan.from_json(found)
 
 
@@ -83,16 +90,21 @@ def bandwidth(channel: Channel) -> float:
         return float("inf")
     numbers = torch.zeros(PROBE, device=channel.device)
     seconds = []
+    # The first turn opens connections and takes longer.
     for turn in range(2):
         begun = time.perf_counter()
         channel.all_reduce(numbers, action=f"probe {turn} of links", kind="other")
         seconds.append(time.perf_counter() - begun)
+    # Each rank sends 2 (n - 1) / n of the bytes in an all-reduce of two rounds.
     return 2 * (channel.size - 1) / channel.size * numbers.nbytes / min(seconds)
 
 
 def _memory(channel: Channel) -> float:
-    """Return the bytes of memory that each rank may use."""
-    if channel.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(channel.device)[0])
-    free = available_bytes()
-    return float("inf") if free is None else free / channel.size
+    """Return the bytes of memory that each rank may use: those of the rank with the least."""
+    alone = channel.device.type == "cuda"
+    free = torch.cuda.mem_get_info(channel.device)[0] if alone else available_bytes()
+    found: Any = channel.gather_objects((socket.gethostname(), free), "free memory")
+    # The ranks of one host share its memory.
+    ranks = Counter(host for host, _ in found)
+    shares = (bytes_ / (1 if alone else ranks[host]) for host, bytes_ in found if bytes_ is not None)
+    return min(shares, default=float("inf"))

@@ -39,6 +39,7 @@ def begin(device: torch.device, built: torch.dtype | None) -> None:
             "none" if now is None else f"{now}",
             hint="put kagome.pipeline, step and predict under the same torch.autocast, or all under none",
         )
+    # torch itself clears it only at the end of the outermost autocast block.
     torch.clear_autocast_cache()
 
 

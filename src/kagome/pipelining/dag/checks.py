@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
+from kagome.components.rank_zero import by_first
 from kagome.components.wrappers import unwrapped
 from kagome.errors import CheckpointError, ConfigError, DataError, KagomeError, ModelError, PlanError
 from kagome.launch.os_errors import in_words
@@ -45,6 +46,7 @@ def model_to_cut(model: nn.Module) -> nn.Module:
             f"a {type(model).__name__}, whose forward is compiled",
             hint="give the module that was scripted; scripted layers inside it are served",
         )
+    # nn.Module's own `forward` only raises NotImplementedError.
     if getattr(model.forward, "__func__", None) is vars(nn.Module)["forward"]:
         raise ModelError(
             "a module whose forward a pipeline can follow from layer to layer",
@@ -117,6 +119,7 @@ def take_state(model: nn.Module, state: Any) -> None:
     """
     if not isinstance(state, Mapping):
         raise CheckpointError("a state dict, which holds weights by name", f"a {type(state).__name__}")
+    # load_state_dict copies what fits before it raises, so the old values are needed to undo that.
     before = deepcopy(model.state_dict())
     try:
         model.load_state_dict(state)
@@ -169,6 +172,7 @@ def lost(loss: Loss, out: Tensor, target: Tensor) -> Tensor:
             f"a {type(values).__name__}",
             where=where,
         )
+    # Broadcasting of an output [N, 1] against a target [N] gives [N, N]: a silently wrong loss.
     more = values.dim() > 1 and values.numel() > max(out.numel(), target.numel())
     if values.dim() == 0 or values.size(0) != out.size(0) or more:
         raise ConfigError(
@@ -203,6 +207,7 @@ def common_zero(channel: Channel) -> float:
     clocks = channel.gather_objects((socket.gethostname(), time.perf_counter()), "clocks")
     host, zero = cast("tuple[str, float]", clocks[0])
     mine, own = cast("tuple[str, float]", clocks[channel.rank])
+    # perf_counter has no common zero on different hosts.
     return zero if host == mine else own
 
 
@@ -211,27 +216,7 @@ def rough_operators(
 ) -> OperatorGraph:
     """Return the operators with their costs for a few samples, measured on rank 0 so that all plans agree."""
 
-    def measure() -> tuple[str, ...]:
-        return (measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json(),)
+    def measure() -> str:
+        return measured(model, branches, inputs, (min(4, count_of(inputs)),), repeats=1).to_json()
 
-    return OperatorGraph.from_json(of_first(channel, "operators", measure)[0])
-
-
-def of_first(channel: Channel, action: str, work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-    """Run work on rank 0, and return its result on all ranks; they all raise its error if it fails.
-
-    Raises:
-        KagomeError: The error that ``work`` raised on rank 0.
-    """
-    answer: tuple[tuple[str, ...], KagomeError | None] = (), None
-    if channel.rank == 0:
-        try:
-            answer = work(), None
-        except KagomeError as error:
-            answer = (), error
-    told = channel.gather_objects(answer, action)[0]
-    assert isinstance(told, tuple)
-    found, failure = told
-    if failure is not None:
-        raise failure
-    return tuple(found)
+    return OperatorGraph.from_json(by_first(channel, measure, "operators"))

@@ -99,7 +99,7 @@ def pipeline(
 
     Raises:
         DataError: If the sample does not fit the model.
-        ModelError: If the model cannot be traced, if its traced steps give another output than its forward,
+        ModelError: If the model cannot be traced, if its traced steps compute other values than its forward,
             or if its samples depend on each other.
         PlanError: If the plan does not fit the model, the ranks or the batch.
         ScheduleError: If the micro-batch sizes of two stages do not fit each other.
@@ -124,6 +124,8 @@ def pipeline(
     )
     with ExitStack() as stack:
         world = channel or stack.enter_context(open_mesh(Parallel())).world
+        # If this raises, leaving the block closes the mesh that was opened here. Afterwards the pipeline owns
+        # it.
         pipe = Pipeline(model_to_cut(model), sample_batch, wishes, world)
         pipe._stack = stack.pop_all()
         return pipe
@@ -221,6 +223,8 @@ class Pipeline:
         self.plan = agreed(chosen, channel)
         check_norms(model, self._branches, self.plan)
         graph = self._branches.graph
+        # Samples must not depend on each other: the outputs of half a batch are compared with those of the
+        # whole.
         compare_halves(model, graph, inputs, self.plan.batch, batch_norm=wishes.batch_norm)
         shape = self.plan.shape(self.operators)
         self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
@@ -234,6 +238,7 @@ class Pipeline:
             model, self._branches, self._pieces[self.stage], Masks(wishes.seed, self._branches.places)
         )
         self._weights = ReplicaWeights(model, self._pieces, self._layout, channel)
+        # Before the optimizer is made, whose constructor may read the weights.
         self._weights.share_first()
         own = list(self._weights.mine.values())
         self.optimizer = wishes.optimizer(own) if own else None
@@ -271,13 +276,17 @@ class Pipeline:
         self._update += 1
         update = self._update
         self.model.train()
+        # Of all weights, also those of other stages: a gradient that a user's code left there would be stale.
         self.model.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=self.channel.device)
 
+        # Once, with the first real target.
         if update == 1:
             self._refuse_foreign(target)
 
         def lose(out: Tensor, samples: range) -> Tensor:
+            # Divided by the whole batch, so that losses and gradients of micro-batches and replicas are
+            # summed.
             return lost(self._loss, out, target[samples.start : samples.stop]) / self.plan.batch
 
         def done(stage_run: DagStageRun) -> None:
@@ -285,15 +294,18 @@ class Pipeline:
                 total.add_(stage_run.loss.detach().double())
 
         current = SamplePass(self._code, self._layout, self._program, self.channel, self._spans)
+        # Hooks on gradients would see the share of a micro-batch; `run_hooks` runs them on the sums.
         with hooks_off(self._weights.mine.values()):
             current.run(inputs, update, training=True, lose=lose, done=done)
         with self._spans.phase("weights", update):
             self._weights.sum_gradients(update)
             self._weights.average_buffers(update)
             found = self.channel.all_reduce(total, action=f"loss, update {update}", kind="other")
+        # After the sum over all ranks, so that all of them raise.
         check_finite(float(found), update)
         self._last_loss = float(found)
         foreign = self._weights.foreign
+        # In plain training hooks and the optimizer run outside autocast.
         with watched(foreign, "a hook of a weight", grads=True), autocast.without(self.channel.device):
             run_hooks(self._weights.mine.values())
         if self.optimizer is not None:
@@ -326,13 +338,16 @@ class Pipeline:
             if name in stage_run.outs and self._code.piece.output == name:
                 found[stage_run.samples.start] = stage_run.outs[name]
 
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             SamplePass(self._code, layout, program, self.channel, self._spans).run(
                 inputs, self._update, training=False, done=done
             )
         finally:
-            self.model.train()
+            for module, training in modes:
+                module.training = training
+        # Ranks without output, and an empty batch, contribute zero rows to the gather.
         none = torch.zeros(fact.shape_of(0), dtype=fact.dtype, device=self.channel.device)
         own = torch.cat([none, *(found[start] for start in sorted(found))])
         parts = self.channel.gather_rows(own, action="predictions")
@@ -340,6 +355,7 @@ class Pipeline:
         last = next(piece.number for piece in self._pieces if piece.output is not None)
         joined = torch.empty(fact.shape_of(layout.batch), dtype=fact.dtype, device=self.channel.device)
         for replica, rank in enumerate(layout.ranks(last)):
+            # A replica's rows are gathered micro-batch by micro-batch; `rows` are their places in the batch.
             rows = [i for c in range(layout.chunks(last)) for i in layout.samples(last, c, replica)]
             joined[torch.tensor(rows, dtype=torch.int64, device=joined.device)] = parts[rank]
         return joined
@@ -442,6 +458,7 @@ class Pipeline:
         read = read_by_loss(lambda: self._loss(out, few), self.model)
         last = next(piece.number for piece in self._pieces if piece.output is not None)
         ranks = set(self._layout.ranks(last))
+        # A weight is up to date on the last stage's ranks only if all of them train it.
         if old := [name for name in read if not ranks <= set(self._weights.holders.get(name, ()))]:
             raise refused(old, "the loss")
 

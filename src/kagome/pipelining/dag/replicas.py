@@ -65,6 +65,8 @@ class ReplicaWeights:
         Cost:
             Of d ranks that share b bytes of weights, each sends 2 b (d - 1) / d bytes.
         """
+        # All ranks go through the groups in one order. A rank may be in several, whose sums would otherwise
+        # wait for each other in a circle.
         for (ranks, _), names in sorted(self._groups.items(), key=lambda item: item[0][0]):
             if self.channel.rank not in ranks:
                 continue
@@ -85,7 +87,11 @@ class ReplicaWeights:
                 weight.grad = part.view_as(weight).clone() if count else None
 
     def average_buffers(self, update: int) -> None:
-        """Average the running statistics of batch norms over the replicas of each stage."""
+        """Average the running statistics of batch norms over the replicas of each stage.
+
+        All replicas count alike, as all batches do in a running statistic, though shares of a micro-batch may
+        differ by one sample.
+        """
         named = {
             f"{path}.{name}": buffer
             for path, module in self.model.named_modules()
@@ -94,6 +100,7 @@ class ReplicaWeights:
         }
         groups: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         for name, ranks in self.holders.items():
+            # Only floating-point buffers: `num_batches_tracked` counts alike on all replicas.
             if name in named and len(ranks) > 1 and named[name].is_floating_point():
                 groups.setdefault((ranks, named[name].dtype), []).append(named[name])
         for (ranks, _), buffers in sorted(groups.items(), key=lambda item: item[0][0]):
@@ -106,6 +113,7 @@ class ReplicaWeights:
         """Give every rank the weights and buffers of all ranks. All ranks call it."""
         named = {**self.parameters, **dict(self.model.named_buffers())}
         for owner in range(self.channel.size):
+            # Names that no stage uses belong to rank 0.
             self._share((t for name, t in named.items() if self.holders.get(name, (0,))[0] == owner), owner)
 
     def share_first(self) -> None:
@@ -132,6 +140,12 @@ def _fill(tensors: Iterable[Tensor], flat: Tensor) -> None:
 
 def _summed(flat: Tensor, ranks: Sequence[int], channel: Channel, action: str) -> Tensor:
     """Sum a tensor over some ranks, which all call it: each sums one piece in rank order and shares it."""
+    # Reduce-scatter, then all-gather, by messages from one rank to one:
+    #
+    #     round 1   rank i receives piece i from all, and adds them in rank order
+    #     round 2   rank i sends its sum to all
+    #
+    # Each piece is summed by one rank only, so all ranks have the same bits.
     pieces = list(torch.tensor_split(flat, len(ranks)))
     mine = ranks.index(channel.rank)
     peers = [(place, rank) for place, rank in enumerate(ranks) if rank != channel.rank]

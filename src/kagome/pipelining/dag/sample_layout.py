@@ -1,7 +1,7 @@
 """Sample layout: which rank computes which samples of a batch, and which samples two ranks exchange.
 
 Where it sits: ``pipeline`` makes it from a plan; ``sample_pass`` and ``transfers`` use it. The order of the
-micro-batches comes from a ``schedule.schedules.Shape``, which knows no ranks and no shorter last micro-batch.
+micro-batches comes from a ``schedule.schedules.Shape``, which has neither ranks nor a short last micro-batch.
 
 ::
 
@@ -44,10 +44,13 @@ class SampleLayout:
 
     def even(self, batch: int) -> SampleLayout:
         """Return a layout of any number of samples over the same ranks, with one micro-batch size for all."""
+        # One size for all stages: any number of samples can then be divided, the last micro-batch being
+        # shorter.
         return SampleLayout(batch, (max(self.sizes),) * len(self.sizes), self.devices)
 
     def chunks(self, stage: int) -> int:
         """Return the number of micro-batches of a stage."""
+        # Rounded up.
         return -(-self.batch // self.sizes[stage])
 
     def ranks(self, stage: int) -> range:
@@ -65,6 +68,7 @@ class SampleLayout:
         size, devices = self.sizes[stage], self.devices[stage]
         first = chunk * size
         count = min(first + size, self.batch) - first
+        # Shares differ by one sample at most. With fewer samples than replicas some ranges are empty.
         return range(first + count * replica // devices, first + count * (replica + 1) // devices)
 
     def chunk(self, stage: int, action: Action) -> int:
@@ -75,6 +79,9 @@ class SampleLayout:
 
     def chunk_of(self, stage: int, other: int, unit: int) -> int:
         """Return the micro-batch of a stage that contains the samples of a message to or from another."""
+        # A message covers min(both sizes) samples, so its first sample is unit * min(...). Micro-batches of 4
+        # and 2: messages 2 and 3 belong to micro-batch 1 of the larger stage, and to 2 and 3 of the smaller
+        # one.
         return unit * min(self.sizes[stage], self.sizes[other]) // self.sizes[stage]
 
     def shared(self, rank: int, other: int, unit: int) -> Iterator[tuple[int, range]]:
@@ -91,6 +98,7 @@ class SampleLayout:
         its = self.chunk_of(other, stage, unit)
         for place, peer in enumerate(self.ranks(other)):
             theirs = self.samples(other, its, place)
+            # The samples of the message that both ranks compute; empty where their shares do not overlap.
             first = max(unit * size, mine.start, theirs.start)
             last = min((unit + 1) * size, mine.stop, theirs.stop)
             if first < last:

@@ -66,6 +66,8 @@ class SamplePass:
                 stderr.
         """
         stage, replica = self.layout.seat(self.channel.rank)
+        # A later entry overwrites an earlier one, so what remains is each micro-batch's last action in the
+        # program.
         last = {self.layout.chunk(stage, action): action for action in self.program}
         stage_runs: dict[int, DagStageRun] = {}
 
@@ -90,6 +92,7 @@ class SamplePass:
                 done(stage_run)
             else:
                 stage_run.backward()
+                # A gradient that has come back shows that the value had arrived, so this wait ends at once.
                 messages.answered(stage_run)
 
         executor = Executor(self.channel.rank, self._doing, self.spans.phase)
@@ -108,6 +111,7 @@ def update_programs(branches: Branches, pieces: Sequence[Piece], shape: Shape, k
 
 def forward_program(pieces: Sequence[Piece], chunks: int, stage: int) -> Program:
     """Return a stage's program for a prediction, in which all stages have the same micro-batches."""
+    # An empty batch: no stage computes or sends.
     if not chunks:
         return ()
     links = tuple((one, piece.number) for piece in pieces for one in piece.takes)

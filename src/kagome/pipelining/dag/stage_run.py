@@ -2,7 +2,7 @@
 
 Where it sits: ``sample_pass`` makes one for each micro-batch, and drops it with its last action.
 ``transfers`` hands it the values that it receives. Chunks of a graph have ``pipelining.stage_run``: they
-read each other's rows, which takes an interceptor, and each lives until the pass ends.
+read each other's rows, which needs an interceptor, and each lives until the pass ends.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class DagStageRun:
     def forward(self) -> None:
         """Run the stage's forward on the values received."""
         piece, facts = self.code.piece, self.code.branches.facts
+        # A short micro-batch may leave nothing for this replica. Its peers know that by the layout.
         if not self.samples:
             return
         values: dict[str, Any] = {
@@ -81,9 +82,11 @@ class DagStageRun:
         for other, names in piece.takes.items():
             for name in names:
                 value = _joined(self._come.pop((other, name)), facts[name].axis)
+                # Received values are leaves, whose `.grad` is sent back after backward.
                 self._taken[name] = values[name] = value.requires_grad_(facts[name].grad and self.training)
         for name in piece.copied:
             values[name] = values[name].clone()  # a layer changes it: neither the batch nor a leaf may change
+        # Dropout masks are drawn by the sample's place in the batch, whatever the micro-batches.
         ids = torch.arange(self.samples.start, self.samples.stop)
         masks, graph = self.code.masks, self.code.branches.graph
         with masks.on(self.update, ids), torch.set_grad_enabled(self.training):
@@ -126,6 +129,8 @@ class DagStageRun:
 
     def rows(self, value: Tensor, name: str, wanted: range) -> Tensor:
         """Return the wanted samples of a value."""
+        # Samples need not lie along axis 0. `wanted` counts in the batch, the tensor begins at this run's
+        # first.
         axis = self.code.branches.facts[name].axis
         return value.narrow(axis, wanted.start - self.samples.start, len(wanted))
 

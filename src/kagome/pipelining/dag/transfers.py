@@ -67,6 +67,8 @@ class DagTransfers:
                     action=f"{action}, {self.turn}",
                     backward=not forward,
                 )
+                # A value whose gradient comes back is waited for then (`answered`), so that its memory is
+                # freed. All other sends are filed under -1 and waited for at the end.
                 answered = forward and self.code.branches.facts[name].grad
                 self._leaving.setdefault(stage_run.samples.start if answered else -1, []).append(sending)
 
@@ -92,11 +94,13 @@ class DagTransfers:
         self._leaving.clear()
 
     def _post(self) -> None:
+        # Program order is arrival order for each peer, and receives must be posted in that order.
         while self._left and len(self._posted) < AHEAD:
             action = self._left.popleft()
             self._posted.append((action, list(self._begun(action))))
 
     def _begun(self, action: Action) -> Iterable[_Coming]:
+        # The same peers, samples and names in the same order as the senders' `send`.
         for peer, samples in self.layout.shared(self.channel.rank, action.other, action.chunk):
             for name in self._names(action):
                 fact = self.code.branches.facts[name]

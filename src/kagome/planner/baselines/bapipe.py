@@ -32,6 +32,7 @@ class BaPipe(ChainPlanner):
         found = [
             self._balanced(sets, stages, count // stages)
             for stages in in_time(range(1, min(count, len(sets.sets) - 1) + 1), deadline)
+            # All stages have the same number of replicas, and each replica needs a sample.
             if count % stages == 0 and count // stages <= self.micro_batch
         ]
         return min(found, key=lambda one: one[0], default=(np.inf, None))[1]
@@ -39,11 +40,15 @@ class BaPipe(ChainPlanner):
     def _balanced(self, sets: Downsets, stages: int, width: int) -> tuple[float, list[Cut] | None]:
         """Find the smallest bottleneck of stages of one width, and its cuts; None if nothing fits."""
         last, free = len(sets.sets) - 1, self.cost.devices.memory
+        # best[i, j] is the smallest bottleneck of i stages over the first j operators:
+        # best[i, j] = min over j' < j of max(best[i - 1, j'], seconds(j' to j)).
         best = np.full((stages + 1, last + 1), np.inf)
         best[0, 0] = 0.0
         whence = np.zeros((stages + 1, last + 1), dtype=np.int64)
         for stage in range(1, stages + 1):
+            # Stage s of S holds S - s micro-batches under 1F1B; `stage` counts from 1 here.
             held = min((stages - stage + 1) * self.micro_batch, self.cost.batch)
+            # The first `stage` stages have at least one operator each.
             for outer in range(stage, last + 1):
                 inner = np.arange(stage - 1, outer)
                 seconds = per_sample(self.cost, sets, inner, outer, width, self.micro_batch)

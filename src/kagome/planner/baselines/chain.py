@@ -55,6 +55,7 @@ class ChainPlanner(ABC):
             )
         operators, stages = self.cost.graph.operators, []
         for inner, outer, devices_of in cuts:
+            # A stage is the difference of two down-sets, one within the other.
             members = sets.sets[outer] & ~sets.sets[inner]
             names = tuple(operator.name for n, operator in enumerate(operators) if members >> n & 1)
             stages.append(PlannedStage(names, devices_of, self.micro_batch))

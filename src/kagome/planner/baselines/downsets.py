@@ -57,6 +57,7 @@ def downsets(cost: StageCost, micro_batch: int, *, most: int, deadline: float | 
     """
     operators = cost.graph.operators
     place = {operator.name: number for number, operator in enumerate(operators)}
+    # Breadth first by size: a down-set grows by an operator that it lacks and whose reads it has.
     needs = [sum(1 << place[read] for read in set(operator.reads)) for operator in operators]
     found, edge = {0}, [0]
     while edge:
@@ -67,6 +68,7 @@ def downsets(cost: StageCost, micro_batch: int, *, most: int, deadline: float | 
                     grown.add(one | 1 << number)
         edge = [one for one in grown if one not in found]
         found.update(edge)
+        # Checked once for each size: a limit in the inner loop would cost as much as the work.
         late = deadline is not None and time.monotonic() > deadline
         if len(found) > most or late:
             raise PlanError(
@@ -93,8 +95,10 @@ def _counted(cost: StageCost, micro_batch: int, sets: Sequence[int]) -> Downsets
     operators = cost.graph.operators
     place = {operator.name: number for number, operator in enumerate(operators)}
     replicas = range(1, min(cost.devices.count, micro_batch) + 1)
+    # Costs are sums over operators, so those of a stage are the difference of two down-sets' costs.
     seconds = np.array([[sum(cost.compute([o.name], d, micro_batch)) for d in replicas] for o in operators])
     member = np.array([[one >> number & 1 for number in range(len(operators))] for one in sets], dtype=float)
+    # A value is sent by a cut if it is computed before it and read after it.
     readers = [sum(1 << place[name] for name in cost.graph.readers[o.name]) for o in operators]
     live = np.array(
         [
@@ -122,6 +126,7 @@ def per_sample(
     d, link = replicas, cost.devices
     compute = sets.compute[outer, d - 1] - sets.compute[inner, d - 1]
     carried = sets.live[inner] + sets.live[outer]
+    # As StageCost.traffic, with the values passed on for later stages in addition: `live` counts them.
     traffic = np.where(carried > 0, link.latency + carried * micro_batch / d / link.bandwidth, 0.0)
     sync = 2 * (d - 1) / d * (sets.weights[outer] - sets.weights[inner]) / link.bandwidth
     return np.asarray(np.maximum(compute, traffic) / micro_batch + sync / cost.batch)

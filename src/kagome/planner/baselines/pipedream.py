@@ -25,7 +25,9 @@ class PipeDream(ChainPlanner):
 
     def _cuts(self, sets: Downsets, deadline: float | None) -> list[Cut] | None:
         count, batch, free = self.cost.devices.count, self.cost.batch, self.cost.devices.memory
+        # A[j][m] of the paper: rows are down-sets by size, columns the devices used up to their end.
         best = np.full((len(sets.sets), count + 1), np.inf)
+        # The empty set needs no device; columns above 0 let a plan leave devices unused.
         best[0, :] = 0.0
         whence = np.zeros((len(sets.sets), count + 1, 2), dtype=np.int64)
         for outer in in_time(range(1, len(sets.sets)), deadline):
@@ -33,6 +35,7 @@ class PipeDream(ChainPlanner):
             for d in range(1, min(count, self.micro_batch) + 1):
                 seconds = per_sample(self.cost, sets, inner, outer, d, self.micro_batch)
                 for m in range(d, count + 1):
+                    # In flight: one for the stage, and one for each d of the devices behind it.
                     held = min((-(-(count - m) // d) + 1) * self.micro_batch, batch)
                     fits = memory(sets, inner, outer, d, held) <= free
                     slowest = np.where(fits, np.maximum(best[inner, m - d], seconds), np.inf)
@@ -40,6 +43,7 @@ class PipeDream(ChainPlanner):
                     if slowest[choice] < best[outer, m]:
                         best[outer, m] = slowest[choice]
                         whence[outer, m] = inner[choice], d
+        # The first minimum has the fewest devices. The cuts are read from the last stage to the first.
         at, left = len(sets.sets) - 1, int(best[-1].argmin())
         if not np.isfinite(best[at, left]):
             return None

@@ -29,7 +29,9 @@ class Piper(ChainPlanner):
         rest[last, :] = 0.0
         whence = np.zeros((last + 1, count + 1, 2), dtype=np.int64)
         micro_batches = self.cost.batch // self.micro_batch
+        # As the paper requires, replicas share the micro-batches of a batch evenly.
         degrees = [d for d in range(1, min(count, self.micro_batch) + 1) if micro_batches % d == 0]
+        # Backwards: rest[outer] is final once all larger sets have been visited.
         for outer in in_time(range(last, 0, -1), deadline):
             inner = sets.inside(outer)
             for d in degrees:
@@ -37,9 +39,11 @@ class Piper(ChainPlanner):
                 for k in range(d, count + 1):
                     if not np.isfinite(rest[outer, k - d]):
                         continue
+                    # In flight: one for each d of the devices from this stage on.
                     held = min(-(-k // d) * self.micro_batch, self.cost.batch)
                     slowest = np.maximum(rest[outer, k - d], seconds)
                     slowest[memory(sets, inner, outer, d, held) > free] = np.inf
+                    # One stage may begin at many places; each keeps the best plan behind it.
                     better = slowest < rest[inner, k]
                     rest[inner[better], k] = slowest[better]
                     whence[inner[better], k] = outer, d

@@ -48,6 +48,7 @@ def fused(graph: OperatorGraph, pairs: Iterable[tuple[str, str]]) -> Coarse:
         The groups, in topological order.
     """
     place = {operator.name: number for number, operator in enumerate(graph.operators)}
+    # A group is named after its last operator in the graph's order.
     whose = {name: name for name in place}
 
     def join(names: Iterable[str]) -> None:
@@ -57,7 +58,12 @@ def fused(graph: OperatorGraph, pairs: Iterable[tuple[str, str]]) -> Coarse:
 
     for pair in pairs:
         join(pair)
+    # Merging two operators makes a cycle of groups where a path between them leads through others:
+    #    a ─> b ─> c   with (a, c) in one group:   {a, c} ─> {b} ─> {a, c}
+    # A stage cannot wait for a stage that waits for it, so the whole cycle becomes one group.
+    # Each round has fewer groups, so this ends.
     while True:
+        # For each group, the groups that it reads.
         before: dict[str, set[str]] = {group: set() for group in whose.values()}
         for operator in graph.operators:
             before[whose[operator.name]] |= {whose[read] for read in operator.reads} - {whose[operator.name]}
@@ -67,6 +73,8 @@ def fused(graph: OperatorGraph, pairs: Iterable[tuple[str, str]]) -> Coarse:
             break
         except CycleError as error:
             join(error.args[1])  # operators after some members of a group and before others
+    # Of the groups that are ready, the first in the graph's order comes next, so that a graph without pairs
+    # stays as it is. TopologicalSorter alone would give any order.
     operators, ready = list[Operator](), set(sorter.get_ready())
     members = {group: tuple(name for name in place if whose[name] == group) for group in before}
     while ready:
@@ -89,8 +97,10 @@ def coarsened(graph: OperatorGraph, most: int) -> Coarse:
         most: The most operators wanted; more remain if no two are neighbours.
     """
     rows = list(_rows(tree_of(graph)))
+    # Times at the largest measured size; smaller ones are mostly the fixed cost of a call.
     weight = {operator.name: operator.seconds(operator.forward[-1][0]) for operator in graph.operators}
     members: dict[str, tuple[str, ...]] = {o.name: (o.name,) for o in graph.operators}
+    # A group has the name of its last member, so `two` names the merged group too.
     while len(members) > most:
         pairs = [
             (weight[one] + weight[two], number, place)
@@ -136,6 +146,7 @@ def _rows(node: SeriesParallelTree) -> Iterator[list[str]]:
 
 def _joined(graph: OperatorGraph, name: str, names: Sequence[str], whose: Mapping[str, str]) -> Operator:
     each = [graph.by_name[one] for one in names]
+    # A value that is read within the group alone is not sent.
     given = [one for one in each if any(whose[reader] != name for reader in graph.readers[one.name])]
     reads = dict.fromkeys(whose[read] for one in each for read in one.reads)
     return Operator(
@@ -151,4 +162,5 @@ def _joined(graph: OperatorGraph, name: str, names: Sequence[str], whose: Mappin
 
 
 def _sum(tables: Sequence[tuple[tuple[int, float], ...]]) -> tuple[tuple[int, float], ...]:
+    # All operators were measured at the same sizes, so rows at one place have the same size.
     return tuple((rows[0][0], sum(seconds for _, seconds in rows)) for rows in zip(*tables, strict=True))

@@ -38,6 +38,8 @@ def plan_of(
         PlanError: If the plan does not fit the model, the ranks or the batch.
     """
     if plan is None:
+        # Operators whose value cannot be sent share a stage with its
+        # readers, and with all on a path between them.
         whole = fused(graph, bound)
         plan = whole.spelled_out(default_plan(whole.graph, devices, batch or sample))
     elif not isinstance(plan, StagePlan):
@@ -45,6 +47,7 @@ def plan_of(
     plan = _spelled_out(plan, graph)
     if batch is not None and batch != plan.batch:
         raise PlanError(f"a plan for batch={batch} samples", f"one for {plan.batch}")
+    # Ranks have started already, so their number cannot follow the plan.
     if plan.devices != devices:
         raise PlanError(
             f"a rank for each of the plan's {plan.devices} devices in {len(plan.stages)} stages",
@@ -63,12 +66,14 @@ def plan_of(
 
 def _spelled_out(plan: StagePlan, graph: OperatorGraph) -> StagePlan:
     """Return the plan with each named module replaced by the operators within it."""
+    # An operator that a stage names itself is taken out of its module, as in ("tower",), ("tower.3",).
     named = {name for stage in plan.stages for name in stage.operators}
 
     def within(name: str) -> list[str]:
         if name in graph.by_name:
             return [name]
         parts = [o.name for o in graph.operators if o.name.startswith(f"{name}.") and o.name not in named]
+        # An unknown name stays, so that links_of refuses it with the name that the user wrote.
         return parts or [name]
 
     stages = (
@@ -98,6 +103,7 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
         raise PlanError(
             f"{devices} samples or more for as many ranks", f"{batch}", hint="a larger batch, or fewer ranks"
         )
+    # Seconds of one sample decide the shares. They need not be right in size, only in proportion.
     count = min(devices, len(graph.operators))
     seconds = [operator.seconds(1) for operator in graph.operators]
     total = sum(seconds)
@@ -106,11 +112,17 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     for place, (operator, cost) in enumerate(zip(graph.operators, seconds, strict=True)):
         left = len(graph.operators) - place
         need = count - len(groups)  # stages that have no operator yet
+        # A stage ends before the operator whose middle lies beyond the stage's share of the time:
+        #    |-- stage 0 --|-- stage 1 --|       total * len(groups) / count is the mark at the end of a stage
+        #    [ a ][  b ][   c   ][  d   ]        b begins before the mark of stage 0 and has its middle there
+        # so each operator is in the stage that its larger half falls into.
         full = before + cost / 2 > total * len(groups) / count
+        # Where only as many operators are left as stages without one, each must begin a stage.
         if groups[-1] and need and (full or left <= need):
             groups.append([])
         groups[-1].append(operator.name)
         before += cost
+    # With fewer operators than devices, spare devices become replicas of the slowest stage.
     costs = [sum(graph.by_name[name].seconds(1) for name in names) for names in groups]
     spare = devices - count
     widths = [1 + (spare if number == costs.index(max(costs)) else 0) for number in range(count)]
@@ -122,7 +134,10 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
             f"{batch} samples",
             hint="a larger batch, or fewer ranks",
         )
+    # Few micro-batches leave stages idle while the pipeline fills and drains; tiny ones compute slowly. Four
+    # micro-batches for each device keep the idle share at about a fifth.
     most = max(need, batch // (4 * devices))
+    # Only sizes that divide the batch are possible; the smallest of them is taken if all exceed the limit.
     fitting = [size for size in range(need, batch + 1) if batch % size == 0]
     size = max((size for size in fitting if size <= most), default=fitting[0])
     stages = tuple(

@@ -52,6 +52,7 @@ class StageCost:
 
     def passes(self, name: str, samples: int) -> tuple[float, float]:
         """Return the seconds of an operator forward and backward."""
+        # A search asks for the same operators and sizes over and over, so interpolated values are kept.
         found = self._tables.get((name, samples))
         if found is None:
             operator = self.graph.by_name[name]
@@ -61,6 +62,7 @@ class StageCost:
 
     def compute(self, names: Sequence[str], devices: int, micro_batch: int) -> tuple[float, float]:
         """Return the seconds of a micro-batch forward and backward, on each of some replicas."""
+        # Rounded up: the replica with the most samples is the slowest, and all wait for it.
         each = [self.passes(name, -(-micro_batch // devices)) for name in names]
         return sum(f for f, _ in each), sum(b for _, b in each)
 
@@ -75,6 +77,7 @@ class StageCost:
     def sync(self, names: Sequence[str], devices: int) -> float:
         """Return the seconds in which replicas sum their gradients, once per batch."""
         weights = sum(self.graph.by_name[name].weights for name in names)
+        # A reduce-scatter and an all-gather, each of (d - 1) / d of the weights for each replica.
         return 2 * (devices - 1) / devices * weights / self.devices.bandwidth
 
     def per_sample(self, names: Sequence[str], devices: int, micro_batch: int) -> float:
@@ -82,11 +85,13 @@ class StageCost:
 
         Source: GraphPipe, time per sample (TPS).
         """
+        # Weights are summed once a batch, so each sample bears its share of that.
         busy = max(sum(self.compute(names, devices, micro_batch)), self.traffic(names, devices, micro_batch))
         return busy / micro_batch + self.sync(names, devices) / self.batch
 
     def fits(self, names: Sequence[str], devices: int, micro_batch: int) -> bool:
         """Return whether each replica takes as many samples at a time as its operators need."""
+        # Rounded down: the replica with the fewest samples must have enough.
         return micro_batch // devices >= max(self.graph.by_name[name].least for name in names)
 
     def memory(self, names: Sequence[str], devices: int, held: int) -> float:

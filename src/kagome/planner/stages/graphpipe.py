@@ -80,6 +80,7 @@ class SearchRow(TreePlans):
         child, children = 0, len(self.groups.children)
         while child < children:
             end, less, behind = (int(value) for value in self.how[child, devices, reader])
+            # `end` is -1 if the first child has its own plan; see graphpipe_search.before.
             if end > 0:
                 names = self.groups.names(run(child, end, children))
                 yield self.search.stage(names, devices - less, reader, behind)
@@ -120,6 +121,7 @@ class SideBySide(TreePlans):
         while state:
             option, taken, own, other = (int(value) for value in self.how[state, devices, reader])
             group = int(states.group[option])
+            # A negative group stands for a child that is planned by itself; see operator_groups.States.
             if group < 0:
                 yield from self.inner[-1 - group].stages(taken, own)
             else:
@@ -131,6 +133,7 @@ class Either(TreePlans):
     """The best of several ways to plan one part."""
 
     def __init__(self, ways: Sequence[TreePlans]) -> None:
+        # Ways may be better at different numbers of devices, so the choice is made for each entry.
         tables = np.array([way.held for way in ways])
         self._ways, self._which = ways, tables.argmin(axis=0)
         self.held = tables.min(axis=0)
@@ -152,12 +155,14 @@ class Search:
 
     def __init__(self, facts: GroupFacts, bottleneck: float, places: Sequence[int]) -> None:
         self.facts, self.bottleneck, self.places = facts, bottleneck, tuple(places)
+        # Index 0 is "no stage", so sizes here are shifted by one against `places`.
         self.sizes = np.array([0, *(facts.sizes[place] for place in places)], dtype=float)
         self._needs: dict[int, Ints] = {}
         self._known: dict[tuple[int, float, int], TreePlans] = {}
 
     def solve(self, node: SeriesParallelTree, held: float, behind: int) -> TreePlans:
         """Find the plans for a node, given the samples held after it and their micro-batch, as an index."""
+        # What follows a node matters to it by these two numbers alone; see graphpipe_search.
         key = id(node), held, behind
         if key not in self._known:
             ways = [
@@ -171,6 +176,7 @@ class Search:
 
     def stage(self, names: tuple[str, ...], devices: int, size: int, reader: int) -> PlannedStage:
         """Make a stage before a reader; both micro-batches are indices of the sizes."""
+        # The k micro-batches of one turn cover one micro-batch of the reader.
         own, other = int(self.sizes[size]), int(self.sizes[reader])
         return PlannedStage(names, devices, own, max(1, other // own))
 
@@ -187,6 +193,7 @@ class Search:
         groups, cost = self.facts.groups(node), self.facts.cost
         children = len(groups.children)
         tables = np.full((children + 1, self._most + 1, self.sizes.size), np.inf)
+        # Behind the last child: no device is used yet, and the reader is what follows the whole series.
         tables[children, 0, behind] = held
         how = np.zeros((*tables.shape, 3), dtype=np.int64)
         found = SearchRow(self, groups, tables, how)
@@ -198,9 +205,15 @@ class Search:
                 float(cost.devices.memory), float(cost.batch),
             )  # fmt: skip
 
+        # From the loss backwards. Runs of leaves are filled by one compiled loop; at a child with children of
+        # its own, its plans are added before every plan of the rest:
+        #    children   a  b  (c | d)  e  f      up_to(2, 5)   stages that begin with (c | d), e or f
+        #    place      0  1     2     3  4      before        plans of the branches c and d
+        #                                        up_to(0, 2)   stages that begin with a or b
         for child in range(children - 1, -1, -1):
             if not groups.children[child].children:
                 continue
+            # A stage may also take this child whole, alone or with the children after it.
             up_to(child, end)
             end = child
             for devices, reader, now in _entries(tables[child + 1]):
@@ -214,6 +227,7 @@ class Search:
     def _side_by_side(self, node: SeriesParallelTree, held: float, behind: int) -> SideBySide:
         states, groups, cost = self.facts.states(node), self.facts.groups(node), self.facts.cost
         tables = np.full((states.begins.size - 1, self._most + 1, self.sizes.size), np.inf)
+        # State 0, with no branch left, has one plan: no device and no stage.
         tables[0, 0, 0] = 0.0
         how = np.zeros((*tables.shape, 4), dtype=np.int64)
         inner = {
@@ -221,6 +235,7 @@ class Search:
             for place, child in enumerate(node.children)
             if child.children
         }
+        # Compiled loops take arrays, so the branches' plans are copied into one; a leaf has none of its own.
         own = np.full((len(node.children), *tables.shape[1:]), np.inf)
         for place, plans in inner.items():
             own[place] = plans.held
@@ -278,6 +293,8 @@ class GraphPipe:
             return self.least(self.sizes)
         seconds, best = found
         size = best.stages[0].micro_batch
+        # With mixed sizes the search takes longer with every size, and the best
+        # mix is expected near the best single size.
         near = tuple(other for other in self.sizes if size // 2 <= other <= size * 2)
         # Plans with a larger bottleneck than this are slower, no matter how soon they fill.
         mixed = self._fastest(self._ever_better(near, below=seconds / self.cost.batch), seconds)
@@ -292,6 +309,7 @@ class GraphPipe:
         """
         best: tuple[float, StagePlan] | None = None
         each = (one for plan in dict.fromkeys(plans) for one in longer_turns(self.cost, plan))
+        # The order is that of the estimates, so no later plan can be better once one is not.
         for soonest, plan in sorted(each, key=lambda pair: pair[0]):
             if soonest * (1 + self.tolerance) >= limit:
                 break
@@ -345,6 +363,8 @@ class GraphPipe:
         number = max(several, key=lambda n: self.seconds(plan.stages[n]))
         stage = plan.stages[number]
         names = [each.name for each in self.cost.graph.operators if each.name in stage.operators]
+        # All cuts of the stage's operators in topological order, the most
+        # even first; the first that fits memory wins.
         halves = [
             (
                 replace(stage, operators=tuple(names[:at])),
@@ -390,6 +410,7 @@ class GraphPipe:
 
         Source: GraphPipe, binary search on time per sample.
         """
+        # Between a plan on one device, which always fits in time, and a perfect split of all work.
         places = [self.facts.sizes.index(size) for size in sorted(sizes)]
         high = max(self.cost.per_sample(self.tree.names, 1, s) for s in sizes) * 1.01
         low, high = float(self.facts.lightest.sum()) / self.cost.devices.count, min(high, below)
@@ -397,8 +418,10 @@ class GraphPipe:
         if found is None:
             return []
         plans = [found]
+        # The plan found may be faster than what was asked for, which saves steps of the search.
         high = min(high, self.bottleneck(found))
         while high > low * (1 + self.tolerance):
+            # The geometric mean, because the tolerance is a ratio.
             middle = (low * high) ** 0.5
             better = self._ask(middle, places)
             if better is None:
@@ -413,6 +436,7 @@ class GraphPipe:
         entries = _entries(plans.held)
         if not entries:
             return None
+        # Of all plans within the bottleneck: the fewest samples in flight, then the fewest devices.
         devices, reader, _ = min(entries, key=lambda entry: (entry[2], entry[0]))
         stages = tuple(plans.stages(devices, reader))
         return StagePlan(self.cost.batch, sorted_stages(self.cost, stages))
@@ -436,6 +460,7 @@ def sorted_stages(cost: StageCost, stages: Sequence[PlannedStage]) -> tuple[Plan
                 needs[place[operator.name]].add(place[read])
     found: list[int] = []
     while len(found) < len(stages):
+        # Of several ready stages, the one that the search found first comes first.
         ready = [n for n in range(len(stages)) if n not in found and needs[n] <= set(found)]
         found.append(ready[0])
     return tuple(stages[number] for number in found)

@@ -26,6 +26,8 @@ from kagome.planner.stages.operator_groups import Floats, Ints
 def trim(held: Floats) -> None:
     """Remove plans that another dominates: no more devices, no larger micro-batch, no more samples held."""
     devices, sizes = held.shape
+    # Rows in order of devices, columns in order of micro-batch: an entry is useless if any entry above or to
+    # the left, or both, holds as few samples.
     least = np.full(sizes, np.inf)  # the minimum of earlier rows, by the largest micro-batch allowed
     for d in range(devices):
         here = np.inf
@@ -47,8 +49,11 @@ def stage(
     devices = need[0]
     if devices == 0:
         return 0, 0.0
+    # The last term is k s = max(s, r). A stage never holds more than the batch.
     held = min(math.ceil(h / size) * size + max(size, reader), batch)
     free = memory - fixed
+    # Replicas share the samples in flight, so more devices need less memory each. Take the fewest that fit
+    # and are fast enough; a replica without a sample is of no use.
     if kept * held > free * devices:
         if free <= 0:
             return 0, 0.0
@@ -93,8 +98,10 @@ def in_a_row(
     children, most = held.shape[0] - 1, held.shape[1] - 1
     for p in range(end - 1, first - 1, -1):
         for q in range(p + 1, children + 1):
+            # The same number as operator_groups.run, a Python function that compiled code cannot call.
             group = p * children - p * (p - 1) // 2 + q - p - 1
             for s in range(1, sizes.size):
+                # sizes[0] is "no stage", so index s of the sizes is index s - 1 of `need`.
                 if need[group, s - 1, 0] == 0:
                     continue
                 for d in range(most):
@@ -185,6 +192,7 @@ def side_by_side(
         for option in range(begins[state], begins[state + 1]):
             g, after = group[option], rest[option]
             alone[:] = np.inf
+            # Either one branch with a plan of its own, or a group of branches as one stage.
             if g < 0:
                 alone[:] = inner[-1 - g]
             else:
@@ -200,6 +208,7 @@ def side_by_side(
                         for r2 in range(sizes.size):
                             if held[after, d2, r2] == np.inf:
                                 continue
+                            # Stages before the branches must satisfy the more demanding one.
                             now, r = max(alone[d1, r1], held[after, d2, r2]), max(r1, r2)
                             if now < held[state, d1 + d2, r]:
                                 held[state, d1 + d2, r] = now

@@ -50,6 +50,11 @@ def at(table: tuple[tuple[int, float], ...], samples: float) -> float:
     Below the first size it is the first value: a device is not faster with fewer samples than it computes at
     once.
     """
+    # seconds
+    #    |           /      beyond the last size: in proportion to the samples
+    #    |       ___/       between sizes: linear
+    #    |______/           below the first size: its value
+    #    +------------ samples
     sizes = [size for size, _ in table]
     place = bisect_left(sizes, samples)
     if place == 0:
@@ -77,6 +82,7 @@ class OperatorGraph:
     def __post_init__(self) -> None:
         seen: set[str] = set()
         for operator in self.operators:
+            # Planners rely on topological order: one pass in order then finds everything below an operator.
             missing = [name for name in operator.reads if name not in seen]
             if operator.name in seen or missing:
                 raise PlanError(
@@ -103,6 +109,7 @@ class OperatorGraph:
         """For each operator, by name, the operators that read it."""
         found: dict[str, list[str]] = {operator.name: [] for operator in self.operators}
         for operator in self.operators:
+            # An operator may read another twice (x + x), and is still one reader.
             for name in dict.fromkeys(operator.reads):
                 found[name].append(operator.name)
         return {name: tuple(names) for name, names in found.items()}
@@ -110,6 +117,7 @@ class OperatorGraph:
     def boundary_bytes(self, inside: Iterable[str]) -> tuple[int, int]:
         """Return the bytes per sample that a set of operators receives from others, and sends to others."""
         names = set(inside)
+        # A value counts once, however many operators read it on either side.
         taken = {read for name in names for read in self.by_name[name].reads if read not in names}
         given = [name for name in names if any(reader not in names for reader in self.readers[name])]
         return sum(self.by_name[name].output for name in taken), sum(self.by_name[n].output for n in given)
@@ -130,6 +138,7 @@ def _operator(record: Mapping[str, object]) -> Operator:
         return tuple((int(size), float(seconds)) for size, seconds in value)
 
     fields = dict(record)
+    # JSON has lists only, and an Operator must be hashable.
     fields["reads"] = tuple(fields["reads"])  # type: ignore[arg-type]
     fields["forward"], fields["backward"] = pairs(fields["forward"]), pairs(fields["backward"])
     return Operator(**fields)  # type: ignore[arg-type]

@@ -56,11 +56,17 @@ class Groups:
         Shapes:
             ``[groups, len(sizes), devices + 1]``; the last axis is the number of devices required at least.
         """
+        # Example, fast with 2, 3 and 5 of 5 devices:
+        #    devices      1  2  3  4  5
+        #    fast         -  x  x  -  x
+        #    need         2  2  3  5  5      the first fast number from here on, filled from the right
+        # A search that needs more devices for memory thus looks up the next number that is fast too.
         fast = self.seconds[:, list(sizes)] <= bottleneck
         need = np.zeros((*fast.shape[:2], fast.shape[2] + 1), dtype=np.int64)
         for devices in range(fast.shape[2], 0, -1):
             more = need[..., devices + 1] if devices < fast.shape[2] else 0
             need[..., devices] = np.where(fast[..., devices - 1], devices, more)
+        # A stage has at least one device.
         need[..., 0] = need[..., 1]
         return need
 
@@ -111,8 +117,11 @@ class GroupFacts:
 
     def groups(self, node: SeriesParallelTree) -> Groups:
         """Return a node's groups: runs of a series' children (see :func:`run`), else those of its states."""
+        # By identity, because the hash of a node is that of its whole subtree. GraphPipe keeps the tree as
+        # long as these facts, so no id is used again.
         if id(node) not in self._groups:
             children = node.children or (node,)
+            # In a series only neighbours may share a stage, of parallel branches any.
             row = node.kind != "parallel"
             members = tuple(runs(len(children))) if row else self.states(node).members
             self._groups[id(node)] = self._counted(children, members)
@@ -127,6 +136,7 @@ class GroupFacts:
     @cached_property
     def lightest(self) -> Floats:
         """The least seconds per sample of each operator, on any number of devices."""
+        # A bound for the search, so it may be too small and never too large.
         shares = sorted({int(share) for share in self._shares.ravel()})
         names = [operator.name for operator in self.cost.graph.operators]
         each = [[sum(self.cost.passes(name, share)) / share for share in shares] for name in names]
@@ -136,6 +146,7 @@ class GroupFacts:
     def _shares(self) -> Ints:
         """The samples of a replica: ``[micro-batches, devices]``."""
         devices = np.arange(1, self.cost.devices.count + 1)
+        # Rounded up, as in StageCost.compute.
         return np.asarray(-(-np.array(self.sizes)[:, None] // devices), dtype=np.int64)
 
     @cached_property
@@ -165,20 +176,24 @@ class GroupFacts:
     def _counted(self, children: Sequence[SeriesParallelTree], members: tuple[int, ...]) -> Groups:
         """Compute the costs of many stages at once, as ``StageCost`` does for one."""
         link, batch, operators = self.cost.devices, self.cost.batch, self.cost.graph.operators
-        own = np.zeros((len(children), len(operators)))
+        # Everything is a product of 0/1 matrices, because a node may have thousands of groups.
+        own = np.zeros((len(children), len(operators)))  # [children, operators]
         for number, child in enumerate(children):
             own[number, [self._place[name] for name in child.names]] = 1.0
         bits = np.array(
             [[one >> place & 1 for place in range(len(children))] for one in members], dtype=float
         )
-        inside = bits.reshape(len(members), len(children)) @ own
+        inside = bits.reshape(len(members), len(children)) @ own  # [groups, operators]
         weights, kept, output = (
             np.array([getattr(operator, name) for operator in operators], dtype=float)
             for name in ("weights", "kept", "output")
         )
-        readers = inside @ self._reads.T
-        given = inside * (readers < self._reads.sum(axis=1)) @ output
+        # The number of an operator's readers within each group. A group sends values that have readers
+        # outside of it, and receives values of other operators that it reads.
+        readers = inside @ self._reads.T  # [groups, operators]
+        given = inside * (readers < self._reads.sum(axis=1)) @ output  # [groups], bytes per sample
         taken = (1 - inside) * (readers > 0) @ output
+        # From here on [groups, micro-batches, devices], as in StageCost.per_sample.
         sizes = np.array(self.sizes, dtype=float)[:, None]
         devices = np.arange(1, link.count + 1, dtype=float)
         compute = np.tensordot(inside, self._passes, axes=1)
@@ -188,6 +203,8 @@ class GroupFacts:
         sync = 2 * (devices - 1) / devices * of_weights / link.bandwidth
         seconds = np.maximum(compute, traffic) / sizes + sync / batch
         least = np.array([operator.least for operator in operators], dtype=float)
+        # A replica with fewer samples than an operator needs makes the stage impossible, as in
+        # StageCost.fits. That includes replicas without a sample.
         shares = (sizes // devices)[None]
         seconds[shares < (inside * least).max(axis=1)[:, None, None]] = np.inf
         fixed = np.array([self.cost.memory((operator.name,), 1, 0) for operator in operators], dtype=float)
@@ -196,6 +213,8 @@ class GroupFacts:
 
 def run(begin: int, end: int, children: int) -> int:
     """Return the number of a run of children, ``begin`` to before ``end``, among the groups of a series."""
+    # Runs in the order of their begins: begin b has children - b of them, so those before are
+    # b * children - b (b - 1) / 2.
     return begin * children - begin * (begin - 1) // 2 + end - begin - 1
 
 
@@ -209,18 +228,23 @@ def runs(children: int) -> Iterator[int]:
 def states_of(node: SeriesParallelTree) -> States:
     """Enumerate the states of a parallel node and their options."""
     count = len(node.children)
+    # A state is the set of branches that are not planned yet, as a bit mask. Every option takes the first of
+    # them, so each way to group the branches is tried once, and not once for each order of its groups.
     options: dict[int, list[tuple[int | None, int]]] = {}
     waiting = [(1 << count) - 1]
     while waiting:
         left = waiting.pop()
         if left in options or not left:
             continue
+        # All subsets of n branches make about 3^n / 2 options in all states together.
         taken = groups(left) if left.bit_count() <= FEW else first_of(left)
         options[left] = [(some, left & ~some) for some in taken]
         first = left & -left
+        # A branch of a single operator has no plan of its own beside that of one stage.
         if node.children[first.bit_length() - 1].children:
             options[left].append((None, left & ~first))
         waiting += [rest for _, rest in options[left]]
+    # An option leaves fewer bits, hence a smaller number: in this order the tables of the rest are complete.
     order = [0, *sorted(options)]
     number = {left: place for place, left in enumerate(order)}
     members: dict[int, int] = {}
@@ -249,6 +273,7 @@ def groups(left: int) -> Iterator[int]:
     first = left & -left
     others = some = left & ~first
     while True:
+        # Standard enumeration of all subsets of a mask, from the full one down to the empty one.
         yield first | some
         if not some:
             return

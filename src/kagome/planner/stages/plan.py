@@ -80,6 +80,7 @@ class StagePlan:
         try:
             record = json.loads(text)
             stages = tuple(
+                # An unknown key is a TypeError of the constructor, which names it.
                 PlannedStage(**{**stage, "operators": tuple(stage["operators"])})
                 for stage in record["stages"]
             )
@@ -117,6 +118,7 @@ def links_of(graph: OperatorGraph, stages: Sequence[Sequence[str]]) -> tuple[tup
     place: dict[str, int] = {}
     for number, names in enumerate(stages):
         for name in names:
+            # A plan is often edited by hand, so both mistakes get the name and the stages.
             if name in place or name not in graph.by_name:
                 known = f"in stages {place[name]} and {number}" if name in place else "that the model lacks"
                 raise PlanError("each operator in one stage", f"{name!r} {known}", where=f"stage {number}")
@@ -128,6 +130,8 @@ def links_of(graph: OperatorGraph, stages: Sequence[Sequence[str]]) -> tuple[tup
     for operator in graph.operators:
         for read in operator.reads:
             one, other = place[read], place[operator.name]
+            # Ranks are assigned to stages in order, and programs are generated in that order: a link
+            # backwards would make them wait for each other.
             if one > other:
                 raise PlanError(
                     "a stage to read earlier ones",

@@ -40,6 +40,7 @@ class PlanSimulation:
     def depth(self) -> int:
         """The number of stages on the longest path."""
         found = [1] * self.shape.stages
+        # Readers have larger numbers, so their depth is known.
         for stage in range(len(found) - 1, -1, -1):
             found[stage] = 1 + max((found[other] for other in self.shape.readers(stage)), default=0)
         return max(found)
@@ -61,6 +62,7 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
         return passes[action.stage][0 if action.kind is ActionKind.F else 1]
 
     def transfer(action: Action) -> float:
+        # A gradient is as large as the value, so both directions of a link look up the same bytes.
         way = min(action.stage, action.other), max(action.stage, action.other)
         return message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way))
 
@@ -71,6 +73,7 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
         size=lambda action: shape.size(action.stage),
         paired=True,
     )
+    # Gradients are summed after the last micro-batch, all stages at once.
     sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
     held = windows(shape, plan.k)
     memory = tuple(
@@ -92,6 +95,9 @@ def flow(
     carried: dict[tuple[int, int], float] = {}
     for operator in cost.graph.operators:
         readers = {place[name] for name in cost.graph.readers[operator.name]} - {place[operator.name]}
+        # In a chain a value that a later stage reads is passed on by
+        # every stage in between, once for all readers:
+        #    stage 0 ── x ──> stage 1 ── x ──> stage 2       where stages 1 and 2 both read x
         if sequential and readers:
             hops = range(place[operator.name], max(readers))
             ways = [(stage, stage + 1) for stage in hops]
@@ -131,6 +137,7 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
         way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.all_links
     }
     most = 0.0
+    # In order of the reader, so that begin[one] and drain[one] are final: sources have smaller numbers.
     for one, other in sorted(shape.all_links, key=lambda link: link[1]):
         # The first micro-batch of the reader covers this many of its source's, and so does the last.
         many = max(1, shape.size(other) // shape.size(one))
@@ -139,6 +146,7 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
         drain[other] = max(drain[other], hop + many * backward[one] + drain[one])
     batch = len(shape.order)
     for one, other in shape.all_links:
+        # A link that is busy all the time, between the first forward and the last backward at its ends.
         messages = batch // shape.unit(one, other)
         busy = forward[one] + messages * hops[one, other] + forward[other] + backward[other]
         most = max(most, begin[one] + busy + drain[other])
@@ -147,8 +155,10 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
     for stage in range(len(plan.stages) - 1, -1, -1):
         size, own = shape.size(stage), forward[stage] + backward[stage]
         beyond = max((2 * hops[stage, other] + trip[other] for other in shape.readers(stage)), default=0.0)
+        # The least time from a micro-batch's forward until its gradient is computed.
         trip[stage] = own + beyond
         count = batch // size
+        # Either the stage computes all the time, or it waits a whole trip for every window of micro-batches.
         rounds = (count - 1) // (window[stage] // size)
         most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
     return most + max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
@@ -174,6 +184,7 @@ def longer_turns(
         if seconds >= before:
             return  # the last plan was yielded too: it may be better than its estimate
         before = seconds
+        # All stages at once: a longer turn of one stage alone makes its neighbours wait.
         plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
         held = windows(flow(cost, plan, sequential=sequential)[0], plan.k)
         for stage, samples in zip(plan.stages, held, strict=True):

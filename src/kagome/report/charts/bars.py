@@ -32,5 +32,6 @@ def bars(rows: Sequence[Bar], value_text: Callable[[float], str]) -> Markup:
         rows: The rows.
         value_text: Formats a segment's value.
     """
+    # One scale for all rows: the longest bar fills the width. `or 1.0` avoids a division by 0.
     whole = max((sum(value for _, _, value in row.segments) for row in rows), default=0.0) or 1.0
     return chart("bars", rows=rows, whole=whole, value_text=value_text)

@@ -62,8 +62,10 @@ def predicted_svg(predicted: Simulation) -> Markup:
 
 def _chart(groups: Sequence[tuple[str, str, Sequence[Sequence[Slice]]]], seconds: float, what: str) -> Markup:
     """Draw groups of rows to one scale; each group has a title and a name for its rows."""
+    # A chart of actions that took no measurable time must not divide by 0.
     length = seconds or 1e-9
     count = sum(len(rows) for _, _, rows in groups)
+    # The page stays small: slices are shared by the rows, and rows of half the height have no numbers.
     most, numbered = max(MOST_SLICES // count, 50), count <= 32
     rows = [
         Row(
@@ -104,6 +106,8 @@ def _boxes(runs: Iterable[Sequence[Slice]], length: float, *, numbered: bool) ->
 def _joined(slices: Sequence[Slice], most: int) -> list[list[Slice]]:
     """Group slices that are drawn as one: single slices, or if there are too many, neighbours of one kind."""
     runs = [[one] for one in slices]
+    # Too many slices: neighbours of one kind become one box, as long as the box is narrower than `room`, the
+    # width of a slice if all were alike, and gaps stay below a tenth of it. Then the longest are kept.
     if len(runs) <= most:
         return runs
     room = (slices[-1].end - slices[0].begin) / most
@@ -115,5 +119,6 @@ def _joined(slices: Sequence[Slice], most: int) -> list[list[Slice]]:
             last.append(one)
         else:
             kept.append([one])
+    # Begin minus end is the negative length, so the longest come first.
     longest = sorted(kept, key=lambda run: run[0].begin - run[-1].end)[:most]
     return sorted(longest, key=lambda run: run[0].begin)

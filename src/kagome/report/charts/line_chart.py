@@ -56,12 +56,15 @@ def curves(
         return Markup()
     xs = [x for line in series for x, _ in line.points]
     ys = [y for line in series for _, y in line.points]
+    # A loss that falls by orders of magnitude is a flat line on a linear axis.
     log = not from_zero and min(ys) > 0 and max(ys) > 50 * min(ys)
     scale = math.log10 if log else float
     ticks = log_ticks(min(ys), max(ys)) if log else nice_ticks(0.0 if from_zero else min(ys), max(ys))
+    # Ticks are round numbers at or beyond the values, so the axis ends at ticks.
     low, high = scale(min(ticks[0], *ys)), scale(max(ticks[-1], *ys))
     left, right = min(xs), max(xs)
 
+    # Coordinates in per cent of the drawing, which the page stretches to its width; SVG's y grows downwards.
     def x_at(x: float) -> float:
         return 100 * (x - left) / (right - left) if right > left else 50.0
 
@@ -75,6 +78,7 @@ def curves(
             # A single point draws no line: a dash in its place is visible.
             points = [(points[0][0] - 1, points[0][1]), (points[0][0] + 1, points[0][1])]
         lines.append((line.ink, points))
+    # Epochs are whole numbers.
     x_ticks = [t for t in nice_ticks(left, right, most=6) if left <= t <= right and t == int(t)]
     return chart(
         "curves",
@@ -100,6 +104,8 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return at most :data:`MOST_POINTS` points that keep every peak: lowest and highest of each stretch."""
     if len(points) <= MOST_POINTS:
         return list(points)
+    # Two points of each of 200 stretches. Taking every n-th point would
+    # lose peaks, which are what one looks for.
     edges = [round(i * len(points) / (MOST_POINTS // 2)) for i in range(MOST_POINTS // 2 + 1)]
     kept: list[tuple[float, float]] = []
     for start, end in pairwise(edges):
@@ -120,12 +126,15 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
         At least two numbers.
     """
     if not high > low:
+        # All values are equal: a range around them.
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / most
     power = 10.0 ** math.floor(math.log10(raw))
+    # The smallest round step that needs no more than `most` steps; 0.999 forgives rounding of the power.
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    # Multiples of the step, rounded: 3 * 0.1 is 0.30000000000000004.
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 

@@ -54,11 +54,13 @@ def timeline(
         what: A description for readers who do not see the chart.
         wide: Whether the chart has a least width, and scrolls sideways in a narrower window.
     """
+    # Pixels of a row, and from row to row. Many rows are drawn at half the height.
     height, step = (18, 22) if len(rows) <= 32 else (9, 11)
     tops: list[int] = []
     bottom = 0
     for row in rows:
         if row.heading:
+            # A heading stands in the space above its first row, with more of it between two groups.
             bottom += 28 if tops else 20
         tops.append(bottom)
         bottom += step
@@ -100,6 +102,7 @@ def gantt_svg(spans_by_rank: Sequence[Sequence[Span]], epoch: int | None = None)
         return Markup()
     zero = min(span.start for spans in ranks for span in spans)
     length = max(span.start + span.duration for spans in ranks for span in spans) - zero or 1e-9
+    # A chart with a hundred thousand rectangles would not open; the longest spans are those one can see.
     most = max(MOST_RECTS // len(ranks), 8)
     rows = []
     for rank, spans in enumerate(ranks):

@@ -26,12 +26,13 @@ def over_time(
         programs: One program per stage; by default what the ranks did in the epoch.
 
     Returns:
-        What the macro ``over_time`` in ``parts.html`` shows, or None if no action was recorded.
+        The values that the macro ``over_time`` in ``parts.html`` shows, or None if no action was recorded.
     """
     found = measure(spans)
     if found is None:
         return None
     try:
+        # Both are of one epoch, so that the charts show the same actions.
         expected = predict(programs, spans, epoch=found.epoch)
     except ScheduleError:
         expected = None  # the trace keeps a limited number of spans per epoch
@@ -40,6 +41,7 @@ def over_time(
         for one in (found, expected)
         if one is not None
     ]
+    # The mean of all ranks comes first, then one row a rank.
     ranks = [("all", "-", *_shares(found.whole))]
     for rank, (stage, shares) in enumerate(zip(found.stages, found.ranks, strict=True)):
         ranks.append((f"rank {rank}", "-" if stage is None else str(stage), *_shares(shares)))

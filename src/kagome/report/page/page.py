@@ -29,7 +29,7 @@ from kagome.storage.atomic import write_text
 
 Found = TypeVar("Found")
 Shown = Mapping[str, Any] | None
-"""What a section of the template shows by name, or None if there is no such section."""
+"""The values that a section of the template shows, by name; None if the section is left out."""
 BROKEN: Final = (
     *(TypeError, ValueError, KeyError, IndexError, AttributeError),
     *(ArithmeticError, AssertionError, RecursionError, StopIteration),
@@ -70,6 +70,7 @@ def page_html(run: RunFolder) -> str:
         *(figures, bottleneck, learning, time, timeline, pipeline, traffic, memory, crossing, partition),
         *(notes, settings),
     ]
+    # The template finds a section under its function's name.
     shown = {find.__name__: _found(run, find) for find in sections}
     footer = f"Kagome, run directory {run.path.resolve()}"
     # Last, because it names the sections that were left out.
@@ -81,6 +82,7 @@ def _found(run: RunFolder, find: Callable[[RunFolder], Found]) -> Found | None:
     """Return what a section shows, or None if the run's files hold values that it cannot show."""
     try:
         return find(run)
+    # A damaged file costs one section and not the page. Other errors, of the system or of memory, go up.
     except BROKEN as error:
         found = shortened(f"{type(error).__name__}: {error}", 200)
         run.faults.append(f"the page leaves {find.__name__} out: the run's files hold other values ({found})")
@@ -98,6 +100,7 @@ def title_of(run: RunFolder) -> tuple[str, str]:
     if ranks := values.get("world_size"):
         facts.append(f"{ranks} rank{'s' if ranks != 1 else ''}")
     cut = values.get("partition")
+    # The setting may be "auto"; the summary's partition has the partitioner that was used.
     chosen = {"partitioner": cut["partitioner"]} if isinstance(cut, dict) and "partitioner" in cut else {}
     facts += _mesh({**(values.get("parallel") or {}), **chosen})
     if epochs := values.get("epochs"):
@@ -132,6 +135,7 @@ def warnings(run: RunFolder) -> list[str]:
             0,
             f"This run left no summary: it did not end. What follows is from {len(run.records)}{of} epochs.",
         )
+    # JSON has no NaN, so a loss that was not finite is stored as null and read as None.
     lost = next((record.epoch for record in run.records if record.loss is None), None)
     if lost is not None:
         lines.append(f"The loss was not finite from epoch {lost}.")
@@ -143,6 +147,7 @@ def figures(run: RunFolder) -> list[tuple[str, str, str]]:
     values = run.summary
     metric = values.get("metric_name") or "metric"
     tiles: list[tuple[str, str, str]] = []
+    # Any of these may be missing: an unfinished run has only what follows from its records.
     if values.get("test_metric") is not None:
         tiles.append((f"test {metric}", metric_text(values["test_metric"]), ""))
     if values.get("val_metric") is not None:
@@ -162,6 +167,7 @@ def figures(run: RunFolder) -> list[tuple[str, str, str]]:
         tiles.append(("time an epoch", seconds_text(values["epoch_seconds"]), hint))
     total = (values.get("bytes_per_epoch") or {}).get("total")
     if total is not None:
+        # Without codecs there is nothing to compare with.
         plain = crossings.beside(values.get("crossing")).strip(" ()")
         tiles.append(("sent an epoch", bytes_text(total), plain or "all ranks, training only"))
     sizes = values.get("peak_memory_bytes") or []
@@ -183,12 +189,14 @@ def figures(run: RunFolder) -> list[tuple[str, str, str]]:
 def bottleneck(run: RunFolder) -> Shown:
     """Return what bounds the speed, as a sentence with its shares."""
     finding = diagnose(run.summary)
+    # Phases are written with the summary, so an unfinished run has none to speak about.
     if finding.kind == "unknown" and not run.finished:
         return None
     row = Bar("", [(ink(name), name, share) for name, share in finding.shares], "")
     return {
         "sentence": finding.sentence,
         "advice": finding.advice,
+        # On a single rank everything is computing.
         "chart": bars([row], share_text) if len(run.summary.get("phases") or []) > 1 else "",
         "inks": [(ink(name), f"{name} {share_text(share)}") for name, share in finding.shares],
     }
@@ -212,6 +220,7 @@ def time(run: RunFolder) -> Shown:
     """Return seconds by phase and rank, and the lengths of the epochs."""
     phases: Sequence[Mapping[str, float]] = run.summary.get("phases") or []
     names = _names(phases, PHASES)
+    # Set-up would dwarf an epoch's phases in the chart, so it is told in a line of text.
     training = [name for name in names if name not in SET_UP]
     set_up = [(name, max(rank.get(name, 0.0) for rank in phases)) for name in SET_UP if name in names]
     rows = [
@@ -308,6 +317,7 @@ def partition(run: RunFolder) -> Shown:
             facts.append(
                 f"{name} of the fullest part over the mean {max(sizes) * len(sizes) / sum(sizes):.2f}"
             )
+    # Each vertex is an own row of one part, so their sum is the number of vertices.
     owned, halo = (sum(row.get(name) or 0 for row in rows) for name in ("vertices", "halo"))
     if owned and halo:
         facts.append(f"halo rows are {halo / owned:.2f} times the vertices")
@@ -331,6 +341,7 @@ def notes(run: RunFolder) -> list[str]:
 
 def settings(run: RunFolder) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return all settings by group."""
+    # TOML allows a value outside of any section.
     groups = {
         name: values if isinstance(values, dict) else {"value": values} for name, values in run.config.items()
     }
@@ -349,6 +360,7 @@ def _names(rows: Sequence[Mapping[str, Any]], known: Sequence[str]) -> list[str]
 
 
 def _cell(value: Any, name: str) -> str:
+    # `cut` is the share of the edges that cross parts.
     if isinstance(value, float) and (name == "cut" or "share" in name):
         return share_text(value)
     if isinstance(value, int | float) and not isinstance(value, bool):

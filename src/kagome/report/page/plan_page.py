@@ -81,11 +81,13 @@ def _beside(plans: Sequence[PlanRow]) -> Markup:
 
 def _epoch(one: PlanRow) -> Markup:
     """Draw an epoch of a plan: its stages over time, or how long each rank computes."""
+    # A pipeline of the best few plans has a simulation; other plans have seconds a rank.
     if one.run is not None:
         return predicted_svg(one.run)
     rows = [
         Bar(
             f"rank {rank}",
+            # A rank that computes less waits for the slowest, so all rows have the epoch's length.
             [(*_BUSY, busy), (*_MESSAGES, one.exposed_seconds), (*_WAITING, one.compute_seconds - busy)],
             seconds_text(busy),
         )

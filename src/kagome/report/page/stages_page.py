@@ -73,6 +73,7 @@ def write_stages(
         "pipeline": pipeline_summary(spans, programs),
         "stages": [asdict(one) for one in stages],
     }
+    # The page is written last: a reader that sees it finds the files that it names.
     write_trace(folder / "trace.json", spans)
     write_json(folder / "summary.json", summary)
     ranks = sum(one.devices for one in stages)
@@ -94,6 +95,7 @@ def update_seconds(spans: Sequence[Sequence[Span]]) -> float | None:
     found = []
     for update in common_epochs(spans):
         mine = [span for each in spans for span in each if span.epoch == update]
+        # Of all ranks together: an update lasts from the first rank's first action to the last rank's last.
         found.append(max(span.start + span.duration for span in mine) - min(span.start for span in mine))
     return median(found) if found else None
 
