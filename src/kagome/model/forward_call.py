@@ -142,7 +142,7 @@ def failed(error: Exception) -> ModelError:
 def as_data(inputs: Mapping[str, Any]) -> Data:
     """Return a ``Data`` object with these inputs, and with their number of vertices."""
     data = _Inputs(**{name: value for name, value in inputs.items() if name != "num_nodes"})
-    # Behind the back of ``Data``, which would store an attribute among the data and give it out by ``keys()``.
+    # Behind the back of ``Data``, which would store an attribute, and give it out by ``keys()``.
     data.__dict__["count"] = inputs.get("num_nodes")
     return data
 
