@@ -113,7 +113,9 @@ def test_a_decoupled_curve_is_its_own_on_one_rank(ranks: Callable[..., list], cu
 def test_decoupled_attention_drops_the_same_weights_on_all_ranks(
     ranks: Callable[..., list], cut: dict[str, Any]
 ) -> None:
-    one, two = (trained(ranks, size, "attention", decouple=True, **more) for size, more in ((1, {}), (2, cut)))
+    one, two = (
+        trained(ranks, size, "attention", decouple=True, **more) for size, more in ((1, {}), (2, cut))
+    )
     torch.testing.assert_close(two["losses"], one["losses"], rtol=0, atol=1e-9)
 
 
