@@ -32,20 +32,9 @@ def _batch_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs)
         return NotImplemented
     axis = scope.axes.of(x)
     # Where vertices are channels, or all ranks have the same rows, torch's own norm is right on each rank.
-    if axis == 1 or (axis is None and _same_on_all(scope, x)):
+    if axis == 1 or (axis is None and scope.ranks.have_equal(x)):
         return NotImplemented
     return _normalise(scope, x, args, kwargs, tuple(d for d in range(x.dim()) if d != 1))
-
-
-def _same_on_all(scope: Scope, x: Tensor) -> bool:
-    """Return True if all ranks have equal rows, such as a virtual node's, and False if each has its own."""
-    # Without a placement both may be. Ranks compare the number of rows, and two sums of the entries.
-    wide = x.detach().double()
-    told = torch.stack([wide.new_tensor(float(x.size(0))), wide.sum(), wide.abs().sum()])
-    most, negated = scope.ranks.greatest(torch.cat([told, -told])).view(2, -1)
-    apart = most + negated
-    # Equal to rounding: GPUs of several kinds may compute other last digits of equal numbers.
-    return bool((apart[0] == 0) & (apart[1:] <= 1e-5 * most[2]).all())
 
 
 def _as_functional(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
