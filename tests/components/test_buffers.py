@@ -151,3 +151,19 @@ def test_one_buffer_in_two_places_is_one():
         assert model[1].mean is model[0].mean
     assert model[1].mean is model[0].mean
     assert not model[0].mean.any()
+
+
+def test_buffers_are_put_back_after_an_error() -> None:
+    norm = nn.BatchNorm1d(3)
+    before, tensor = norm.running_mean.clone(), norm.running_mean
+
+    def fails() -> None:
+        with Buffers(norm).unmoved():
+            norm(torch.rand(4, 3) + 5)
+            norm.running_mean = torch.ones(3)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert norm.running_mean is tensor
+    assert torch.equal(tensor, before)
