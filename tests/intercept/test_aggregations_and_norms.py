@@ -129,6 +129,17 @@ def test_a_global_pool_is_exact(name: str, batch: bool) -> None:
     assert result.first is None, result.first
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_extreme_of_all_edges_is_exact_or_refused(by_hand: bool) -> None:
+    def pooled(x: Tensor) -> Tensor:
+        return x.max(0).values if by_hand else pyg.global_max_pool(x, None)
+
+    result = compared(lambda: ByHand(lambda m, x, e, d: x + pooled(d.attr).sum()))
+    assert result.first is None, result.first
+    with pytest.raises(ModelError, match="amax"):
+        compared(lambda: ByHand(lambda m, x, e, d: x + pooled(m.lin(d.attr)), lin=lambda: nn.Linear(3, 8)))
+
+
 def test_a_product_over_all_vertices_is_refused() -> None:
     with pytest.raises(ModelError, match="prod"):
         compared(lambda: readout(lambda: "mul", "one graph"))

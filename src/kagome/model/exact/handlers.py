@@ -50,9 +50,10 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
 
 
 def _are_own(scope: Scope, x: Tensor) -> bool:
-    """Return True if rows without a placement (of an operation that torch does not show) are own vertices'."""
-    # All ranks must decide alike, whatever their numbers of rows. With all rows on one rank both draws agree,
-    # and a chunk has no other rows to compare with.
+    """Return True if rows without a placement are own vertices'."""
+    # They may come from an operation that torch does not show. All ranks must decide alike, whatever their
+    # numbers of rows. With all rows on one rank both draws agree, and a chunk has no other rows to compare
+    # with.
     return x.size(0) == scope.own if scope.size == 1 else not scope.ranks.have_equal(x)
 
 
