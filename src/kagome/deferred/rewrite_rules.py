@@ -168,13 +168,11 @@ def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Tensor:
     """Return ``rows[source]`` or ``rows[target]`` as a deferred message."""
-    versions = ((rows, rows._version),)
     # Targets are own rows, so they may be computed now. Rows read at the source stay as they are: a linear
     # map of them may come after the sum.
     if kind is PlacementKind.TARGET:
-        rows = now(rows)
-        return defer(Message(edges, rows, None, versions=((rows, rows._version),)))
-    return defer(Message(edges, None, Source(rows, edges.halo_exchange.closed, site), versions=versions))
+        return defer(Message(edges, now(rows), None))
+    return defer(Message(edges, None, Source(rows, edges.halo_exchange.closed, site)))
 
 
 # One message -------------------------------------------------------------------------------------
