@@ -33,6 +33,8 @@ REFUSED = {
     "rolled": "roll along the list",
     "one edge": "read by its place",
     "a weight for the first": "minus 50",
+    "from the end by their number": "number of edges negated",
+    "places among edges twice": "multiple of numbers of edges",
     "some turned in place": "ids that were computed",
 }
 """What no part can follow, and what the refusal says."""

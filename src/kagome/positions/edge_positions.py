@@ -26,7 +26,7 @@ from torch import Tensor
 from kagome.deferred.lazy_tensor import now
 from kagome.errors import ModelError
 from kagome.placement.placement import IDS, Placement, PlacementKind
-from kagome.placement.symbolic_size import SymbolicSize
+from kagome.placement.symbolic_size import SymbolicSize, as_place
 from kagome.positions.edge_tables import WAY_OUT, Cutter, own_edges
 from kagome.user_frame import from_library, user_line
 
@@ -48,13 +48,17 @@ class Edges(Cutter, Protocol):
         """Answer one torch call of the forward."""
 
 
+class EdgeEntries(int):
+    """A sum or multiple of numbers of a part's edges: right as the size of a tensor, wrong as a position."""
+
+
 class EdgeCount(SymbolicSize):
     """The number of a part's edges in user code. Arithmetic on it would give positions on this part only."""
 
     def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
         # Counts of two concatenated lists may be added: both are this part's. PyG computes with local counts.
         if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
-            return do(int(self), int(other))
+            return EdgeEntries(do(int(self), int(other)))
         raise _refused("", f"the number of edges {what} {other!r}, a place among a part's edges")
 
     def __add__(self, other: Any) -> Any:
@@ -67,6 +71,17 @@ class EdgeCount(SymbolicSize):
 
     def __rsub__(self, other: Any) -> Any:
         return self._with(other, "taken from", lambda one, two: two - one)
+
+    def __mul__(self, other: Any) -> Any:
+        out = super().__mul__(other)
+        return EdgeEntries(out) if isinstance(out, int) else out
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> int:
+        if from_library():
+            return -int(self)
+        raise _refused("", "the number of edges negated, a place among a part's edges from its end")
 
     def __floordiv__(self, other: Any) -> Any:
         return self._with(other, "divided by", lambda one, two: one // two)
@@ -148,12 +163,13 @@ def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 def _sliced(scope: Edges, base: Tensor, axis: int, placement: Placement, items: list[Any], at: int) -> Any:
     item = items[at]
     counts = [end for end in (item.start, item.stop) if end is not None]
-    if all(isinstance(end, SymbolicSize) or end == 0 for end in counts) and item.step in (None, 1):
+    ids = None if from_library() else _ids(scope, base, axis, placement)
+    local = all(isinstance(end, SymbolicSize) or end == 0 for end in counts) and item.step in (None, 1)
+    if local and ids is None:
         out = base[tuple(items)]  # counts of this part's edges: a slice of concatenated lists
         return _placed(scope, out, base, placement, items, at)
     if from_library():
         return NotImplemented
-    ids = _ids(scope, base, axis, placement)
     if ids is None:
         raise refused(scope, "a slice that counts edges of a list made in forward")
     items[at] = _own_slice(scope, ids, item)
@@ -164,7 +180,10 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
     """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
     # ``edge_ids`` ascends, so a slice of the whole list is one run of own edges:
     #   edge_ids  1 3 4 7     edge_index[:, 2:6]     own edges 1:3, the graph's edges 3 and 4
-    whole = range(scope.edges)[item]
+    # A count of edges among its bounds is the whole graph's. A sum of counts is this part's.
+    if isinstance(item.start, EdgeEntries) or isinstance(item.stop, EdgeEntries):
+        raise refused(scope, "a slice that ends at a sum or multiple of numbers of edges")
+    whole = range(scope.edges)[slice(as_place(item.start), as_place(item.stop), item.step)]
     if whole.step < 0:
         raise refused(scope, "a slice that turns the order of edges round")
     with torch._C.DisableTorchFunction():
@@ -252,8 +271,15 @@ def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     given = {**dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
     if found is None or given["dim"] % base.dim() != found[0]:
         return NotImplemented
-    start = int(given["start"])
-    return _cut(scope, base, *found, slice(start, start + given["length"]))
+    start, length = given["start"], given["length"]
+    if not isinstance(start, SymbolicSize):
+        # narrow(0, -4, 4): from the end of the whole list, where a slice -4:0 would be empty.
+        start = int(start)
+        start += scope.edges if start < 0 else 0
+        # narrow(0, 0, edge_index.size(1)) ends at the count itself; a sum would be a plain number.
+        if start == 0:
+            return _cut(scope, base, *found, slice(0, length))
+    return _cut(scope, base, *found, slice(start, start + length))
 
 
 def _cut(scope: Edges, base: Tensor, axis: int, placement: Placement, item: slice) -> Any:
@@ -277,7 +303,9 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
         raise refused(scope, f"{name}, which cuts a list of edges made in forward into pieces")
     with torch._C.DisableTorchFunction():
         # torch itself says where the pieces of the whole list end. Each becomes a slice of own edges.
-        places = getattr(torch, name.replace("split_with_sizes", "split"))(torch.arange(scope.edges), how)
+        places = getattr(torch, name.replace("split_with_sizes", "split"))(
+            torch.arange(scope.edges), as_place(how)
+        )
     ends = [(int(piece[0]), int(piece[-1]) + 1) if piece.numel() else (0, 0) for piece in places]
     return tuple(_cut(scope, base, *found, slice(*each)) for each in ends)
 
@@ -295,6 +323,8 @@ _SIZES: Final = (
 def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``torch.arange(edge_index.size(1))`` with the positions of own edges; likewise ``linspace``."""
     count = next((each for each in (*args, *kwargs.values()) if isinstance(each, SymbolicSize)), None)
+    if any(isinstance(each, EdgeEntries) for each in (*args, *kwargs.values())) and not from_library():
+        raise refused(scope, f"{name} of a sum or multiple of numbers of edges")
     if count is None or not scope.parted or count.placement.kind is not PlacementKind.PAIRS:
         return NotImplemented
     # PyG numbers the part's edges to sort them and to undo the sort: local positions are right there.
