@@ -236,6 +236,22 @@ def _all_but_five_written(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
     return summed(x, edge_index, weight)
 
 
+def _messages(
+    how: Callable[[Tensor], Tensor], turn: Callable[[Tensor], Tensor] = lambda e: e
+) -> Callable[[], nn.Module]:
+    """A model that changes its messages in one way before it adds them up, along edges made in one way."""
+
+    def function(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+        ends = turn(edge_index)
+        return x + scatter(how(x[ends[0]]), ends[1], dim=0, dim_size=x.size(0), reduce="sum")
+
+    return lambda: Call(function)
+
+
+def _scaled(pieces: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([piece * (k + 1) for k, piece in enumerate(pieces)])
+
+
 def _places_of_twice(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
     weight = torch.arange(2 * edge_index.size(1), dtype=x.dtype) / EDGES
     return summed(x, torch.cat([edge_index, edge_index], 1), weight)
@@ -353,6 +369,23 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
     ),
     "from the end by their number": lambda: Call(lambda m, x, e: summed(x, e[:, -e.size(1) :], _ones(x))),
     "places among edges twice": lambda: Call(_places_of_twice),
+    "heads by unflatten": _messages(lambda v: v.unflatten(1, (2, 4)).sum(1).repeat(1, 2)),
+    "heads by a named shape": _messages(lambda v: v.reshape(shape=(-1, 2, 4)).sum(1).repeat(1, 2)),
+    "pairs by unflatten": _messages(lambda v: v.unflatten(0, (-1, 2)).sum(1).repeat_interleave(2, 0)),
+    "pairs by a named shape": _messages(
+        lambda v: v.reshape(shape=(EDGES // 2, 2, 8)).sum(1).repeat_interleave(2, 0)
+    ),
+    "places among flipped edges": _messages(
+        lambda v: v * torch.arange(v.size(0), dtype=v.dtype).view(-1, 1), lambda e: e.flip(0)
+    ),
+    "places among some edges": _messages(
+        lambda v: v * torch.arange(v.size(0), dtype=v.dtype).view(-1, 1), lambda e: e[:, e[0] < e[1]]
+    ),
+    "places among some edges, flipped": _messages(
+        lambda v: v * torch.arange(v.size(0), dtype=v.dtype).view(-1, 1), lambda e: e.flip(0)[:, :50]
+    ),
+    "sections by name": _messages(lambda v: _scaled(torch.tensor_split(v, sections=4))),
+    "ends by name": _messages(lambda v: _scaled(torch.tensor_split(v, indices=(7, 50)))),
     "a weight for the first": _mine(
         lambda m, e: torch.cat([m.a, torch.ones(e.size(1) - 50).double()]), a=P(table(50))
     ),
