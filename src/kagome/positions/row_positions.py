@@ -17,6 +17,7 @@ Other uses of positions (``cumsum`` over vertices, ``view(K, P, F)``) are refuse
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -281,9 +282,10 @@ def _alike(scope: PositionScope, places: Tensor) -> None:
     if not scope.forward.forward_pass.checked:
         return
     with torch._C.DisableTorchFunction():
-        # Count and sum of p (p + 1) of the list. max(w) and max(-w), in one all-reduce, show whether all
-        # ranks have the same numbers. The order of the list is not compared.
-        word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
+        # Count and checksum of the list, order included: ranks add up the rows of equal places in it. max(w)
+        # and max(-w), in one all-reduce, show whether all ranks have the same.
+        told = zlib.crc32(places.to("cpu", torch.int64).contiguous().numpy().tobytes())
+        word = torch.tensor([places.numel(), told], dtype=torch.float64)
         both = torch.cat([word, -word]).to(places.device)
     with scope.forward.forward_pass.reading_once():  # later forward passes skip this check
         most, least = scope.ranks.greatest(both).view(2, 2)
