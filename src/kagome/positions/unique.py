@@ -65,8 +65,8 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
     """Return the least and the greatest value over all ranks."""
     with torch._C.DisableTorchFunction():
-        # max(-1 - v), which does not overflow as -v may, and max(v) in one all-reduce, as whole numbers: floats
-        # end at 2^53. A rank without values sends the least number, which never wins.
+        # max(-1 - v), which does not overflow as -v may, and max(v) in one all-reduce. Whole numbers: float64
+        # rounds those beyond 2^53. A rank without values sends the least number, which never wins.
         far = torch.full((2,), torch.iinfo(torch.int64).min, device=values.device)
         if values.numel():
             far = torch.stack([~values.min(), values.max()])
