@@ -216,7 +216,8 @@ def squeeze(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     placement = scope.placements.get(base) if scope.parted else None
     if placement is None or placement.kind not in ALIGNED or not isinstance(base, Tensor):
         return NotImplemented
-    axis, dims = placement.axis, kwargs.get("dim", args[1] if len(args) > 1 else range(base.dim()))
+    axis = placement.axis
+    dims: Any = kwargs.get("dim", args[1] if len(args) > 1 else range(base.dim()))
     named = {int(d) % base.dim() for d in ((dims,) if isinstance(dims, int) else dims)}
     if axis not in named:
         return NotImplemented
