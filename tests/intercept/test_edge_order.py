@@ -33,7 +33,6 @@ REFUSED = {
     "rolled": "roll along the list",
     "one edge": "read by its place",
     "a weight for the first": "minus 50",
-    "from the end by their number": "number of edges negated",
     "pairs by unflatten": "groups edges by their places in the list",
     "pairs by a named shape": "groups edges by their places in the list",
     "places among some edges": "arange, which counts edges of a list made in forward",

@@ -368,6 +368,14 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
         w=P(table(EDGES)),
     ),
     "from the end by their number": lambda: Call(lambda m, x, e: summed(x, e[:, -e.size(1) :], _ones(x))),
+    "by twice their number": lambda: Call(lambda m, x, e: x + x.mean(0) * 100 / (2 * e.size(1))),
+    "by a share of their number": lambda: Call(lambda m, x, e: x * (e.size(1) * 0.01)),
+    "by their number less vertices": lambda: Call(lambda m, x, e: x * 30 / (e.size(1) - x.size(0))),
+    "by vertices and their number": lambda: Call(lambda m, x, e: x * 30 / (x.size(0) + e.size(1))),
+    "branches by twice their number": lambda: Call(lambda m, x, e: x if e.size(1) * 2 > 200 else x * 2),
+    "ones for edges twice": lambda: Call(
+        lambda m, x, e: summed(x, torch.cat([e, e], 1), torch.ones(2 * e.size(1), dtype=x.dtype))
+    ),
     "places among edges twice": lambda: Call(_places_of_twice),
     "heads by unflatten": _messages(lambda v: v.unflatten(1, (2, 4)).sum(1).repeat(1, 2)),
     "heads by a named shape": _messages(lambda v: v.reshape(shape=(-1, 2, 4)).sum(1).repeat(1, 2)),

@@ -16,6 +16,7 @@ Positions that a library makes for itself (a sort by target and back) are local 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -26,7 +27,7 @@ from torch import Tensor
 from kagome.deferred.lazy_tensor import now
 from kagome.errors import ModelError
 from kagome.placement.placement import IDS, Placement, PlacementKind
-from kagome.placement.symbolic_size import SymbolicSize, as_place
+from kagome.placement.symbolic_size import SymbolicSize, as_place, behind
 from kagome.positions.edge_tables import WAY_OUT, Cutter, edge_axis, own_edges
 from kagome.positions.position_scope import FULL, Args, Func, Kwargs, items_of, pieces_of
 from kagome.user_frame import from_library, user_line
@@ -44,46 +45,82 @@ class Edges(Cutter, Protocol):
         """Answer one torch call of the forward."""
 
 
-class EdgeEntries(int):
-    """A sum or multiple of numbers of a part's edges: right as the size of a tensor, wrong as a position."""
+class EdgeEntries(SymbolicSize):
+    """A sum or multiple of numbers of edges: this part's as the size of a tensor, the whole graph's else."""
+
+    def _known(self) -> int:
+        return int(self) if from_library() else self.of_all()
+
+    def __add__(self, other: Any) -> Any:
+        return _reckoned(self, other, operator.add)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return _reckoned(self, other, operator.sub)
+
+    def __mul__(self, other: Any) -> Any:
+        return _times(self, other)
+
+    __rmul__ = __mul__
+
+
+def _reckoned(one: Any, other: Any, do: Callable[[Any, Any], Any]) -> Any:
+    """Return a sum or difference of numbers of edges; with a plain number it is no size of a tensor."""
+    if isinstance(other, SymbolicSize) or other == 0:
+        return _both(one, other, do)
+    return do(one._known(), other)
+
+
+def _times(one: Any, other: Any) -> Any:
+    """Return a multiple of a number of edges; of a fraction the whole graph's."""
+    whole = isinstance(other, int) and not isinstance(other, SymbolicSize)
+    return _both(one, other, operator.mul) if whole else one._known() * as_place(other)
+
+
+def _both(one: Any, other: Any, do: Callable[[Any, Any], Any]) -> Any:
+    out = do(int(one), int(behind(other)))
+    if from_library():
+        return out
+    return EdgeEntries(out, Placement(PlacementKind.LOCAL), lambda: do(one.of_all(), as_place(other)))
 
 
 class EdgeCount(SymbolicSize):
     """The number of a part's edges in user code. Arithmetic on it would give positions on this part only."""
 
-    def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
+    def _known(self) -> int:
+        return int(self) if from_library() else self.of_all()
+
+    def _with(self, other: Any, what: str, do: Callable[[Any, Any], Any]) -> Any:
         # Counts of two concatenated lists may be added: both are this part's. PyG computes with local counts.
         if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
-            return EdgeEntries(do(int(self), int(other)))
+            return _both(self, other, do)
         raise _refused("", f"the number of edges {what} {other!r}, a place among a part's edges")
 
     def __add__(self, other: Any) -> Any:
-        return self._with(other, "plus", lambda one, two: one + two)
+        return self._with(other, "plus", operator.add)
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return self._with(other, "minus", lambda one, two: one - two)
+        return self._with(other, "minus", operator.sub)
 
     def __rsub__(self, other: Any) -> Any:
         return self._with(other, "taken from", lambda one, two: two - one)
 
     def __mul__(self, other: Any) -> Any:
-        out = super().__mul__(other)
-        return EdgeEntries(out) if isinstance(out, int) else out
+        return _times(self, other)
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> int:
-        if from_library():
-            return -int(self)
-        raise _refused("", "the number of edges negated, a place among a part's edges from its end")
-
     def __floordiv__(self, other: Any) -> Any:
-        return self._with(other, "divided by", lambda one, two: one // two)
+        return self._whole(other, "divided by", operator.floordiv)
 
     def __mod__(self, other: Any) -> Any:
-        return self._with(other, "modulo", lambda one, two: one % two)
+        return self._whole(other, "modulo", operator.mod)
+
+    def _whole(self, other: Any, what: str, do: Callable[[Any, Any], Any]) -> Any:
+        return as_place(self._with(other, what, do))  # no size of a tensor
 
 
 def counts(scope: Any, placement: Placement) -> type[SymbolicSize]:
@@ -178,9 +215,7 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
     """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
     # ``edge_ids`` ascends, so a slice of the whole list is one run of own edges:
     #   edge_ids  1 3 4 7     edge_index[:, 2:6]     own edges 1:3, the graph's edges 3 and 4
-    # A count of edges among its bounds is the whole graph's. A sum of counts is this part's.
-    if isinstance(item.start, EdgeEntries) or isinstance(item.stop, EdgeEntries):
-        raise refused(scope, "a slice that ends at a sum or multiple of numbers of edges")
+    # A count of edges among its bounds is the whole graph's.
     whole = range(scope.edges)[slice(as_place(item.start), as_place(item.stop), item.step)]
     if whole.step < 0:
         raise refused(scope, "a slice that turns the order of edges round")
@@ -404,7 +439,8 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         if -1 in front or int(torch.Size(front).numel()) != before:
             continue
         size = sizes[place]
-        if size == -1 or isinstance(size, SymbolicSize) or (size == rows and rows != 1):
+        counts = isinstance(size, SymbolicSize) and not isinstance(size, EdgeEntries)
+        if size == -1 or counts or (size == rows and rows != 1):
             # -1 stands for the edge axis only if the sizes behind it divide what belongs to one edge.
             inner = torch.Size(sizes[place + 1 :]).numel()
             if size != -1 or (inner and rest % inner == 0):
