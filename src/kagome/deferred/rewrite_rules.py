@@ -412,8 +412,10 @@ def _shape(
             return NotImplemented
         dim = dim % (value.dim() + (1 if name == "unsqueeze" else 0))
         return NotImplemented if dim == 0 else defer(each(m, lambda rows: func(rows, dim), narrows=True))
+    if kwargs:  # a named shape is left to torch
+        return NotImplemented
     shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
-    if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
+    if not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
     # Decide by width alone, not by the number of edges: all ranks must defer the same calls.
     width, inner = math.prod(m.trailing), [int(size) for size in shape[1:]]
