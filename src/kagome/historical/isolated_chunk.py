@@ -72,11 +72,11 @@ class IsolatedChannel:
         """Estimate the sum over all vertices from the chunk's own. A maximum or minimum is the chunk's."""
         found = tensor.detach()
         if op != "sum":
-            # Without edges ``model.exact.layer_rules`` takes the lowest float as ChebConv's largest weight;
-            # twice that is infinite.
-            floats = found.is_floating_point() and not self._factor
-            lowest = torch.finfo(found.dtype).min if floats else None
-            return found.clone() if lowest is None else found.masked_fill(found == lowest, STAND_IN)
+            if self._factor or not found.is_floating_point():
+                return found.clone()
+            # Without rows a maximum is -inf, and without edges ``model.exact.layer_rules`` takes the lowest
+            # float as ChebConv's largest weight. A product of its gradient, 0, with infinity is NaN.
+            return found.masked_fill(found <= torch.finfo(found.dtype).min, STAND_IN)
         if not self._factor:
             return torch.full_like(found, STAND_IN)
         if found.is_floating_point() or found.is_complex():
