@@ -55,3 +55,15 @@ def test_a_rank_that_fails_in_its_turn_ends_the_others() -> None:
 
     with pytest.raises(CommError, match="it has failed"):
         group.run(lambda channel: work(channel.rank))
+
+
+def test_a_block_that_fails_ends_recording_and_replaying() -> None:
+    channel = ReplayChannel(ThreadGroup(1), 0)
+    with pytest.raises(KeyError), channel.recording():
+        channel.all_reduce(torch.zeros(1), action="recorded")
+        raise KeyError
+    assert float(channel.all_reduce(torch.ones(1), action="not recorded")) == 1.0
+    assert len(channel._heard) == 1
+    with pytest.raises(KeyError), channel.replaying():
+        raise KeyError
+    assert float(channel.all_reduce(torch.ones(1), action="not replayed")) == 1.0
