@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from kagome.config import default_chunks
-from kagome.planner.candidates import Candidate, settings_of
+from kagome.planner.candidates import ROUNDS, Candidate, settings_of
 from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, summed
 from kagome.schedule.actions import Action, ActionKind
@@ -114,7 +115,8 @@ def pipes(
         else computing(rates, load.rows, load.edges, load.sent + load.halo)
         for load in loads
     )
-    compute /= pace
+    # Parts meet at every exchange, as in ``candidates.parts``.
+    compute *= (rates.uneven if number > 1 and sliced is None else 1.0) / pace
     python = CHUNK / min(pace, 1.0)  # a GPU does not make it faster
     # A message is the share of one link, one direction, one part, one slice and one chunk in all traffic.
     link = cluster.bandwidth(size)
@@ -134,7 +136,13 @@ def pipes(
     # Each stage sums the gradients of its own weights, over its own ranks.
     sums = summed(number * tensor, rates.weights, ranks)
     # With one chunk, stages wait for each other's halo messages too.
-    waits = most / tensor / (1 if chunks == 1 else ranks) / link + sums / link
+    beside = 1 if chunks == 1 else ranks
+    waits = most / tensor / beside / link + sums / link
+    # A rank sends one message after another. With history each chunk makes its own exchanges with the parts.
+    messages = (number - 1) * tensor * rates.meetings * (chunks if old else 1) / beside
+    messages += 0 if sliced is None else (tensor - 1) * sliced.meetings / beside
+    messages += (number * tensor - 1) * ROUNDS * ceil(len(rates.weights) / ranks)
+    waits += cluster.latency * messages
     sent |= {"weights": round(sums * size), "other": round(summed(size, (LOSS,)) * size)}
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
