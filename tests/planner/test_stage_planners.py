@@ -488,3 +488,13 @@ def test_what_others_read_too_is_not_taken_together() -> None:
     assert sorted(members) == [("a",), ("b", "c", "d")]
     alone = coarsened(OperatorGraph((*first, operator("c", ["b"], 1.0))), 1).members
     assert list(alone.values()) == [("a", "b", "c")]
+
+
+def test_operators_measured_at_other_sizes_are_added_at_their_own() -> None:
+    """Rows were added place by place, under the first operator's sizes."""
+    one = Operator("one", (), ((1, 1.0), (4, 4.0)), ((1, 2.0), (4, 8.0)))
+    two = Operator("two", ("one",), ((2, 10.0), (8, 40.0)), ((2, 20.0), (8, 80.0)))
+    coarse = coarsened(OperatorGraph((one, two)), 1)
+    (both,) = coarse.graph.operators
+    for samples in (1, 2, 3, 4, 6, 8, 16):
+        assert both.seconds(samples) == pytest.approx(one.seconds(samples) + two.seconds(samples))
