@@ -147,7 +147,7 @@ def _publish(
         # moves to it, and only then are older checkpoints removed.
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)
-        write_text(folder / LATEST, target.name + "\n")
+        write_text(folder / LATEST, target.name + "\n", sync=True)
         sealed_files.sync_folder(folder)
         _remove_others(folder, target.name)
     except Exception as error:
