@@ -53,11 +53,11 @@ def both_products(channel: Channel, width: int) -> tuple[float, float, int, int]
     x = torch.randn(halo_exchange.own, width, generator=generator, dtype=torch.float64)
     y = torch.randn(halo_exchange.own + halo_exchange.halo, width, generator=generator, dtype=torch.float64)
     forward_pass = pass_of(grad=False)
-    channel.take_bytes()
+    channel.take_traffic()
     out = halo_exchange.gather(x, forward_pass, "out")
-    forth = channel.take_bytes()["halo"]
+    forth = channel.take_traffic().bytes["halo"]
     back = halo_exchange.reduce(y, forward_pass, "back")
-    return float((out * y).sum()), float((x * back).sum()), forth, channel.take_bytes()["halo"]
+    return float((out * y).sum()), float((x * back).sum()), forth, channel.take_traffic().bytes["halo"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -178,9 +178,9 @@ def test_one_rank_sends_nothing() -> None:
 def rows_in(channel: Channel, dtype: torch.dtype) -> int:
     data, owner = graph_and_owner(channel.size)
     halo_exchange = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
-    channel.take_bytes()
+    channel.take_traffic()
     halo_exchange.gather(torch.zeros(halo_exchange.own, 3, dtype=dtype), pass_of(grad=False), "rows")
-    return channel.take_bytes()["halo"]
+    return channel.take_traffic().bytes["halo"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.int64, 8)])

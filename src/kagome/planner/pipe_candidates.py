@@ -138,11 +138,9 @@ def pipes(
     # With one chunk, stages wait for each other's halo messages too.
     beside = 1 if chunks == 1 else ranks
     waits = most / tensor / beside / link + sums / link
-    # A rank sends one message after another. With history each chunk makes its own exchanges with the parts.
-    messages = (number - 1) * tensor * rates.meetings * (chunks if old else 1) / beside
-    messages += 0 if sliced is None else (tensor - 1) * sliced.meetings / beside
-    messages += (number * tensor - 1) * ROUNDS * ceil(len(rates.weights) / ranks)
-    waits += cluster.latency * messages
+    # With history each chunk makes its own exchanges with the parts.
+    meetings = (chunks if old else 1) / beside
+    waits += cluster.latency * _messages(rates, number, ranks, sliced, meetings)
     sent |= {"weights": round(sums * size), "other": round(summed(size, (LOSS,)) * size)}
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
@@ -167,3 +165,21 @@ def pipes(
         uncertain if number > 1 else 0.0,
         run=run,
     )
+
+
+def _messages(rates: CostRates, number: int, ranks: int, sliced: Sliced | None, meetings: float) -> float:
+    """Return the number of messages that a rank sends within its stage in an epoch, one after another.
+
+    Args:
+        rates: The measured costs of the model.
+        number: The number of parts.
+        ranks: The number of ranks that the stages are assigned to.
+        sliced: The feature slices within a part; None without.
+        meetings: How often a rank takes part in an exchange of the model, for each that it has.
+    """
+    tensor = 1 if sliced is None else sliced.count
+    away = (number - 1) * tensor * rates.meetings
+    transposes = 0 if sliced is None else (tensor - 1) * sliced.meetings
+    # Each stage sums the gradients of its own weights alone.
+    sums = (number * tensor - 1) * ROUNDS * ceil(len(rates.weights) / ranks)
+    return (away + transposes) * meetings + sums
