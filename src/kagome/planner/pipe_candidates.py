@@ -155,16 +155,16 @@ def pipes(
         busy,
         run.seconds + waits - busy,
         sent,
-        max(
-            load.whole
-            + (load.memory - load.whole) * cut.kept[rank]
-            + (cut.tables(rank, rates, old=old) * (load.rows + load.halo) if chunks > 1 else 0.0)
-            for load in loads
-            for rank in range(ranks)
-        ),
+        max(_memory(cut, load, rates, rank, chunks, old=old) for load in loads for rank in range(ranks)),
         uncertain if number > 1 else 0.0,
         run=run,
     )
+
+
+def _memory(cut: PipeCut, load: Load, rates: CostRates, rank: int, chunks: int, *, old: bool) -> float:
+    """Return the bytes that a rank of the pipeline needs for a part."""
+    tables = cut.tables(rank, rates, old=old) * (load.rows + load.halo) if chunks > 1 else 0.0
+    return load.whole + (load.memory - load.whole) * cut.kept[rank] + tables
 
 
 def _messages(rates: CostRates, number: int, ranks: int, sliced: Sliced | None, meetings: float) -> float:
