@@ -476,7 +476,7 @@ def test_what_is_taken_together_costs_what_its_members_do(cost: StageCost, most:
         assert sum(other.compute(one.operators, 1, 2)) == pytest.approx(
             sum(cost.compute(two.operators, 1, 2))
         )
-        assert other.graph.boundary_bytes(one.operators) == cost.graph.crossing(two.operators)
+        assert other.graph.boundary_bytes(one.operators) == cost.graph.boundary_bytes(two.operators)
         assert other.memory(one.operators, 1, 2) == cost.memory(two.operators, 1, 2)
 
 
