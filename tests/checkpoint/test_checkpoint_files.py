@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import random
 import re
@@ -160,6 +161,16 @@ def test_a_pointer_that_names_nothing_is_said_to(pair, text):
         pointer.write_bytes(text)
     with pytest.raises(CheckpointError, match=rf"got something else(.|\n)*--resume {pair}/epoch-000007"):
         latest(pair)
+
+
+def test_the_pointer_is_on_the_disk_before_it_gets_its_name(pair, monkeypatch):
+    """After a power failure it may be empty otherwise, and is then refused."""
+    synced: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.fstat(file).st_ino), sync(file)))
+    written(pair, 8)
+    assert latest(pair).name == "epoch-000008"
+    assert (pair / checkpoint.LATEST).stat().st_ino in synced
 
 
 def test_without_a_pointer_the_newest_is_taken(pair):

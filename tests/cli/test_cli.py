@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kagome import config
 from kagome.cli import app
 from kagome.cli.app import parse_train
 
@@ -359,6 +360,14 @@ def test_partition_says_how_good_the_cut_is_and_refuses_another_number_of_ranks(
     code, _, err = kagome("train", "--data.partition", "parts", "--nproc", "1")
     assert code == 1
     assert "got 3 parts in parts" in err
+
+
+def test_a_partition_in_the_current_folder_counts_only_if_it_is_asked_for(tmp_path, monkeypatch):
+    """Inside a partition's folder, training started a rank for each of its parts."""
+    monkeypatch.chdir(tmp_path)
+    Path("partition.json").write_text('{"num_parts": 3}')
+    assert app._ranks(config.Run()) is None
+    assert app._ranks(config.Run(data=config.Data(partition="."))) == 3
 
 
 def test_a_partition_of_one_part_trains_on_one_rank(kagome):

@@ -55,7 +55,7 @@ def summed(
     assert torch.equal(found, in_order(channel.size, count, dtype, cast, exact, rounds))
     assert found.dtype == dtype
     assert torch.equal(mine, value(channel.rank, count, dtype))
-    return channel.take_bytes()["weights"], under_way.uncast, found.numpy().tobytes()
+    return channel.take_traffic().bytes["weights"], under_way.uncast, found.numpy().tobytes()
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -54,11 +54,11 @@ def crossing(channel: Channel, pattern: str, width: int, dtype: torch.dtype) -> 
     rows = torch.stack(mine).to(dtype) if mine else torch.empty(0, width, dtype=dtype)
     theirs = [row(a, me, i, width) for a in range(channel.size) for i in range(comes[a])]
     expected = torch.stack(theirs).to(dtype) if theirs else torch.empty(0, width, dtype=dtype)
-    channel.take_bytes()
+    channel.take_traffic()
     got = channel.start(rows, ExchangeRequest(sends, comes, "halo forward of conv1.x, epoch 3")).wait()
     assert got.dtype == dtype
     assert torch.equal(got, expected)
-    sent = channel.take_bytes()
+    sent = channel.take_traffic().bytes
     away = sum(count for peer, count in enumerate(sends) if peer != me)
     assert sent["halo"] == away * width * rows.element_size()
     assert sum(sent.values()) == sent["halo"]
@@ -141,7 +141,7 @@ def with_header(channel: Channel) -> dict[str, int]:
     channel.start(
         torch.zeros(channel.size, 4), ExchangeRequest(ones, ones, "a", header=(0, 3, 2, 4, 1))
     ).wait()
-    return channel.take_bytes()
+    return channel.take_traffic().bytes
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -232,7 +232,7 @@ def reduced(channel: Channel, count: int) -> tuple[bytes, dict[str, int], bool]:
     assert channel.all_reduce(torch.ones(()), action="scalar", kind="other").item() == channel.size
     everyone = [torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(channel.size)]
     torch.testing.assert_close(total, torch.stack(everyone).sum(0))
-    return total.numpy().tobytes(), channel.take_bytes()
+    return total.numpy().tobytes(), channel.take_traffic().bytes
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -251,7 +251,7 @@ def spread(channel: Channel, src: int) -> dict[str, int]:
     got = channel.broadcast(mine, src, action="weights", kind="weights")
     assert torch.equal(got, torch.full((3, 2), src, dtype=torch.int16))
     assert torch.equal(mine, torch.full((3, 2), channel.rank, dtype=torch.int16))
-    return channel.take_bytes()
+    return channel.take_traffic().bytes
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -264,7 +264,7 @@ def test_broadcast_counts_at_its_source(ranks, world):
 def gathered(channel: Channel, dst: int | None) -> tuple[list[list[int]] | None, dict[str, int]]:
     mine = torch.full((channel.rank, 1), channel.rank)
     parts = channel.gather_rows(mine, action="predictions", dst=dst)
-    return None if parts is None else [part.view(-1).tolist() for part in parts], channel.take_bytes()
+    return None if parts is None else [part.view(-1).tolist() for part in parts], channel.take_traffic().bytes
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -156,10 +156,10 @@ def odd_shapes(channel: Channel, shared: bool) -> bool:
         torch.full((4,), 2.0, dtype=torch.bfloat16, requires_grad=True),
     ]
     if channel.rank == 0:
-        channel.take_bytes()
+        channel.take_traffic()
         for each in tensors:
             channel.start_send(each, 1, action="odd").wait()
-        return channel.take_bytes()["stage"] == sum(each.nbytes for each in tensors)
+        return channel.take_traffic().bytes["stage"] == sum(each.nbytes for each in tensors)
     found = [channel.start_receive(each.shape, each.dtype, 0, action="odd").wait() for each in tensors]
     return all(
         torch.equal(one, other) and one.shape == other.shape and one.dtype == other.dtype

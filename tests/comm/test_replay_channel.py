@@ -55,3 +55,18 @@ def test_a_rank_that_fails_in_its_turn_ends_the_others() -> None:
 
     with pytest.raises(CommError, match="it has failed"):
         group.run(lambda channel: work(channel.rank))
+
+
+def test_a_block_that_fails_ends_recording_and_replaying() -> None:
+    channel = ReplayChannel(ThreadGroup(1), 0)
+
+    def fails() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError), channel.recording():
+        fails()
+    assert float(channel.all_reduce(torch.ones(1), action="not recorded")) == 1.0
+    assert channel._heard == []
+    with pytest.raises(KeyError), channel.replaying():
+        fails()
+    assert float(channel.all_reduce(torch.ones(1), action="not replayed")) == 1.0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from kagome.comm.channel import Channel
+from kagome.comm.channel import Channel, ChannelWork
 from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.groups import open_shared_memory
 from kagome.comm.mesh import open_mesh
@@ -332,6 +332,41 @@ def mixed(channel: Channel, unwilling: int) -> list[list[float]]:
 def test_ranks_with_and_without_shared_memory_meet(ranks, unwilling):
     expected = [[10.0 * turn + rank for rank in range(3)] for turn in range(3)]
     assert ranks(3, mixed, unwilling, spoils=True) == [expected] * 3
+
+
+def overlapped(channel: Channel) -> list[float]:
+    """As on two hosts: rank 0 packs rows for rank 1 beside it and for rank 2, which reads them late."""
+    beside = Channel(dist.group.WORLD, "cpu", timeout=10.0)
+    shared_memory = open_shared_memory(beside, wanted=channel.rank != 2)
+    beside.attach_shared_memory(shared_memory)
+    sent, come = ([0, 1, 1], [0, 0, 0]) if channel.rank == 0 else ([0, 0, 0], [1, 0, 0])
+
+    def begin(turn: int) -> ChannelWork:
+        rows, index = torch.full((2, 5000), 1.0 + turn), torch.arange(sum(sent))
+        return beside.start(rows, ExchangeRequest(sent, come, f"turn {turn}", index=index))
+
+    def told(sender: int, receiver: int) -> None:
+        word = torch.zeros(1)
+        if channel.rank == sender:
+            channel.start_send(word, receiver, action="word").wait()
+        elif channel.rank == receiver:
+            channel.start_receive((1,), word.dtype, sender, action="word").wait()
+
+    works = [] if channel.rank == 2 else [begin(0)]
+    if channel.rank == 1:
+        works[0].wait()
+    told(1, 0)  # rank 1 has read its rows of turn 0 ...
+    works += [begin(1)] if channel.rank == 0 else []
+    told(0, 2)  # ... and rank 0 has packed turn 1 before rank 2 asks for turn 0
+    works += [begin(turn) for turn in range(len(works), 2)]
+    found = [float(value) for work in works for value in work.wait().unique()]
+    if shared_memory is not None:
+        shared_memory.close(5.0)
+    return found
+
+
+def test_rows_that_also_go_to_another_host_do_not_change_until_they_are_sent(ranks):
+    assert ranks(3, overlapped, spoils=True) == [[], [1.0, 2.0], [1.0, 2.0]]
 
 
 def turned_off(channel: Channel, shared: bool) -> tuple[bool, Tensor]:

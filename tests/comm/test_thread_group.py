@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from devices import CurrentDevice
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 
 
@@ -63,3 +65,24 @@ def test_each_rank_runs_on_the_device_of_the_caller(monkeypatch):
     current = CurrentDevice(monkeypatch)
     with current.set(2):
         assert ThreadGroup(2).run(lambda channel: current.get()) == [2, 2]
+
+
+class Slow(ThreadChannel):
+    """Rank 1 reads what the ranks shared after rank 0 has gone on."""
+
+    def _share(self, value: Any) -> list[Any]:
+        values = super()._share(value)
+        time.sleep(0.3 * self.rank)
+        return values
+
+
+def test_what_a_rank_writes_in_place_after_a_collective_does_not_reach_its_peers():
+    def work(channel: ThreadChannel) -> list[float]:
+        mine, rows = Slow(channel.group, channel.rank), torch.ones(2, 1)
+        total = mine.all_reduce(rows, action="sum")
+        rows.fill_(5.0)
+        came = mine.start(rows, ExchangeRequest([1, 1], [1, 1], "rows")).wait()
+        rows.fill_(9.0)
+        return [*total.flatten().tolist(), *came.flatten().tolist()]
+
+    assert ThreadGroup(2).run(work) == [[2.0, 2.0, 5.0, 5.0]] * 2

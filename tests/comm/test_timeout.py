@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kagome.comm.mesh import open_mesh
+from kagome.comm.transport import failures
 from kagome.comm.transport.timeout import SilentError, within
 from kagome.comm.watchdog import Watchdog
 from kagome.errors import CommError
@@ -83,3 +84,17 @@ def test_a_master_port_that_never_speaks_is_given_up_after_the_time_limit(monkey
         ):
             pass
         assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        ("Timed out waiting 100ms for recv operation to complete", True),
+        ("Application timeout caused pair closure", True),
+        ("Read error [10.0.0.2]:2345: Connection timed out", False),
+        ("writev [10.0.0.2]:2345: Connection timed out", False),
+        ("Connection closed by peer [10.0.0.2]:2345", False),
+    ],
+)
+def test_a_connection_that_the_network_has_lost_is_not_late(text, late):
+    assert failures.is_late(RuntimeError(text)) == late

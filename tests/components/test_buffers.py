@@ -161,3 +161,19 @@ def test_after_an_error_in_a_chunk_the_model_has_its_own_buffers():
         mine(torch.ones(2, HIDDEN + 1))
     assert mine.mean is own
     assert not own.any()
+
+
+def test_buffers_are_put_back_after_an_error() -> None:
+    norm = nn.BatchNorm1d(3)
+    before, tensor = norm.running_mean.clone(), norm.running_mean
+
+    def fails() -> None:
+        with Buffers(norm).unmoved():
+            norm(torch.rand(4, 3) + 5)
+            norm.running_mean = torch.ones(3)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert norm.running_mean is tensor
+    assert torch.equal(tensor, before)

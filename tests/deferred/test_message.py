@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+from torch_geometric.utils import softmax
 
 from kagome.comm.channel import Channel
 from kagome.components.parallelize import PartOptions, parallelize
@@ -213,8 +216,64 @@ class Unseen(nn.Module):
         return torch.zeros_like(x).index_add_(0, edge_index[1], message)
 
 
-@pytest.mark.parametrize("build", [Late, Unseen])
+class LateEnds(nn.Module):
+    """Writes to the rows at an end of a message after it has been joined with another, or viewed."""
+
+    def __init__(self, how: str, end: str, softmax: bool = False) -> None:
+        super().__init__()
+        self.how, self.end, self.softmax = how, end, softmax
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        rows, own = x * 1.0, x * 2.0
+        message = rows[source] if self.end == "source" else own[target]
+        match self.how:
+            case "joined":
+                message = rows[source] + own[target]
+            case "view":
+                message = message.view(-1, 4, WIDTH // 4)
+            case "unsqueezed":
+                message = message.unsqueeze(1)
+            case "a column":
+                message = message[:, 3]
+            case "halved columns":
+                message = message[:, : WIDTH // 2]
+        with torch.no_grad():
+            (rows if self.end == "source" else own).mul_(3.0)
+        if self.softmax:
+            message = softmax(message, target, num_nodes=x.size(0))
+        return x.new_zeros(x.size(0), *message.shape[1:]).index_add_(0, target, message)
+
+
+class LateMap(MessagePassing):
+    """Writes to a map's rows, which a message of the layer has read, before their sum."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.lin, self.used = nn.Linear(WIDTH, 2 * WIDTH, bias=False), used
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        rows = self.lin(x)
+        before = -rows if self.used else x.repeat(1, 2)
+        message = rows[edge_index[0]]
+        with torch.no_grad():
+            rows.mul_(3.0)
+        return before + torch.zeros_like(before).index_add_(0, edge_index[1], message)
+
+
+_HOW = ["joined", "view", "unsqueezed", "a column", "halved columns"]
+_LATE = {
+    "gathered": Late,
+    "unseen": Unseen,
+    **{f"{how}, {end}": partial(LateEnds, how, end) for how in _HOW for end in ("source", "target")},
+    **{f"softmax, {end}": partial(LateEnds, "joined", end, softmax=True) for end in ("source", "target")},
+    "a map's rows": partial(LateMap, used=False),
+    "a map's rows, computed before": partial(LateMap, used=True),
+}
+
+
+@pytest.mark.parametrize("build", _LATE.values(), ids=_LATE)
 def test_what_cannot_be_put_off_is_refused_not_guessed(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(EscapeError):
-        once(build(), plain, fast=True)
-    once(build(), plain, fast=False)
+        once(build().double(), plain, fast=True)
+    once(build().double(), plain, fast=False)

@@ -87,13 +87,13 @@ def bytes_of(channel: Channel, width: int) -> list[int]:
     cut, forward_pass = even(width, channel.size), running()
     way = AllToAll(counts, channel)
     mine = torch.randn(counts[channel.rank], width, dtype=torch.float64, requires_grad=True)
-    channel.take_bytes()
+    channel.take_traffic()
     part = way.split(mine, cut, forward_pass, "site")
-    found.append(channel.take_bytes()["transpose"])
+    found.append(channel.take_traffic().bytes["transpose"])
     out = way.gather(part * 2, cut, forward_pass, "site")
-    found.append(channel.take_bytes()["transpose"])
+    found.append(channel.take_traffic().bytes["transpose"])
     (out.sum() + forward_pass.token).backward()
-    found.append(channel.take_bytes()["transpose"])
+    found.append(channel.take_traffic().bytes["transpose"])
     return found
 
 

@@ -209,10 +209,10 @@ def sent(channel: Channel, name: str, epochs: int, bound: int | None = None) -> 
         found = []
         with parallelize(model, part, channel, PartOptions(tensor=channel.size, memory=bound)) as net:
             for epoch in range(1, epochs + 1):
-                channel.take_bytes()
+                channel.take_traffic()
                 out = net.forward(epoch, training=True)
                 (out.sum() + net.scope.forward.forward_pass.token).backward()
-                found.append(dict(channel.take_bytes()))
+                found.append(dict(channel.take_traffic().bytes))
         return found
 
 

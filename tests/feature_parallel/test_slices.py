@@ -26,11 +26,17 @@ def gcn(hidden: int = 8) -> nn.Module:
     return pyg.GCN(FEATURES, hidden, 3, CLASSES, dropout=0.5).double()
 
 
+def attention() -> nn.Module:
+    torch.manual_seed(2)
+    return pyg.GAT(FEATURES, 8, 2, CLASSES, heads=2, dropout=0.4).double()
+
+
 def run(
     channel: Channel, name: str, cut: dict[str, Any], out: str | None, resume: str | None
 ) -> dict[str, Any]:
     """Train, and what came of it."""
-    mine = {"plain": gcn, "wide": partial(gcn, 24)}.get(name, partial(model, name, 0.4, torch.float64))()
+    made = {"plain": gcn, "wide": partial(gcn, 24), "attention": attention}
+    mine = made.get(name, partial(model, name, 0.4, torch.float64))()
     with Trainer(
         mine, graph(torch.float64), parallel=Parallel(**cut), train=SIX, report=QUIET, out=out
     ) as trainer:
@@ -101,6 +107,16 @@ def test_a_decoupled_curve_is_its_own_on_one_rank(ranks: Callable[..., list], cu
         assert 0 < many["summary"]["working_memory_bytes"] <= cut["memory_gib"] * 2**30
     coupled = trained(ranks, 1, "plain")
     assert abs(coupled["losses"][-1] - one["losses"][-1]) > 1e-4
+
+
+@pytest.mark.parametrize("cut", [{"tensor": 2}, {"graph": 2}])
+def test_decoupled_attention_drops_the_same_weights_on_all_ranks(
+    ranks: Callable[..., list], cut: dict[str, Any]
+) -> None:
+    one, two = (
+        trained(ranks, size, "attention", decouple=True, **more) for size, more in ((1, {}), (2, cut))
+    )
+    torch.testing.assert_close(two["losses"], one["losses"], rtol=0, atol=1e-9)
 
 
 def test_bytes_of_a_decoupled_epoch_do_not_grow_with_depth(ranks: Callable[..., list]) -> None:

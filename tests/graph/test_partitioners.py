@@ -115,6 +115,12 @@ def test_no_parts(parts: int) -> None:
         assign("metis", torch.empty(2, 0, dtype=torch.long), 3, parts)
 
 
+@pytest.mark.parametrize("shares", ["x", "0", "-1", "1.5", "2/2"])
+def test_shares_that_are_no_number(shares: str) -> None:
+    with pytest.raises(PartitionError, match=f"shares of 1 or more behind metis/; got '{shares}'"):
+        assign(f"metis/{shares}", torch.empty(2, 0, dtype=torch.long), 3, 2)
+
+
 @pytest.mark.parametrize("name", ["metis", "contiguous", "random"])
 @pytest.mark.parametrize("shares", [2, 3])
 def test_shares_of_each_part_are_equal_and_side_by_side(name: str, shares: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import pickle
 import random
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,43 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PartitionError, match=r"to be written to .*; got"):
         written(tmp_path / "file" / "cut")
+
+
+def test_a_rename_that_fails_leaves_the_old_partition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces, _ = written(tmp_path / "cut")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name.endswith(".new"):
+            raise OSError(errno.EIO, "the disk is gone")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(PartitionError, match="got the disk is gone"):
+        written(tmp_path / "cut", seed=1)
+    assert all(same(piece, load_part(tmp_path / "cut", piece.part)) for piece in pieces)
+    assert [found.name for found in tmp_path.iterdir()] == ["cut"]
+
+
+def test_the_only_partition_is_kept_until_another_is_there(tmp_path: Path) -> None:
+    # As a process leaves it that was killed between the two renames.
+    hidden = tmp_path / ".cut.1.old"
+    written(tmp_path / "cut")
+    (tmp_path / "cut").rename(hidden)
+    os.utime(hidden, (0, 0))
+
+    def broken() -> Iterator[Partition]:
+        raise OSError(errno.ENOSPC, "no space")
+        yield
+
+    with pytest.raises(PartitionError, match="no space"):
+        save(broken(), tmp_path / "cut", load_meta(hidden))
+    assert load_part(hidden, 0).part == 0
+    for _ in range(2):  # the second finds a partition, so the hidden one is no longer needed
+        written(tmp_path / "cut")
+    assert not hidden.exists()
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from kagome.errors import DataError
 from kagome.graph.structure.attributes import Notes, attributes_of, split_attributes
 from kagome.graph.structure.labels import labels_of
-from kagome.graph.structure.validate import validate
+from kagome.graph.structure.validate import MOST_VERTICES, check_count, validate
 
 N = 6
 
@@ -105,6 +105,17 @@ def test_a_fault_has_its_own_error(fault: str) -> None:
         validate(data)
     for words in said:
         assert words in str(caught.value)
+
+
+def test_no_more_vertices_than_their_ids_and_edges_can_be_told_by() -> None:
+    assert check_count(MOST_VERTICES) == MOST_VERTICES
+    assert np.iinfo(np.int32).max == MOST_VERTICES - 1
+    # The last edge's number, source * N + target, as ``topology`` and ``edits`` make it.
+    last = np.array([MOST_VERTICES - 1]) * MOST_VERTICES + (MOST_VERTICES - 1)
+    assert int(last[0]) == MOST_VERTICES**2 - 1
+    for count in (MOST_VERTICES + 1, 4 * 10**9):
+        with pytest.raises(DataError, match="at most 2,147,483,648 vertices; got num_nodes"):
+            check_count(count)
 
 
 def test_faults_are_told_apart() -> None:

@@ -118,10 +118,10 @@ def counted(channel: Channel, codec: CodecName) -> tuple[int, int]:
         ForwardPass(1, checked=False, device=torch.device("cpu"), grad=True),
         even(WIDTH, channel.size),
     )
-    channel.take_bytes()
+    channel.take_traffic()
     back = way.gather(way.split(mine, cut, forward_pass, "site"), cut, forward_pass, "site")
     (back.square().sum() + forward_pass.token).backward()
-    return channel.take_bytes()["transpose"], compressed_exchange.take_counts().sliced
+    return channel.take_traffic().bytes["transpose"], compressed_exchange.take_counts().sliced
 
 
 def expected(counts: tuple[int, ...], cut: SliceCut, rank: int, codec: CodecName) -> int:

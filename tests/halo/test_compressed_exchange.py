@@ -28,7 +28,7 @@ LATE = {"max_age": 1, "codec": "none"}
 
 def taken(channel: Channel, begun: Any) -> tuple[Tensor, int]:
     """What came, and the bytes that this rank has sent since the last call."""
-    return begun.wait().clone(), sum(channel.take_bytes().values())
+    return begun.wait().clone(), sum(channel.take_traffic().bytes.values())
 
 
 # As it is ---------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def as_it_is(channel: Channel) -> None:
     for pattern in ("uneven", "one way", "empty"):
         for direction in range(4):
             case = Case(size, pattern, direction=direction)
-            channel.take_bytes()
+            channel.take_traffic()
             begun = case.begin(way)
             assert type(begun) is ChannelWork  # the channel's own: nothing in between
             found, sent = taken(channel, begun)
@@ -62,7 +62,7 @@ def exact_beside(channel: Channel) -> None:
     way, rank = compressed_exchange(channel, codec="onebit", max_age=1), channel.rank
     assert not way.exact
     for epoch in (1, 2, 3):
-        channel.take_bytes()
+        channel.take_traffic()
         case = Case(channel.size, epoch=epoch)
         for given in (replace(case, training=False), replace(case, dtype=torch.int64)):
             found, sent = taken(channel, given.begin(way))
@@ -108,7 +108,7 @@ def coded(channel: Channel, dtype: torch.dtype, patterns: list[str]) -> None:
                 names = ("none", name) if direction % 2 else (name, "none")
                 way = compressed_exchange(channel, codec=names[0], codec_backward=names[1])
                 case = Case(channel.size, pattern, dtype, direction)
-                channel.take_bytes()
+                channel.take_traffic()
                 begun = case.begin(way)
                 found, sent = taken(channel, begun)
                 what = name, pattern, direction

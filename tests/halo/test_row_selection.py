@@ -48,13 +48,13 @@ def exchanged(
     index = torch.arange(ROWS).repeat(channel.size - 1)
     heard, sent = [], []
     for epoch in range(1, epochs + 1):
-        channel.take_bytes()
+        channel.take_traffic()
         reads = often_read(sum(n))
         site = site_exchange(epoch, index, direction, reads)
         request = ExchangeRequest(n, n, f"epoch {epoch}", index=index, site=site)
         begun = compressed_exchange.start(rows_of(channel.rank, epoch, moving=moving), request)
         heard.append(begun.wait().clone())
-        sent.append(channel.take_bytes()["halo"])
+        sent.append(channel.take_traffic().bytes["halo"])
     for stale_rows in compressed_exchange.known.all_stale_rows.values():
         stale_rows.settle()
     return heard, sent

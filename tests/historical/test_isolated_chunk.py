@@ -44,6 +44,7 @@ BODIES: dict[str, Body] = {
     "sum by size": lambda m, x: x - x.sum(0) / x.size(0),
     "added pool": lambda m, x: x + (0.01 * m.factor * pyg.global_add_pool(x, None)).sin(),
     "virtual node": lambda m, x: x + m.virtual(pyg.global_mean_pool(x, None)),
+    "virtual maximum": lambda m, x: x + m.virtual(x.amax(0, keepdim=True)),
     "pool by group": lambda m, x: x + pyg.global_mean_pool(x, x.new_zeros(x.size(0), dtype=torch.long)),
     "graph norm": lambda m, x: m.graph(x),
     "pair norm": lambda m, x: m.pair(x),
@@ -104,7 +105,17 @@ def few(channel: Channel, name: str, parallel: dict[str, Any]) -> Any:
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("name", ["virtual node", "batch norm", "graph norm", "largest", "softmax"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "virtual node",
+        "virtual maximum",
+        "batch norm",
+        "graph norm",
+        "largest",
+        "softmax",
+    ],
+)
 def test_chunks_without_a_vertex_spoil_no_weight_and_no_statistic(ranks, name):
     for rank in ranks(2, few, name, {"pipe": 2, "chunks": 9}):
         assert isinstance(rank, dict), rank

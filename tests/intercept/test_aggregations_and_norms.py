@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -14,7 +15,9 @@ from torch_geometric.nn import aggr
 from torch_geometric.nn.resolver import aggregation_resolver
 
 from by_hand import GROUPS, Body, ByHand, compared
+from convolutions import sample_graph
 from kagome.errors import CheckError, ModelError
+from parity import assert_equal, split, whole
 
 DEGREES = torch.tensor([2, 3, 5, 8, 6, 3, 2, 1])
 SCALERS = ["identity", "amplification", "attenuation", "linear", "inverse_linear"]
@@ -126,6 +129,17 @@ def test_a_global_pool_is_exact(name: str, batch: bool) -> None:
     assert result.first is None, result.first
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_extreme_of_all_edges_is_exact_or_refused(by_hand: bool) -> None:
+    def pooled(x: Tensor) -> Tensor:
+        return x.max(0).values if by_hand else pyg.global_max_pool(x, None)
+
+    result = compared(lambda: ByHand(lambda m, x, e, d: x + pooled(d.attr).sum()))
+    assert result.first is None, result.first
+    with pytest.raises(ModelError, match="amax"):
+        compared(lambda: ByHand(lambda m, x, e, d: x + pooled(m.lin(d.attr)), lin=lambda: nn.Linear(3, 8)))
+
+
 def test_a_product_over_all_vertices_is_refused() -> None:
     with pytest.raises(ModelError, match="prod"):
         compared(lambda: readout(lambda: "mul", "one graph"))
@@ -195,6 +209,75 @@ def test_a_norm_is_exact(name: str, body: Body) -> None:
 def test_a_norm_of_groups_is_exact(name: str, body: Body) -> None:
     result = compared(lambda: ByHand(body, norm=NORMS[name]))
     assert result.first is None, result.first
+
+
+def pooled(m: nn.Module, x: Tensor, e: Tensor, d: Any) -> Tensor:
+    return x + m.norm(x.new_zeros(GROUPS, 8).index_add(0, d.group, x))[d.group]
+
+
+def columns_as_instances(m: nn.Module, x: Tensor, e: Tensor, d: Any) -> Tensor:
+    return m.norm(x.t().reshape(4, 2, x.size(0))).reshape(8, x.size(0)).t()
+
+
+def rows_as_instances(m: nn.Module, x: Tensor, e: Tensor, d: Any) -> Tensor:
+    return m.norm(x.view(-1, 2, 4)).view(-1, 8)
+
+
+def rows_as_channels(m: nn.Module, x: Tensor, e: Tensor, d: Any) -> Tensor:
+    return F.batch_norm(x.t(), None, None, training=True).t()
+
+
+INSTANCE_NORMS = {
+    "plain": lambda: nn.InstanceNorm1d(2),
+    "affine": lambda: nn.InstanceNorm1d(2, affine=True),
+    "tracked": lambda: nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+}
+OTHER_NORMS: dict[str, tuple[Body, Callable[[], nn.Module]]] = {
+    "rows that all ranks have": (pooled, lambda: nn.BatchNorm1d(8)),
+    **{f"columns as instances, {n}": (columns_as_instances, make) for n, make in INSTANCE_NORMS.items()},
+    **{f"rows as instances, {n}": (rows_as_instances, make) for n, make in INSTANCE_NORMS.items()},
+    "rows as channels": (rows_as_channels, nn.Identity),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NORMS)
+def test_a_norm_of_other_shapes_is_exact(name: str) -> None:
+    body, make = OTHER_NORMS[name]
+    result = compared(lambda: ByHand(body, norm=make))
+    assert result.first is None, result.first
+
+
+def test_a_norm_of_one_row_that_all_ranks_have_is_refused_as_torch_does() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        compared(lambda: ByHand(lambda m, x, e, d: x + m.norm(x.sum(0, True)), norm=NORMS["BatchNorm1d"]))
+
+
+class NormOfOne(nn.Module):
+    """A batch norm of the rows that a mask keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.lin(x)
+        return rows + self.norm(rows[mask]).sum(0)
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_norm_of_a_single_row_of_all_ranks_is_refused_as_torch_does(
+    ranks: Callable[..., list], kept: int
+) -> None:
+    data = sample_graph(seed=1)
+    data.mask = torch.arange(data.num_nodes) < kept
+    owner = torch.arange(data.num_nodes) % 2
+    if kept > 1:  # one on each rank
+        assert_equal(split(ranks, 2, NormOfOne, data, owner), whole(NormOfOne, data))
+        return
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        whole(NormOfOne, data)
+    with pytest.raises(ModelError, match="more than one value per channel"):
+        split(ranks, 2, NormOfOne, data, owner)
 
 
 def test_a_product_over_all_vertices_by_hand_is_found() -> None:

@@ -33,6 +33,11 @@ REFUSED = {
     "rolled": "roll along the list",
     "one edge": "read by its place",
     "a weight for the first": "minus 50",
+    "pairs by unflatten": "groups edges by their places in the list",
+    "pairs by a named shape": "groups edges by their places in the list",
+    "places among some edges": "arange, which counts edges of a list made in forward",
+    "places among some edges, flipped": "arange, which counts edges of a list made in forward",
+    "places among edges twice": "multiple of numbers of edges",
     "some turned in place": "ids that were computed",
 }
 """What no part can follow, and what the refusal says."""

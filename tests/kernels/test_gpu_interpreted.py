@@ -45,6 +45,16 @@ for dtype in (torch.float32, torch.float64, torch.float16):
         found = dropout.drop(x, ids, key, round(0.7 * 2**32), 1 / 0.7, first)
         assert torch.equal(found, plain_scaled(x, ids, key, 0.3, first))
 print("dropout")
+
+from kagome.kernels.base.csr import Structure
+few = Structure(torch.tensor([0, 1, 2]), torch.tensor([0, 0, 1]), 2, 3)
+z, m = torch.randn(2, 3, 4).half()
+out, top, total = gpu.column_softmax(few.by_target, z, m)
+assert out.dtype == top.dtype == torch.float16 and total.dtype == torch.float32
+total = total + 70_000  # of a hub: beyond float16
+for found in gpu.column_softmax_back(few.by_source, z, m, out, top, total, torch.ones_like(out)):
+    assert found.dtype == torch.float16 and bool((found != 0).any())
+print("totals")
 """
 
 
@@ -61,7 +71,7 @@ def test_the_triton_kernels_give_what_autograd_gives(split):
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    wanted = "sums sums_turned extremes softmaxes leaky moves columns shared dropout"
+    wanted = "sums sums_turned extremes softmaxes leaky moves columns shared dropout totals"
     assert done.stdout.split() == wanted.split()
 
 

@@ -344,6 +344,12 @@ SERVED: dict[str, Case] = {
     "a reversed gradient, a module": watched(with_module),
     "a reversed gradient, a hook": hooked(lambda g: -0.5 * g),
     "a reversed gradient of a mean": hooked(lambda g: -0.5 * g, mean),
+    "columns of a mean's gradient, one after another": hooked(
+        lambda g: torch.cat([g[:, :4], 2 * g[:, 4:]], 1), mean
+    ),
+    "columns of a mean's gradient, stacked": hooked(
+        lambda g: torch.stack([g[0], -g[0]], 0).sum(0)[None], mean
+    ),
     "a reversed gradient, as it is given, of a mean": middle(reversed_mean),
     "a clamped gradient": hooked(lambda g: g.clamp(-0.001, 0.001)),
     "a clamped gradient, in place": hooked(in_place),

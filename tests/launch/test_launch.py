@@ -36,6 +36,7 @@ SLURM = {
     "SLURM_TASKS_PER_NODE": "2(x2),3",
     "SLURM_JOB_NODELIST": "gpu[007-009],login1",
     "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
 }
 
 LOADED = ("kagome.train.trainer",)
@@ -57,6 +58,14 @@ def test_slurm():
     assert (chosen.host, chosen.port) == ("head", 4321)
     step = environment({**SLURM, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "cpu3"})
     assert (step.size, step.host) == (6, "cpu3")
+
+
+def test_a_batch_script_of_slurm_without_srun_is_one_process():
+    """It was taken for rank 0 of all tasks, and waited for the others."""
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    assert environment({**batch, "SLURM_PROCID": "0"}) == Ranks()
+    old = {**batch, "SLURM_STEPID": "0"}
+    assert environment(old) == environment(SLURM)
 
 
 @pytest.mark.parametrize(
@@ -437,3 +446,15 @@ def test_what_all_ranks_refuse_is_said_once(alone, place):
         start_local(2, refuses, alone, loaded=LOADED)
     said = f"expected 2 ranks to finish; got the same failure of each: expected two; got 1 ({place})."
     assert str(caught.value) == said
+
+
+def quits(launcher: int) -> None:
+    os.kill(launcher, signal.SIGQUIT)
+    time.sleep(60)
+
+
+def test_sigquit_ends_the_launcher_with_its_code():
+    """The handler is torch's own, so nothing had noted the signal: an IndexError."""
+    with pytest.raises(SystemExit) as left:
+        start_local(1, quits, os.getpid())
+    assert left.value.code == 128 + signal.SIGQUIT

@@ -113,6 +113,20 @@ def test_one_layer_of_one_head_attends_as_it_does_coupled() -> None:
     torch.testing.assert_close(twin(data), conv(data.x, data.edge_index), rtol=1e-12, atol=1e-12)
 
 
+def test_dropout_of_attention_weights_stays() -> None:
+    model, data = pyg.GATConv(WIDTH, CLASSES, dropout=0.5), graph()
+    twin = rewritten(model)
+    torch.nn.init.zeros_(model.bias)
+    for mode in (True, False):
+        model.train(mode)
+        twin.train(mode)
+        # A part of the graph draws other numbers; one part draws those of PyG's own layer.
+        torch.manual_seed(3)
+        expected = model(data.x, data.edge_index)
+        torch.manual_seed(3)
+        torch.testing.assert_close(twin(data), expected, rtol=1e-12, atol=1e-12)
+
+
 class Relational(nn.Module):
     """Two R-GCN layers, the second by bases."""
 
@@ -191,6 +205,13 @@ def test_dropout_and_norms_between_maps_stay() -> None:
     assert model.norms[0].module.num_batches_tracked == 2
 
 
+class OwnMessage(pyg.GCNConv):
+    """A layer that keeps PyG's forward and sends another message."""
+
+    def message(self, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
+        return x_j.relu()
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gin": (partial(pyg.GIN, WIDTH, 7, 2, CLASSES), "GINConv: its sums grow"),
     "gatv2": (partial(pyg.GAT, WIDTH, 8, 2, CLASSES, v2=True), "GATv2Conv: its attention"),
@@ -200,6 +221,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         partial(pyg.SAGEConv, WIDTH, CLASSES, aggr="max"),
         "SAGEConv: its aggregation is 'max'",
     ),
+    "rgcn sum": (
+        partial(pyg.RGCNConv, WIDTH, CLASSES, RELATIONS, aggr="add"),
+        "RGCNConv: its aggregation is 'add', and its hop takes a mean",
+    ),
+    "gcn mean": (
+        partial(pyg.GCNConv, WIDTH, CLASSES, aggr="mean"),
+        "GCNConv: its aggregation is 'mean', and its hop takes a sum",
+    ),
+    "gat max": (partial(pyg.GATConv, WIDTH, CLASSES, aggr="max"), "GATConv: its aggregation is 'max'"),
+    "own message": (partial(OwnMessage, WIDTH, CLASSES), "OwnMessage: it has no rule that says"),
     "rgcn blocks": (
         partial(pyg.RGCNConv, WIDTH, CLASSES, RELATIONS, num_blocks=2),
         "RGCNConv: its weights are blocks",

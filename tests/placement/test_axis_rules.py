@@ -191,6 +191,17 @@ KEPT: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "norm of rows": (lambda x: x.norm(p=2, dim=-1), 0),
     "softmax of rows": (lambda x: x.softmax(-1), 0),
     "best column": (lambda x: x.max(dim=-1).values, 0),
+    "columns by two tensors": (
+        lambda x: x.view(3, 2, 2)[:, torch.tensor([0, 1]), torch.tensor([1, 0])],
+        0,
+    ),
+    "columns by tensors and a number": (
+        lambda x: x.view(3, 2, 1, 2)[:, torch.tensor([0, 1]), 0, torch.tensor([1, 0])],
+        0,
+    ),
+    "larger of two": (lambda x: torch.max(x, torch.zeros(4, dtype=x.dtype)), 0),
+    "smaller of two, by name": (lambda x: torch.min(x, other=x + 1), 0),
+    "running sums of exponents": (lambda x: x[:, :1].logcumsumexp(1), 0),
     "where": (lambda x: torch.where(x > 1, x, x), 0),
     "layer norm": (lambda x: torch.nn.functional.layer_norm(x, [4]), 0),
 }
@@ -221,6 +232,8 @@ LOST: dict[str, Callable[[Tensor], Tensor]] = {
     "unbound": lambda x: x.unbind(0)[1],
     "upside down": lambda x: x.flip(0),
     "sorted": lambda x: x.sort(dim=0).values,
+    "columns by tensors apart": lambda x: x.view(3, 3, 1, 1)[:, [0, 1, 2], :, [0, 0, 0]],
+    "columns by tensors, a new axis between": lambda x: x.view(3, 3, 1)[:, [0, 1, 2], None, [0, 0, 0]],
 }
 
 
@@ -231,6 +244,16 @@ def test_what_is_no_row_of_a_vertex_any_more_has_no_axis(name: str) -> None:
     with watching:
         out = LOST[name](x)
     assert watching.axis(out) is None
+
+
+def test_squeeze_of_the_only_row_of_a_part_is_no_row_of_several_entries() -> None:
+    watching = Watching()
+    x = watching.placements.put(probe((1, 4), 0), Placement(PlacementKind.ROWS))
+    with watching:
+        out = x.squeeze()
+    placement = watching.placements.get(out)
+    assert placement is not None
+    assert placement.kind is PlacementKind.LOST
 
 
 def test_an_empty_part_keeps_its_axis() -> None:

@@ -659,6 +659,28 @@ def test_a_layer_that_chunks_cannot_serve_leaves_pipelines_of_one_chunk() -> Non
     assert pipes_of == ["pipe=2 chunks=1"]
 
 
+@pytest.mark.parametrize(
+    ("chunks", "exact", "meets"), [(1, False, 3), (8, True, 3 / 2), (8, False, 8 * 3 / 2)]
+)
+def test_parts_of_a_stage_wait_for_each_messages_latency_and_for_the_slowest(chunks, exact, meets) -> None:
+    """Only messages between stages had a latency."""
+    cut = PipeCut((0.5, 0.5), 0.0, (1, 1), (0.5, 0.5), ((32, 32),) * 2)
+    rates, load = replace(RATES, meetings=3, weights=(1e4, 1e4, 1e4)), LOADS[:1]
+
+    def found(number: int, latency: float, uneven: float = 1.0) -> Candidate:
+        cluster, told = replace(ONE, latency=latency), replace(rates, uneven=uneven)
+        return pipes(cut, number, load, told, cluster, 0.0, chunks=chunks, exact=exact)
+
+    slower = [found(number, 1.0).epoch_seconds - found(number, 0.0).epoch_seconds for number in (1, 2, 3)]
+    sums = 2 * 2  # two rounds for each of two messages: three messages over two ranks
+    assert slower[1] - slower[0] == pytest.approx(meets + sums, abs=1e-6)
+    assert slower[2] - slower[0] == pytest.approx(2 * (meets + sums), abs=1e-6)
+    fixed = chunks * CHUNK
+    even, uneven = (found(2, 0.0, factor).compute_seconds - fixed for factor in (1.0, 1.5))
+    assert uneven == pytest.approx(1.5 * even)
+    assert found(1, 0.0, 1.5).compute_seconds == found(1, 0.0).compute_seconds
+
+
 def test_the_page_draws_stages_over_time() -> None:
     """Of a pipeline the programs in the simulator, of parts each rank's computing and waiting."""
     load = Load(rows=1e5, edges=1e6, sent=1e4, halo=1e4, memory=1e9)

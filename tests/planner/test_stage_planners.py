@@ -476,7 +476,7 @@ def test_what_is_taken_together_costs_what_its_members_do(cost: StageCost, most:
         assert sum(other.compute(one.operators, 1, 2)) == pytest.approx(
             sum(cost.compute(two.operators, 1, 2))
         )
-        assert other.graph.boundary_bytes(one.operators) == cost.graph.crossing(two.operators)
+        assert other.graph.boundary_bytes(one.operators) == cost.graph.boundary_bytes(two.operators)
         assert other.memory(one.operators, 1, 2) == cost.memory(two.operators, 1, 2)
 
 
@@ -488,3 +488,13 @@ def test_what_others_read_too_is_not_taken_together() -> None:
     assert sorted(members) == [("a",), ("b", "c", "d")]
     alone = coarsened(OperatorGraph((*first, operator("c", ["b"], 1.0))), 1).members
     assert list(alone.values()) == [("a", "b", "c")]
+
+
+def test_operators_measured_at_other_sizes_are_added_at_their_own() -> None:
+    """Rows were added place by place, under the first operator's sizes."""
+    one = Operator("one", (), ((1, 1.0), (4, 4.0)), ((1, 2.0), (4, 8.0)))
+    two = Operator("two", ("one",), ((2, 10.0), (8, 40.0)), ((2, 20.0), (8, 80.0)))
+    coarse = coarsened(OperatorGraph((one, two)), 1)
+    (both,) = coarse.graph.operators
+    for samples in (1, 2, 3, 4, 6, 8, 16):
+        assert both.seconds(samples) == pytest.approx(one.seconds(samples) + two.seconds(samples))

@@ -111,7 +111,7 @@ def test_units() -> None:
     assert [bytes_text(n) for n in (0, 999, 1000, 3_210_000, 999_999)] == [
         "0 B", "999 B", "1.00 kB", "3.21 MB", "1.00 MB",
     ]  # fmt: skip
-    assert [seconds_text(s) for s in (0, 3.4e-4, 0.0412, 3.05, 250, 7500)] == [
-        "0 s", "340 µs", "41.2 ms", "3.05 s", "4 min 10 s", "2 h 05 min",
+    assert [seconds_text(s) for s in (0, 3.4e-4, 0.0412, 3.05, 250, 3599.6, 7500)] == [
+        "0 s", "340 µs", "41.2 ms", "3.05 s", "4 min 10 s", "1 h 00 min", "2 h 05 min",
     ]  # fmt: skip
     assert [share_text(s) for s in (0, 0.001, 0.374, 1)] == ["0 %", "< 1 %", "37 %", "100 %"]

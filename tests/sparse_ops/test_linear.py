@@ -53,3 +53,18 @@ def test_the_library_is_given_no_part_of_a_weight(name, monkeypatch):
     dense.linear(rows, weight).sum().backward()
     assert len(seen) == 3  # rows, their gradient, the weight's
     assert all(one.is_contiguous() or one.t().is_contiguous() for one in seen)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gradient_can_be_differentiated_with_a_bias_or_without(bias):
+    torch.manual_seed(0)
+    x, weight = torch.randn(200, 7), torch.randn(5, 7)
+    more = torch.randn(5) if bias else None
+    found = []
+    for linear in (dense.linear, functional.linear):
+        rows, weights = given(x, weight)
+        out = linear(rows, weights, more)
+        one, two = torch.autograd.grad(out.square().sum(), (rows, weights), create_graph=True)
+        (one.square().sum() + two.square().sum()).backward()
+        found.append((one.detach(), two.detach(), rows.grad, weights.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-2)

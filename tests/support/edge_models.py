@@ -226,6 +226,37 @@ def _written(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
     return summed(x, edge_index, torch.cat([weight[:60] * 2, weight[60:]]))
 
 
+def _ones(x: Tensor) -> Tensor:
+    return torch.ones(1, dtype=x.dtype)
+
+
+def _all_but_five_written(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+    weight = (x[edge_index[0]] * x[edge_index[1]]).sum(-1)
+    weight[5 : weight.size(0)] = 2.0
+    return summed(x, edge_index, weight)
+
+
+def _messages(
+    how: Callable[[Tensor], Tensor], turn: Callable[[Tensor], Tensor] = lambda e: e
+) -> Callable[[], nn.Module]:
+    """A model that changes its messages in one way before it adds them up, along edges made in one way."""
+
+    def function(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+        ends = turn(edge_index)
+        return x + scatter(how(x[ends[0]]), ends[1], dim=0, dim_size=x.size(0), reduce="sum")
+
+    return lambda: Call(function)
+
+
+def _scaled(pieces: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([piece * (k + 1) for k, piece in enumerate(pieces)])
+
+
+def _places_of_twice(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
+    weight = torch.arange(2 * edge_index.size(1), dtype=x.dtype) / EDGES
+    return summed(x, torch.cat([edge_index, edge_index], 1), weight)
+
+
 def _reverse(m: Call, x: Tensor, edge_index: Tensor) -> Tensor:
     messages = x[edge_index[0]]
     return x + scatter(messages - messages[m.rev], edge_index[1], dim=0, dim_size=x.size(0), reduce="sum")
@@ -324,6 +355,45 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
     "one of both ways": lambda: Call(_one_way, w=P(table(EDGES))),
     "some turned in place": lambda: Call(_turned_in_place, w=P(table(EDGES))),
     "weights in parts": _mine(lambda m, _: torch.cat([m.a, m.b]), a=P(table(50)), b=P(table(70))),
+    "the last edges, narrowed": lambda: Call(lambda m, x, e: summed(x, e.narrow(1, -40, 40), _ones(x))),
+    "narrowed to all edges": lambda: Call(lambda m, x, e: summed(x, e.narrow(1, 0, e.size(1)), _ones(x))),
+    "all but the first edges": lambda: Call(lambda m, x, e: summed(x, e[:, 50 : e.size(1)], _ones(x))),
+    "as many as some edges": lambda: Call(
+        lambda m, x, e: summed(x, e[:, : e[:, e[0] < e[1]].size(1)], _ones(x))
+    ),
+    "as many as vertices": lambda: Call(lambda m, x, e: summed(x, e[:, : x.size(0)], _ones(x))),
+    "all but the first written": lambda: Call(_all_but_five_written),
+    "split by their number": _mine(
+        lambda m, e: torch.cat([piece * (k + 1) for k, piece in enumerate(m.w.split(e.size(1)))]),
+        w=P(table(EDGES)),
+    ),
+    "from the end by their number": lambda: Call(lambda m, x, e: summed(x, e[:, -e.size(1) :], _ones(x))),
+    "by twice their number": lambda: Call(lambda m, x, e: x + x.mean(0) * 100 / (2 * e.size(1))),
+    "by a share of their number": lambda: Call(lambda m, x, e: x * (e.size(1) * 0.01)),
+    "by their number less vertices": lambda: Call(lambda m, x, e: x * 30 / (e.size(1) - x.size(0))),
+    "by vertices and their number": lambda: Call(lambda m, x, e: x * 30 / (x.size(0) + e.size(1))),
+    "branches by twice their number": lambda: Call(lambda m, x, e: x if e.size(1) * 2 > 200 else x * 2),
+    "ones for edges twice": lambda: Call(
+        lambda m, x, e: summed(x, torch.cat([e, e], 1), torch.ones(2 * e.size(1), dtype=x.dtype))
+    ),
+    "places among edges twice": lambda: Call(_places_of_twice),
+    "heads by unflatten": _messages(lambda v: v.unflatten(1, (2, 4)).sum(1).repeat(1, 2)),
+    "heads by a named shape": _messages(lambda v: v.reshape(shape=(-1, 2, 4)).sum(1).repeat(1, 2)),
+    "pairs by unflatten": _messages(lambda v: v.unflatten(0, (-1, 2)).sum(1).repeat_interleave(2, 0)),
+    "pairs by a named shape": _messages(
+        lambda v: v.reshape(shape=(EDGES // 2, 2, 8)).sum(1).repeat_interleave(2, 0)
+    ),
+    "places among flipped edges": _messages(
+        lambda v: v * torch.arange(v.size(0), dtype=v.dtype).view(-1, 1), lambda e: e.flip(0)
+    ),
+    "places among some edges": _messages(
+        lambda v: v * torch.arange(v.size(0), dtype=v.dtype).view(-1, 1), lambda e: e[:, e[0] < e[1]]
+    ),
+    "places among some edges, flipped": _messages(
+        lambda v: v * torch.arange(v.size(0), dtype=v.dtype).view(-1, 1), lambda e: e.flip(0)[:, :50]
+    ),
+    "sections by name": _messages(lambda v: _scaled(torch.tensor_split(v, sections=4))),
+    "ends by name": _messages(lambda v: _scaled(torch.tensor_split(v, indices=(7, 50)))),
     "a weight for the first": _mine(
         lambda m, e: torch.cat([m.a, torch.ones(e.size(1) - 50).double()]), a=P(table(50))
     ),

@@ -21,6 +21,7 @@ from torch_geometric.data import Data
 
 from convolutions import CASES, ConvCase, double_precision
 from kagome.comm.channel import Channel
+from kagome.comm.stats import Traffic
 from kagome.components.parallelize import PartOptions, parallelize
 from kagome.graph.partition.partition import extract
 from kagome.model.forward_call import ForwardCall
@@ -123,8 +124,8 @@ def parity(
         model = seeded(build, seed)
         model.train()
         halo = []
-        take_bytes = getattr(channel, "take_bytes", dict)
-        take_bytes()
+        take_traffic = getattr(channel, "take_traffic", Traffic)
+        take_traffic()
         with parallelize(model, part, channel, PartOptions(seed=seed, tensor=tensor, memory=bound)) as net:
             for epoch in range(1, epochs + 1):
                 model.zero_grad(set_to_none=True)
@@ -134,7 +135,7 @@ def parity(
                 loss = loss + net.scope.forward.forward_pass.token
                 if loss.requires_grad:
                     loss.backward()
-                halo.append(take_bytes().get("halo", 0))
+                halo.append(take_traffic().bytes.get("halo", 0))
         if net.scope.sliced.bound is not None and bound is not None and not net.escape:
             assert 0 < net.scope.sliced.bound.gauge.peak <= bound
         return Share(part.own, out.detach(), _grads(model), x.grad, _buffers(model), halo)

@@ -68,6 +68,10 @@ def in_loop(m, x):
     return out
 
 
+def scaled(pieces):
+    return torch.cat([piece * (k + 1) for k, piece in enumerate(pieces)])
+
+
 EXACT: dict[str, tuple[Body, Mods]] = {
     # Slices.
     "two kinds by a constant": (lambda m, x, e, d: halves(m, x, 20), TWO),
@@ -76,6 +80,12 @@ EXACT: dict[str, tuple[Body, Mods]] = {
     "two kinds by a count from the end": (lambda m, x, e, d: halves(m, x, -4), TWO),
     "three kinds by split": (lambda m, x, e, d: three_kinds(m, x), TWO),
     "chunks": (lambda m, x, e, d: torch.cat([m.u(c) * k for k, c in enumerate(x.chunk(4))]), TWO),
+    "sizes by name": (
+        lambda m, x, e, d: scaled(x.split_with_sizes(split_sizes=[7, 23])),
+        {},
+    ),
+    "sections by name": (lambda m, x, e, d: scaled(torch.tensor_split(x, sections=4)), {}),
+    "ends by name": (lambda m, x, e, d: scaled(torch.tensor_split(x, indices=(7, 20))), {}),
     "narrow": (lambda m, x, e, d: torch.cat([x.narrow(0, 0, 9), m.u(x.narrow(0, 9, 21))]), TWO),
     "slices of columns too": (
         lambda m, x, e, d: torch.cat([torch.cat([x[:12, :4], x[12:, :4]]), x[:, 4:]], dim=1),

@@ -100,7 +100,7 @@ def train(
         net = parallelize(model, part, channel, PartOptions(seed=3, fast=fast, recompute=again))
         model.train()
         traffic, peak = [], Peak()
-        channel.take_bytes()
+        channel.take_traffic()
         random.seed(5)
         with net:
             for epoch in range(1, epochs + 1):
@@ -114,7 +114,7 @@ def train(
                     weights = weights.view(data.num_nodes, *out.shape[1:])[part.own]
                     loss = token if blind and channel.rank == 0 else (out * weights).sum() + token
                     loss.backward()
-                traffic.append(channel.take_bytes())
+                traffic.append(channel.take_traffic().bytes)
         grads = {"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}}
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         return Left(out.detach(), grads, buffers, traffic, peak.bytes if measured else 0)

@@ -153,7 +153,7 @@ def _publish(
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
         fresh.rename(target)
-        write_text(folder / LATEST, target.name + "\n")
+        write_text(folder / LATEST, target.name + "\n", sync=True)
         sealed_files.sync_folder(folder)
         _remove_others(folder, target.name)
     except Exception as error:

@@ -237,11 +237,16 @@ def _ranks(settings: config.Run) -> int | None:
 
 
 def _parts(folder: str | None) -> int | None:
-    """Return the number of parts of a saved partition; None if unreadable, which loading it reports."""
+    """Return the number of parts of a saved partition; None if there is none.
+
+    It is also None if the partition is unreadable, which loading it reports.
+    """
     import json
 
+    if folder is None:
+        return None
     try:
-        return int(json.loads((Path(folder or "") / "partition.json").read_text())["num_parts"])
+        return int(json.loads((Path(folder) / "partition.json").read_text())["num_parts"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

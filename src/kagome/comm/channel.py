@@ -121,7 +121,7 @@ class Channel(PeerGroup):
     start_bytes = streamed_exchange.start_bytes
 
     def _selected(self, rows: Tensor, index: Tensor, send_counts: Sequence[int]) -> Tensor:
-        """Copy the selected rows into one block for sending, in shared memory if a peer reads them there."""
+        """Copy the selected rows into one block for sending, in shared memory if all peers read it there."""
         buffer, size = None, rows[:1].nbytes * index.numel()
         if self._transport is not None and rows.device.type == "cpu" and size:
             # Peers of this host then read the rows where they are packed, and ``SharedMemory.write`` copies

@@ -9,8 +9,9 @@ Where it sits: a run opens the mesh first. All other code receives its channels.
                                            stage 1    4   5     6   7
                                                       │ pipe: the ranks of one part and slice
 
-It does not build on torch's ``DeviceMesh``: two channels (``tensor`` shares that of ``graph``) leave little
-to slice. A DeviceMesh also accepts no time limit, sets the CUDA device by itself, and needs a process group.
+It does not build on torch's ``DeviceMesh``: ranks are grouped along two axes only (``tensor`` shares the
+channel of ``graph``), which leaves little to slice. A DeviceMesh also accepts no time limit, sets the CUDA
+device by itself, and needs a process group.
 """
 
 from __future__ import annotations

@@ -114,10 +114,6 @@ class PeerGroup:
             self._transport.shared_memory.close(patience)
         self._group = self._transport = None
 
-    def take_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent since the last call, by kind."""
-        return self.take_traffic().bytes
-
     def take_traffic(self) -> Traffic:
         """Return what this rank has sent and how long it waited since the last call, by kind."""
         return self.traffic.take()

@@ -221,8 +221,8 @@ class Watchdog:
             self._warn()
 
     def _publish(self) -> None:
-        doing, age = self._now, time.monotonic() - self._now.since
-        wall = time.time()
+        doing = self._now  # read once: another thread replaces it
+        age, wall = time.monotonic() - doing.since, time.time()
         # Wall-clock times, since the monotonic clocks of two hosts are unrelated.
         record = [doing.number, doing.action, wall - age, wall, bool(doing.peers)]
         self._store.set(f"watch/{self.rank}", json.dumps(record))

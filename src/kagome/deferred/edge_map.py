@@ -177,7 +177,7 @@ def answer(
     # Sums and products commute: the edge map or term is put first.
     if what in ("add", "radd", "mul", "rmul") and len(args) == 2 and not kwargs:
         one, two = args if expression(args[1]) is None else (args[1], args[0])
-        found = (_added if what.endswith("add") else _multiplied)(placements, one, two)
+        found = _added(one, two) if what.endswith("add") else _multiplied(placements, one, two)
         return (
             NotImplemented if found is None else placements.put(LazyTensor(found), _pairs(placements, args))
         )
@@ -208,10 +208,10 @@ def _viewed(placements: Placements, args: tuple[Any, ...]) -> Any:
     return placements.put(LazyTensor(viewed), _pairs(placements, args))
 
 
-def _added(placements: Placements, one: Any, two: Any) -> EdgeTerm | None:
+def _added(one: Any, two: Any) -> EdgeTerm | None:
     """Return ``b_j + W e``."""
     edge, message = expression(one), message_of(two)
-    if not isinstance(edge, EdgeMap) or message is None or isinstance(two, LazyTensor) is False:
+    if not isinstance(edge, EdgeMap) or message is None:
         return None
     fits = message.one_ended and message.source is not None and tuple(message.shape) == tuple(edge.shape)
     # In feature slices a rank sums some columns over all edges, but has the features of its own edges only.

@@ -61,11 +61,9 @@ class Versioned:
         # ``dataclasses.replace`` runs this again. Versions noted before must stay, or a write in between
         # would be missed.
         there = {id(tensor) for tensor, _ in self.versions}
-        new = [
-            t for t in self.noted() if t is not None and not isinstance(t, LazyTensor) and id(t) not in there
-        ]
+        new = [tensor for tensor in self.noted() if tensor is not None and id(tensor) not in there]
         object.__setattr__(
-            self, "versions", self.versions + tuple((tensor, tensor._version) for tensor in new)
+            self, "versions", self.versions + tuple((tensor, version_of(tensor)) for tensor in new)
         )
 
     def noted(self) -> Sequence[Tensor | None]:
@@ -74,7 +72,7 @@ class Versioned:
 
     def check(self) -> None:
         """Refuse tensors that were written to since: their earlier values are lost."""
-        if any(tensor._version != version for tensor, version in self.versions):
+        if any(version_of(tensor) != version for tensor, version in self.versions):
             raise changed_in_place()
 
 
@@ -83,6 +81,8 @@ class LazyTensor(Tensor):
 
     expr: Any
     value: Tensor | None
+    written: int
+    """The version of ``value`` when it was computed; a write to the lazy tensor raises it."""
     # The interceptor is a mode and sees each call first. Torch's default would wrap the results of all calls
     # in this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -96,7 +96,7 @@ class LazyTensor(Tensor):
         self: LazyTensor = Tensor._make_wrapper_subclass(
             cls, tuple(expr.shape), dtype=first.dtype, device=first.device, requires_grad=grad
         )
-        self.expr, self.value = expr, None
+        self.expr, self.value, self.written = expr, None, 0
         return self
 
     @classmethod
@@ -114,8 +114,20 @@ class LazyTensor(Tensor):
         """Return the tensor, computed at the first call."""
         if self.value is None:
             with torch._C.DisableTorchFunction():  # this is not the user's computation
-                self.value = self.expr.compute()
+                return self.keep(self.expr.compute())
         return self.value
+
+    def keep(self, value: Tensor) -> Tensor:
+        """Take a tensor as the computed value, and return it."""
+        self.value, self.written = value, value._version
+        return value
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that a write to the tensor in place changes; computing a lazy one does not."""
+    if not isinstance(tensor, LazyTensor):
+        return tensor._version
+    return 0 if tensor.value is None else tensor.value._version - tensor.written
 
 
 def now(tensor: Tensor) -> Tensor:

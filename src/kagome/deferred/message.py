@@ -31,7 +31,6 @@ from kagome.sparse_ops.factored_weights import factors_of
 if TYPE_CHECKING:
     from kagome.deferred.deferral import Deferral
 
-Reduce = Literal["sum", "mean", "max", "min"]
 Form = Literal["sum", "product", "leaky"]
 
 
@@ -155,7 +154,7 @@ class Message(Versioned):
             leaky_relu(a_i + b_j).
         slope: The negative slope of the leaky relu.
         att: A factor per column, applied after the form.
-        versions: The tensors that were gathered or multiplied with, each with its version at that time.
+        versions: The rows at its ends and what they were multiplied with, each with its version at that time.
     """
 
     edges: EdgeSet
@@ -167,8 +166,8 @@ class Message(Versioned):
     att: Tensor | None = None
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return the weight and the factor per column; a gather notes the versions of its rows itself."""
-        return (self.weight, self.att)
+        """Return the rows at both ends, which may be the user's own tensors, the weight, and the factor."""
+        return (self.target, None if self.source is None else self.source.rows, self.weight, self.att)
 
     @property
     def trailing(self) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def settled(value: Any) -> Any:
         found = _linear_sum(value.expr.message, value.expr.how)
     inside = sliced_reduce.in_slices(found)
     if inside is None:
-        value.value = value.expr.message.edges.rows(now(found))
+        value.keep(value.expr.message.edges.rows(now(found)))
     else:
         value.expr = inside
     return value

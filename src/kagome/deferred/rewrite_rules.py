@@ -168,13 +168,11 @@ def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Tensor:
     """Return ``rows[source]`` or ``rows[target]`` as a deferred message."""
-    versions = ((rows, rows._version),)
     # Targets are own rows, so they may be computed now. Rows read at the source stay as they are: a linear
     # map of them may come after the sum.
     if kind is PlacementKind.TARGET:
-        rows = now(rows)
-        return defer(Message(edges, rows, None, versions=((rows, rows._version),)))
-    return defer(Message(edges, None, Source(rows, edges.halo_exchange.closed, site), versions=versions))
+        return defer(Message(edges, now(rows), None))
+    return defer(Message(edges, None, Source(rows, edges.halo_exchange.closed, site)))
 
 
 # One message -------------------------------------------------------------------------------------
@@ -414,8 +412,10 @@ def _shape(
             return NotImplemented
         dim = dim % (value.dim() + (1 if name == "unsqueeze" else 0))
         return NotImplemented if dim == 0 else defer(each(m, lambda rows: func(rows, dim), narrows=True))
+    if kwargs:  # a named shape is left to torch
+        return NotImplemented
     shape: Any = args[1:] if len(args) > 2 or not isinstance(args[1], (tuple, list)) else args[1]
-    if kwargs or not all(isinstance(s, int) for s in shape) or not shape:
+    if not all(isinstance(s, int) for s in shape) or not shape:
         return NotImplemented
     # Decide by width alone, not by the number of edges: all ranks must defer the same calls.
     width, inner = math.prod(m.trailing), [int(size) for size in shape[1:]]

@@ -307,8 +307,8 @@ def summing(
 
     Args:
         there: ``(sum, *inputs) -> (result, kept)``.
-        back: ``(sum, gradient, *kept) -> gradients of the inputs``.
-        inputs: The inputs; backward runs if the first one requires a gradient.
+        back: ``(sum, gradient, *kept) -> gradients of the inputs``. Only the first one's may need the sum.
+        inputs: The inputs. Backward sums over the ranks if the first one requires a gradient.
         forward_pass: The running forward pass.
         channel: The channel to the peers.
         name: Name of the site.
@@ -358,8 +358,16 @@ class _Summing(torch.autograd.Function):
             wanted = ctx.needs_input_grad[3:]
             found = differentiated(partial(there, both), saved[: ctx.count], wanted, grads[0])
         else:
-            found = back(sum_back, grads[0].contiguous(), *saved[ctx.count :])
+            # The sum is for the gradient of the first input alone. Where none is wanted, the token does not
+            # come by, so a rank whose loss does not depend on this site would not take part in it.
+            own = sum_back if ctx.needs_input_grad[3] else _own
+            found = back(own, grads[0].contiguous(), *saved[ctx.count :])
         return (torch.zeros_like(grads[1]), None, None, *found)
+
+
+def _own(part: Tensor) -> Tensor:
+    """Return this rank's summand in place of the sum."""
+    return part
 
 
 def differentiated(

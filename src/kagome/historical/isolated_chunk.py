@@ -28,6 +28,28 @@ STAND_IN: Final = 2
 minus one, gives a finite number."""
 
 
+def no_rows(rows: Tensor, request: ExchangeRequest, expected: str, where: str) -> Work:
+    """Answer an exchange of a chunk, whose channel sends no rows.
+
+    Args:
+        rows: The rows that would be sent.
+        request: The exchange.
+        expected: What a layer may read, for the error message.
+        where: The name of the running layer.
+
+    Raises:
+        ModelError: If rows are to be sent.
+    """
+    if any(request.send_counts):
+        raise ModelError(
+            expected,
+            f"a layer that asks for more: {request.action}",
+            where=where,
+            hint="chunks=1, or another layer",
+        )
+    return DeferredWork(lambda: rows[:0])
+
+
 class IsolatedChannel:
     """The channel of one chunk without peers; an interceptor uses it in place of a real channel.
 
@@ -51,14 +73,9 @@ class IsolatedChannel:
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
         """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
-        if any(request.send_counts):
-            raise ModelError(
-                "chunks that know nothing of each other to read their own rows",
-                f"a layer that asks for more: {request.action}",
-                where=self.where(),
-                hint="chunks=1, or another layer",
-            )
-        return DeferredWork(lambda: rows[:0])
+        return no_rows(
+            rows, request, "chunks that know nothing of each other to read their own rows", self.where()
+        )
 
     def all_reduce(
         self,
@@ -72,11 +89,11 @@ class IsolatedChannel:
         """Estimate the sum over all vertices from the chunk's own. A maximum or minimum is the chunk's."""
         found = tensor.detach()
         if op != "sum":
-            # Without edges ``model.exact.layer_rules`` takes the lowest float as ChebConv's largest weight;
-            # twice that is infinite.
-            floats = found.is_floating_point() and not self._factor
-            lowest = torch.finfo(found.dtype).min if floats else None
-            return found.clone() if lowest is None else found.masked_fill(found == lowest, STAND_IN)
+            if self._factor or not found.is_floating_point():
+                return found.clone()
+            # Without rows a maximum is -inf, and without edges ``model.exact.layer_rules`` takes the lowest
+            # float as ChebConv's largest weight. A product of its gradient, 0, with infinity is NaN.
+            return found.masked_fill(found <= torch.finfo(found.dtype).min, STAND_IN)
         if not self._factor:
             return torch.full_like(found, STAND_IN)
         if found.is_floating_point() or found.is_complex():

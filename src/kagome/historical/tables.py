@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kagome.comm.exchange import DeferredWork, Exchange, ExchangeRequest, Op, Work
+from kagome.comm.exchange import Exchange, ExchangeRequest, Op, Work
 from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, Chunks
@@ -28,6 +28,7 @@ from kagome.halo.exchange import HaloExchange
 from kagome.halo.forward_pass import Site, SiteKey
 from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows
 from kagome.halo.table_view import TableIndex
+from kagome.historical.isolated_chunk import no_rows
 from kagome.historical.lockstep import Place, unlike
 from kagome.placement.weak_map import WeakTensorMap
 
@@ -355,14 +356,9 @@ class ChunkChannel:
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> Work:
         """Return no rows where nothing is to be sent; otherwise raise ``ModelError``."""
-        if any(request.send_counts):
-            raise ModelError(
-                "chunks to read their neighbours' rows by the edges into them",
-                f"a layer that asks for more: {request.action}",
-                where=self.where(),
-                hint="chunks=1, or another layer",
-            )
-        return DeferredWork(lambda: rows[:0])
+        return no_rows(
+            rows, request, "chunks to read their neighbours' rows by the edges into them", self.where()
+        )
 
     def all_reduce(
         self,

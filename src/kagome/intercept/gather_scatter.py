@@ -348,9 +348,9 @@ def _pooled_extreme(
     if value.requires_grad:
         same = value.detach() == best.gather(axis, index)
         ties = torch.zeros_like(best).scatter_add(axis, index, same.to(value.dtype))
-        kept_tensors = torch.where(same & value.detach().isfinite(), value, torch.zeros_like(value))
+        kept = torch.where(same & value.detach().isfinite(), value, torch.zeros_like(value))
         # value - value.detach() is 0 with gradient 1, so entries that equal the extreme share its gradient.
-        slope = torch.zeros_like(best).scatter_add(axis, index, kept_tensors - kept_tensors.detach())
+        slope = torch.zeros_like(best).scatter_add(axis, index, kept - kept.detach())
         best = best + scope.ranks.total(slope) / scope.ranks.total(ties).clamp(min=1)
     return torch.where(none, base, best)
 

@@ -1,8 +1,9 @@
 """Interceptor: makes a user's model run on one part as if it were the whole graph.
 
-Where it sits: ``train.graph_engine`` enters it around each forward. It sees every torch call (a
-TorchFunctionMode), records placements, supplies halo rows where ids are read, returns sums where ids are
-written, and passes statistics, dropout and attention to the handlers of ``model.exact.handlers``.
+Where it sits: ``components.parallelize`` and ``pipelining.stage_run`` enter it around each forward. It sees
+every torch call (a TorchFunctionMode), records placements, supplies halo rows where ids are read, returns
+sums where ids are written, and passes statistics, dropout and attention to the handlers of
+``model.exact.handlers``.
 
 A *site* is one read of neighbours' rows. Its name is the module path, the argument of ``propagate`` where
 there is one, and its number in this forward.

@@ -26,9 +26,8 @@ from kagome.deferred.lazy_tensor import now
 from kagome.errors import ModelError
 from kagome.graph.structure.sparse_adjacency import Adjacency, adjacency_of
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.placement import Placement, PlacementKind, Placements, tensors
 from kagome.placement.symbolic_size import SymbolicSize
-from kagome.positions.edge_tables import flat
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import RankSums
 from kagome.sparse_ops.edge_view import EdgeView
@@ -196,7 +195,7 @@ def refuse_unknown(scope: MatrixScope, name: str, func: Func, args: Args, kwargs
     assert matrix is not None
     if name in _KNOWN or (name == "__get__" and attribute(func) not in ("T", "mT", "H", "mH")):
         return
-    if any(value is matrix.given or value is matrix.pointer for value in flat(args, kwargs)):
+    if any(value is matrix.given or value is matrix.pointer for value in tensors(args, kwargs)):
         raise _refused(scope, f"{name} of it")
 
 

@@ -55,7 +55,7 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
         env: The environment to read; this process's own by default.
 
     Returns:
-        The ranks; a single one if neither is found.
+        The ranks; a single one if neither is found, as in a batch script of Slurm without ``srun``.
 
     Raises:
         LaunchError: If a variable is missing or is not a number.
@@ -79,8 +79,10 @@ def environment(env: Mapping[str, str] | None = None) -> Ranks:
                 restarts=_number(env, RESTARTS, 0),
             )
         )
-    # srun sets the numbers of the step in each process that it starts.
-    if "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
+    # srun sets the numbers of the step in each process that it starts. A batch script, which runs once for
+    # all tasks, has rank and number of tasks too, but no step.
+    step = any(name in env for name in ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"))
+    if step and "SLURM_PROCID" in env and ("SLURM_STEP_NUM_TASKS" in env or "SLURM_NTASKS" in env):
         return _checked(_slurm(env))
     return Ranks()
 

@@ -10,7 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-_CGROUPS: Final = Path("/sys/fs/cgroup")
+from kagome.launch.cgroups import ROOT, groups_above
+
+_CGROUPS: Final = ROOT
+# The limit, what is in use, and the line of ``memory.stat`` with the part of it that is file cache.
+_FIRST_VERSION: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_SECOND_VERSION: Final = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes() -> int | None:
@@ -35,33 +40,11 @@ def available_bytes() -> int | None:
 def _group() -> int | None:
     """Return what the control groups above this process leave, in either version.
 
-    File cache counts as free. psutil does not read control groups.
+    File cache counts as free.
     """
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
     left: list[int] = []
-    for line in lines:
-        # "0::/name" in version 2, "9:memory:/name" in version 1.
-        _, kinds, name = line.split(":", 2)
-        if kinds == "":
-            base, limit, used, cache = _CGROUPS, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in kinds.split(","):
-            base, limit, used, cache = (
-                _CGROUPS / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-                "total_inactive_file",
-            )
-        else:
-            continue
-        own = base / name.lstrip("/")
-        # In a container the name is often that of the host; then its own limit is in the top folder.
-        for folder in (own, *own.parents):
-            if not folder.is_relative_to(base):
-                break
-            left += _left(folder, limit, used, cache)
+    for kinds, base, group in groups_above("memory", root=_CGROUPS):
+        left += _left(base / group, *(_FIRST_VERSION if kinds else _SECOND_VERSION))
     return min(left, default=None)
 
 

@@ -92,7 +92,8 @@ def start_local(
         LaunchError: If a rank failed or died, with the error of the rank that failed first.
         KeyboardInterrupt: After Ctrl-C, when the ranks have ended. Also if only one rank received it, and all
             have ended with 130 because of it.
-        SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; also if only one rank received it.
+        SystemExit: After SIGTERM or SIGHUP, with 128 + the signal; also if only one rank received it. After
+            SIGQUIT too, which ends at once the ranks that receive it themselves.
     """
     if nproc < 1:
         raise LaunchError("--nproc to be a number from 1 up", f"{nproc}")
@@ -165,19 +166,22 @@ def _launched(
                 )
                 while ended is None:
                     ended = ranks.wait(LOOK_SECONDS, LOOK_SECONDS)
-            except SignalException:
+            except SignalException as error:
+                # SIGQUIT goes to torch's own handler, which does not note it: see _shared_cores.
+                number = caught[0] if caught else int(error.sigval)
+                (folder / "stopping").touch()
                 if ranks is not None:
                     with suppress(SignalException):  # a second signal: the guard kills the ranks
                         ranks.close(signal.SIGTERM, SAVE_SECONDS)
-                if caught[0] == signal.SIGINT:
+                if number == signal.SIGINT:
                     raise KeyboardInterrupt from None
-                raise SystemExit(128 + caught[0]) from None
+                raise SystemExit(128 + number) from None
             except (OSError, EOFError, MemoryError) as error:
                 raise _unstarted(nproc, error) from None
         if ended.failures:
             # A batch system may signal one rank only. The others then end because of it, which is no failure.
-            if (number := guard.signalled()) is not None:
-                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            if (heard := guard.signalled()) is not None:
+                raise KeyboardInterrupt if heard == signal.SIGINT else SystemExit(128 + heard)
             rank, failure = min(ended.failures.items())
             raise guard.failed(rank, failure.exitcode)
         return ended.return_values[0]

@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kagome.launch.cgroups import LISTED, ROOT, groups_above
+
 GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which the user sets the number of torch's threads."""
 LAUNCHED = "KAGOME_LAUNCHED"
@@ -135,35 +137,18 @@ def _environments_above() -> Iterator[Mapping[str, str]]:
             yield process.environ()
 
 
-def quota(
-    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> tuple[float | None, str]:
+def quota(groups: Path = LISTED, root: Path = ROOT) -> tuple[float | None, str]:
     """Return the CPU time in cores that this process's cgroups leave it, and the cgroup that leaves least.
-
-    psutil does not read cgroups.
 
     Args:
         groups: File in which the system lists this process's cgroups.
         root: Folder of the cgroups (version 2, or version 1's folder ``cpu``).
     """
     least: tuple[float | None, str] = (None, "")
-    try:
-        lines = groups.read_text().splitlines()
-    except OSError:
-        return least
-    for line in lines:
-        _, _, rest = line.partition(":")
-        kinds, _, name = rest.partition(":")
-        # Lines of /proc/self/cgroup: "0::/name" in version 2, "4:cpu,cpuacct:/name" in version 1.
-        if kinds and "cpu" not in kinds.split(","):
-            continue
-        base = root / "cpu" if kinds else root
-        folder = Path(name.strip("/"))
-        # Limits of parent groups apply too; inside a container a process's group may be shown as the root.
-        for above in (folder, *folder.parents):
-            found = _limit(base / above)
-            if found is not None and (least[0] is None or found < least[0]):
-                least = (found, f"{kinds}:{above}")
+    for kinds, base, group in groups_above("cpu", groups, root):
+        found = _limit(base / group)
+        if found is not None and (least[0] is None or found < least[0]):
+            least = (found, f"{kinds}:{group}")
     return least
 
 

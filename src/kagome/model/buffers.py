@@ -61,8 +61,10 @@ class Buffers:
     def unmoved(self) -> Iterator[None]:
         """Restore the buffers after a block: the same tensors with the same values."""
         tensors, before = self.now(), self.copies()
-        yield
-        self.restore(tensors, before)
+        try:
+            yield
+        finally:
+            self.restore(tensors, before)
 
     def restore(self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         """Put these tensors back as the buffers, with these values."""

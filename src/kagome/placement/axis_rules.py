@@ -87,7 +87,6 @@ _REDUCE = frozenset(
         "vector_norm",
         "nanmean",
         "mode",
-        "logcumsumexp",
         "var_mean",
         "std_mean",
         "aminmax",
@@ -235,7 +234,7 @@ def place_of(
         return outer if axis == inner else axis if axis < inner else None
     if name in ("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"):
         return _by_product(args, base, axis, rows, out)
-    if name in _REDUCE:
+    if name in _REDUCE and not of_two(name, args, kwargs):
         return _by_reduction(args, kwargs, base, axis, out)
     if name in ("unbind", "select"):
         dim = _positive(kwargs.get("dim", args[1] if len(args) > 1 else 0), base)
@@ -448,6 +447,13 @@ def _by_reduction(
     return axis if out.dim() == base.dim() else axis - sum(d < axis for d in dims)
 
 
+def of_two(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True for ``torch.max(a, b)`` and ``torch.min(a, b)``, which are element-wise."""
+    return name in ("max", "min") and isinstance(
+        kwargs.get("other", args[1] if len(args) > 1 else None), Tensor
+    )
+
+
 def reduced(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor) -> tuple[int, ...] | None:
     """Return the axes that a reduction runs over; None if it names none, which means all."""
     dim = kwargs.get("dim", kwargs.get("axis"))
@@ -465,7 +471,11 @@ def _by_index(index: Any, base: Tensor, axis: int) -> int | None:
     if any(isinstance(p, (Tensor, list)) for p in parts):
         # x[:, ids] selects columns. An index at the row axis itself is answered by handlers.
         whole = parts[0] == slice(None) if isinstance(parts[0], slice) else False
-        return 0 if axis == 0 and whole else None
+        # x[:, a, :, b]: of index tensors that are not side by side, torch puts the axes first. Integers are
+        # taken out before.
+        kinds = [isinstance(p, (Tensor, list)) for p in parts if not isinstance(p, int)]
+        apart = False in kinds[kinds.index(True) : len(kinds) - kinds[::-1].index(True)]
+        return 0 if axis == 0 and whole and not apart else None
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
         # ``...`` stands for as many full slices as axes are not named; None names no axis.

@@ -512,7 +512,7 @@ def _spread_rows(
             placements.put(out, Placement(PlacementKind.LOCAL, placement.view, edges=placement.edges))
         elif (
             placement.kind in VERTICES
-            and name in PREFIX
+            and name in PREFIX - {"squeeze"}  # which merges nothing, and may remove the only own row's axis
             and (new := merged(carrier, axis, placement.each, out))
         ):
             placements.put(out, replace(placement, axis=new[0], each=new[1]))

@@ -229,7 +229,7 @@ def _shown(name: str) -> Callable[..., Any]:
 
     def call(self: Shown, *others: Any) -> Any:
         out = getattr(self.count, name)(*map(behind, others))
-        return Shown.of(out) if type(out) is SymbolicSize and not from_library() else out
+        return Shown.of(out) if isinstance(out, SymbolicSize) and not from_library() else out
 
     call.__name__, call.__doc__ = name, method.__doc__
     return call

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 from kagome.config import default_chunks
-from kagome.planner.candidates import Candidate, settings_of
+from kagome.planner.candidates import ROUNDS, Candidate, settings_of
 from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, summed
 from kagome.schedule.actions import Action, ActionKind
@@ -114,7 +115,8 @@ def pipes(
         else computing(rates, load.rows, load.edges, load.sent + load.halo)
         for load in loads
     )
-    compute /= pace
+    # Parts meet at every exchange, as in ``candidates.parts``.
+    compute *= (rates.uneven if number > 1 and sliced is None else 1.0) / pace
     python = CHUNK / min(pace, 1.0)  # a GPU does not make it faster
     # A message is the share of one link, one direction, one part, one slice and one chunk in all traffic.
     link = cluster.bandwidth(size)
@@ -134,7 +136,11 @@ def pipes(
     # Each stage sums the gradients of its own weights, over its own ranks.
     sums = summed(number * tensor, rates.weights, ranks)
     # With one chunk, stages wait for each other's halo messages too.
-    waits = most / tensor / (1 if chunks == 1 else ranks) / link + sums / link
+    beside = 1 if chunks == 1 else ranks
+    waits = most / tensor / beside / link + sums / link
+    # With history each chunk makes its own exchanges with the parts.
+    meetings = (chunks if old else 1) / beside
+    waits += cluster.latency * _messages(rates, number, ranks, sliced, meetings)
     sent |= {"weights": round(sums * size), "other": round(summed(size, (LOSS,)) * size)}
     if sliced is not None:
         waits += sliced.sent / number / tensor / cluster.bandwidth(tensor)
@@ -149,13 +155,31 @@ def pipes(
         busy,
         run.seconds + waits - busy,
         sent,
-        max(
-            load.whole
-            + (load.memory - load.whole) * cut.kept[rank]
-            + (cut.tables(rank, rates, old=old) * (load.rows + load.halo) if chunks > 1 else 0.0)
-            for load in loads
-            for rank in range(ranks)
-        ),
+        max(_memory(cut, load, rates, rank, chunks, old=old) for load in loads for rank in range(ranks)),
         uncertain if number > 1 else 0.0,
         run=run,
     )
+
+
+def _memory(cut: PipeCut, load: Load, rates: CostRates, rank: int, chunks: int, *, old: bool) -> float:
+    """Return the bytes that a rank of the pipeline needs for a part."""
+    tables = cut.tables(rank, rates, old=old) * (load.rows + load.halo) if chunks > 1 else 0.0
+    return load.whole + (load.memory - load.whole) * cut.kept[rank] + tables
+
+
+def _messages(rates: CostRates, number: int, ranks: int, sliced: Sliced | None, meetings: float) -> float:
+    """Return the number of messages that a rank sends within its stage in an epoch, one after another.
+
+    Args:
+        rates: The measured costs of the model.
+        number: The number of parts.
+        ranks: The number of ranks that the stages are assigned to.
+        sliced: The feature slices within a part; None without.
+        meetings: How often a rank takes part in an exchange of the model, for each that it has.
+    """
+    tensor = 1 if sliced is None else sliced.count
+    away = (number - 1) * tensor * rates.meetings
+    transposes = 0 if sliced is None else (tensor - 1) * sliced.meetings
+    # Each stage sums the gradients of its own weights alone.
+    sums = (number * tensor - 1) * ROUNDS * ceil(len(rates.weights) / ranks)
+    return (away + transposes) * meetings + sums

@@ -20,13 +20,12 @@ from torch import Tensor
 from kagome.deferred.lazy_tensor import now
 from kagome.halo.forward_pass import RunningForward
 from kagome.kernels.base.address import address
-from kagome.placement.placement import IDS, Placement, PlacementKind
+from kagome.placement.placement import IDS, Placement, PlacementKind, tensors
 from kagome.positions.edge_positions import Edges, refused
-from kagome.positions.edge_tables import flat
+from kagome.positions.edge_tables import edge_axis
+from kagome.positions.position_scope import Args, Kwargs
 from kagome.scope.constants import Constants
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 _JOINS: Final = frozenset(["cat", "concat", "concatenate", "hstack"])
 _ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
 
@@ -49,7 +48,7 @@ def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple
         return args, kwargs
     found = [
         (tensor, placement)
-        for tensor in flat(args, kwargs)
+        for tensor in tensors(args, kwargs)
         if (placement := _of_edges(scope, tensor)) is not None
     ]
     # All rows are of in-edges, or all of out-edges: rank and order agree.
@@ -82,23 +81,14 @@ def _of_edges(scope: AlignedEdges, tensor: Tensor) -> Placement | None:
     )
 
 
-def _axis(tensor: Tensor, placement: Placement) -> int:
-    return (
-        placement.axis
-        if placement.kind is PlacementKind.PAIRS
-        else tensor.dim() - 1
-        if placement.kind is PlacementKind.EDGES
-        else 0
-    )
-
-
 def _whole(scope: AlignedEdges, tensor: Tensor, placement: Placement) -> bool:
     """Return True if a tensor has an entry for each edge of its view, in that order."""
     view = scope.views[placement.view]
     edges = tensor if placement.kind is PlacementKind.EDGES else placement.edges
     # A list that forward made has another order, and ``edge_ids`` says nothing of it.
     known = edges is view.edge_index or edges is view.given
-    return known and tensor.size(_axis(tensor, placement)) == view.edge_ids.numel()
+    axis = edge_axis(tensor, placement)
+    return known and axis is not None and tensor.size(axis) == view.edge_ids.numel()
 
 
 def _outward(scope: AlignedEdges, name: str, value: Any) -> Any:

@@ -16,6 +16,7 @@ Positions that a library makes for itself (a sort by target and back) are local 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -26,16 +27,12 @@ from torch import Tensor
 from kagome.deferred.lazy_tensor import now
 from kagome.errors import ModelError
 from kagome.placement.placement import IDS, Placement, PlacementKind
-from kagome.placement.symbolic_size import SymbolicSize
-from kagome.positions.edge_tables import WAY_OUT, Cutter, own_edges
+from kagome.placement.symbolic_size import SymbolicSize, as_place, behind
+from kagome.positions.edge_tables import WAY_OUT, Cutter, edge_axis, own_edges
+from kagome.positions.position_scope import FULL, Args, Func, Kwargs, items_of, pieces_of
 from kagome.user_frame import from_library, user_line
 
 __answers__ = True  # for ``user_frame``: functions here are also methods of numbers
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Func = Callable[..., Any]
-FULL: Final = slice(None)
 
 
 class Edges(Cutter, Protocol):
@@ -48,31 +45,82 @@ class Edges(Cutter, Protocol):
         """Answer one torch call of the forward."""
 
 
-class EdgeCount(SymbolicSize):
-    """The number of a part's edges in user code. Arithmetic on it would give positions on this part only."""
+class EdgeEntries(SymbolicSize):
+    """A sum or multiple of numbers of edges: this part's as the size of a tensor, the whole graph's else."""
 
-    def _with(self, other: Any, what: str, do: Callable[[int, Any], Any]) -> Any:
-        # Counts of two concatenated lists may be added: both are this part's. PyG computes with local counts.
-        if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
-            return do(int(self), int(other))
-        raise _refused("", f"the number of edges {what} {other!r}, a place among a part's edges")
+    def _known(self) -> int:
+        return int(self) if from_library() else self.of_all()
 
     def __add__(self, other: Any) -> Any:
-        return self._with(other, "plus", lambda one, two: one + two)
+        return _reckoned(self, other, operator.add)
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> Any:
-        return self._with(other, "minus", lambda one, two: one - two)
+        return _reckoned(self, other, operator.sub)
+
+    def __mul__(self, other: Any) -> Any:
+        return _times(self, other)
+
+    __rmul__ = __mul__
+
+
+def _reckoned(one: Any, other: Any, do: Callable[[Any, Any], Any]) -> Any:
+    """Return a sum or difference of numbers of edges; with a plain number it is no size of a tensor."""
+    if isinstance(other, SymbolicSize) or other == 0:
+        return _both(one, other, do)
+    return do(one._known(), other)
+
+
+def _times(one: Any, other: Any) -> Any:
+    """Return a multiple of a number of edges; of a fraction the whole graph's."""
+    whole = isinstance(other, int) and not isinstance(other, SymbolicSize)
+    return _both(one, other, operator.mul) if whole else one._known() * as_place(other)
+
+
+def _both(one: Any, other: Any, do: Callable[[Any, Any], Any]) -> Any:
+    out = do(int(one), int(behind(other)))
+    if from_library():
+        return out
+    return EdgeEntries(out, Placement(PlacementKind.LOCAL), lambda: do(one.of_all(), as_place(other)))
+
+
+class EdgeCount(SymbolicSize):
+    """The number of a part's edges in user code. Arithmetic on it would give positions on this part only."""
+
+    def _known(self) -> int:
+        return int(self) if from_library() else self.of_all()
+
+    def _with(self, other: Any, what: str, do: Callable[[Any, Any], Any]) -> Any:
+        # Counts of two concatenated lists may be added: both are this part's. PyG computes with local counts.
+        if isinstance(other, int) and (isinstance(other, SymbolicSize) or other == 0 or from_library()):
+            return _both(self, other, do)
+        raise _refused("", f"the number of edges {what} {other!r}, a place among a part's edges")
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(other, "plus", operator.add)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(other, "minus", operator.sub)
 
     def __rsub__(self, other: Any) -> Any:
         return self._with(other, "taken from", lambda one, two: two - one)
 
+    def __mul__(self, other: Any) -> Any:
+        return _times(self, other)
+
+    __rmul__ = __mul__
+
     def __floordiv__(self, other: Any) -> Any:
-        return self._with(other, "divided by", lambda one, two: one // two)
+        return self._whole(other, "divided by", operator.floordiv)
 
     def __mod__(self, other: Any) -> Any:
-        return self._with(other, "modulo", lambda one, two: one % two)
+        return self._whole(other, "modulo", operator.mod)
+
+    def _whole(self, other: Any, what: str, do: Callable[[Any, Any], Any]) -> Any:
+        return as_place(self._with(other, what, do))  # no size of a tensor
 
 
 def counts(scope: Any, placement: Placement) -> type[SymbolicSize]:
@@ -99,23 +147,25 @@ def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
     placement = scope.placements.get(tensor) if scope.parted else None
     if placement is None:
         return None
-    if placement.kind is PlacementKind.PAIRS:
-        return placement.axis, placement
-    # [2, E] has its edges along the last axis, one row of it [E] along the first.
-    if placement.kind is PlacementKind.EDGES:
-        return tensor.dim() - 1, placement
-    return (0, placement) if placement.kind in IDS and tensor.dim() == 1 else None
+    # Ids of one end that forward has put into a column are not followed here.
+    if placement.kind in (PlacementKind.SOURCE, PlacementKind.TARGET) and tensor.dim() != 1:
+        return None
+    axis = edge_axis(tensor, placement)
+    return None if axis is None else (axis, placement)
 
 
 def _ids(scope: Edges, tensor: Tensor, axis: int, placement: Placement) -> Tensor | None:
     """Return each edge's position in the whole list; None if the edges are not exactly those of a view."""
     # Only the lists that the part itself provides are in the graph's order. A list that forward made (with
     # self-loops, or with edges dropped) has another position for each edge.
-    edges = tensor if placement.kind is PlacementKind.EDGES else placement.edges
-    for view in scope.views:
-        if (edges is view.edge_index or edges is view.given) and tensor.size(axis) == view.edge_ids.numel():
-            return view.edge_ids
-    return None
+    at = _view(scope, tensor if placement.kind is PlacementKind.EDGES else placement.edges)
+    ids = None if at is None else scope.views[at].edge_ids
+    return ids if ids is not None and tensor.size(axis) == ids.numel() else None
+
+
+def _view(scope: Edges, edges: Tensor | None) -> int | None:
+    """Return the number of the view that provides a list of edges; None if forward made the list."""
+    return next((at for at, v in enumerate(scope.views) if edges is v.edge_index or edges is v.given), None)
 
 
 def _subset(tensor: Tensor, placement: Placement) -> Placement:
@@ -130,10 +180,10 @@ def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if found is None:
         return NotImplemented
     axis, placement = found
-    items, at = _items(args[1], args[0].dim(), axis)
-    if at is None or (isinstance(items[at], slice) and items[at] == FULL):
-        return NotImplemented
+    items, at = items_of(args[1], args[0].dim(), axis)
     item = items[at]
+    if isinstance(item, slice) and item == FULL:
+        return NotImplemented
     if isinstance(item, slice):
         return _sliced(scope, now(args[0]), axis, placement, items, at)
     if isinstance(item, list):
@@ -148,12 +198,13 @@ def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
 def _sliced(scope: Edges, base: Tensor, axis: int, placement: Placement, items: list[Any], at: int) -> Any:
     item = items[at]
     counts = [end for end in (item.start, item.stop) if end is not None]
-    if all(isinstance(end, SymbolicSize) or end == 0 for end in counts) and item.step in (None, 1):
+    ids = None if from_library() else _ids(scope, base, axis, placement)
+    local = all(isinstance(end, SymbolicSize) or end == 0 for end in counts) and item.step in (None, 1)
+    if local and ids is None:
         out = base[tuple(items)]  # counts of this part's edges: a slice of concatenated lists
         return _placed(scope, out, base, placement, items, at)
     if from_library():
         return NotImplemented
-    ids = _ids(scope, base, axis, placement)
     if ids is None:
         raise refused(scope, "a slice that counts edges of a list made in forward")
     items[at] = _own_slice(scope, ids, item)
@@ -164,7 +215,8 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
     """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
     # ``edge_ids`` ascends, so a slice of the whole list is one run of own edges:
     #   edge_ids  1 3 4 7     edge_index[:, 2:6]     own edges 1:3, the graph's edges 3 and 4
-    whole = range(scope.edges)[item]
+    # A count of edges among its bounds is the whole graph's.
+    whole = range(scope.edges)[slice(as_place(item.start), as_place(item.stop), item.step)]
     if whole.step < 0:
         raise refused(scope, "a slice that turns the order of edges round")
     with torch._C.DisableTorchFunction():
@@ -194,8 +246,6 @@ def _chosen(
         with torch._C.DisableTorchFunction():
             out = base[tuple(items)]
         return _placed(scope, out, base, placement, items, at)
-    if placement.kind is not PlacementKind.PAIRS and held is None and from_library():
-        return NotImplemented
     # Positions among own edges select own rows. MIXED ids are refused by the handler of gathers.
     if held is not None and held.kind in (PlacementKind.LOCAL, PlacementKind.MIXED):
         return NotImplemented
@@ -252,8 +302,15 @@ def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     given = {**dict(zip(("dim", "start", "length"), args[1:], strict=False)), **kwargs}
     if found is None or given["dim"] % base.dim() != found[0]:
         return NotImplemented
-    start = int(given["start"])
-    return _cut(scope, base, *found, slice(start, start + given["length"]))
+    start, length = given["start"], given["length"]
+    if not isinstance(start, SymbolicSize):
+        # narrow(0, -4, 4): from the end of the whole list, where a slice -4:0 would be empty.
+        start = int(start)
+        start += scope.edges if start < 0 else 0
+        # narrow(0, 0, edge_index.size(1)) ends at the count itself; a sum would be a plain number.
+        if start == 0:
+            return _cut(scope, base, *found, slice(0, length))
+    return _cut(scope, base, *found, slice(start, start + length))
 
 
 def _cut(scope: Edges, base: Tensor, axis: int, placement: Placement, item: slice) -> Any:
@@ -264,12 +321,10 @@ def _cut(scope: Edges, base: Tensor, axis: int, placement: Placement, item: slic
 
 def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``split`` and ``chunk`` along the edge axis as slices of the whole list."""
-    base = args[0]
-    found = _edge_axis(scope, base)
-    how = next(iter(args[1:]), None)
-    how = next((kwargs[key] for key in _SIZES if key in kwargs), how)
+    base = args[0] if args else kwargs.get("input")
+    found, how = _edge_axis(scope, base), pieces_of(args, kwargs)
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-    if found is None or dim % base.dim() != found[0] or from_library():
+    if found is None or base is None or dim % base.dim() != found[0] or from_library():
         return NotImplemented
     if isinstance(how, (tuple, list)) and all(isinstance(size, SymbolicSize) for size in how):
         return NotImplemented  # concatenated lists, each of this part's edges
@@ -277,35 +332,25 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
         raise refused(scope, f"{name}, which cuts a list of edges made in forward into pieces")
     with torch._C.DisableTorchFunction():
         # torch itself says where the pieces of the whole list end. Each becomes a slice of own edges.
-        places = getattr(torch, name.replace("split_with_sizes", "split"))(torch.arange(scope.edges), how)
+        places = getattr(torch, name.replace("split_with_sizes", "split"))(
+            torch.arange(scope.edges), as_place(how)
+        )
     ends = [(int(piece[0]), int(piece[-1]) + 1) if piece.numel() else (0, 0) for piece in places]
     return tuple(_cut(scope, base, *found, slice(*each)) for each in ends)
-
-
-_SIZES: Final = (
-    "split_size_or_sections",
-    "split_size",
-    "split_sizes",
-    "chunks",
-    "indices_or_sections",
-    "tensor_indices_or_sections",
-)
 
 
 def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``torch.arange(edge_index.size(1))`` with the positions of own edges; likewise ``linspace``."""
     count = next((each for each in (*args, *kwargs.values()) if isinstance(each, SymbolicSize)), None)
+    if any(isinstance(each, EdgeEntries) for each in (*args, *kwargs.values())) and not from_library():
+        raise refused(scope, f"{name} of a sum or multiple of numbers of edges")
     if count is None or not scope.parted or count.placement.kind is not PlacementKind.PAIRS:
         return NotImplemented
     # PyG numbers the part's edges to sort them and to undo the sort: local positions are right there.
     if from_library():
         return scope.placements.put(func(*args, **kwargs), Placement(PlacementKind.LOCAL))
-    view = (
-        next((v for v in scope.views if count.placement.edges in (v.edge_index, v.given)), None)
-        if (count.placement.edges is not None)
-        else None
-    )
-    if view is None or int(count) != view.edge_ids.numel():
+    view = _view(scope, count.placement.edges)
+    if view is None or int(count) != scope.views[view].edge_ids.numel():
         raise refused(scope, f"{name}, which counts edges of a list made in forward")
     given = [scope.edges if isinstance(each, SymbolicSize) else each for each in args]
     named = {key: scope.edges if isinstance(each, SymbolicSize) else each for key, each in kwargs.items()}
@@ -314,7 +359,7 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         every: Tensor = func(*given, **named)
     if every.numel() != scope.edges:
         raise refused(scope, f"{name} with {every.numel():,} numbers for {scope.edges:,} edges")
-    return own_edges(scope, every, 0, Placement(PlacementKind.PAIRS, scope.views.index(view)))
+    return own_edges(scope, every, 0, Placement(PlacementKind.PAIRS, view))
 
 
 def by_order(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -353,8 +398,8 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if found is None:
         return NotImplemented
     axis, placement = found
-    items, at = _items(args[1], base.dim(), axis)
-    item = FULL if at is None else items[at]
+    items, at = items_of(args[1], base.dim(), axis)
+    item = items[at]
     held = scope.placements.get(item)
     if (isinstance(item, slice) and item == FULL) or held is not None or from_library():
         return NotImplemented
@@ -364,18 +409,24 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     ids = _ids(scope, base, axis, placement)
     if not isinstance(item, slice) or ids is None:
         raise refused(scope, "edges written to by their places")
-    assert at is not None
     items[at] = _own_slice(scope, ids, item)
     return func(base, tuple(items), args[2])
 
 
 def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse ``messages.view(K, P, F)``, which groups edges by their positions in the list."""
-    base = args[0]
+    base = args[0] if args else kwargs["input"]
     placement = scope.placements.get(base) if scope.parted else None
     if placement is None or placement.kind is not PlacementKind.PAIRS or from_library():
         return NotImplemented
-    shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list, torch.Size)) else args[1:]
+    shape: Any = kwargs.get("shape", kwargs.get("size", args[1:]))
+    shape = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    if name == "unflatten":
+        dim = (kwargs["dim"] if "dim" in kwargs else args[1]) % base.dim()
+        if dim != placement.axis:
+            return NotImplemented  # splits the columns of each edge
+        inner = kwargs["sizes"] if "sizes" in kwargs else args[2]
+        shape = (*base.shape[:dim], *inner, *base.shape[dim + 1 :])
     sizes = [size for size in shape if isinstance(size, int)]
     # Served are shapes that keep the edge axis whole, or end in it. [before, E, rest]:
     #   [E, H * C]    view(-1, H, C), view(E, H, C)    one row per edge stays
@@ -388,7 +439,8 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         if -1 in front or int(torch.Size(front).numel()) != before:
             continue
         size = sizes[place]
-        if size == -1 or isinstance(size, SymbolicSize) or (size == rows and rows != 1):
+        counts = isinstance(size, SymbolicSize) and not isinstance(size, EdgeEntries)
+        if size == -1 or counts or (size == rows and rows != 1):
             # -1 stands for the edge axis only if the sizes behind it divide what belongs to one edge.
             inner = torch.Size(sizes[place + 1 :]).numel()
             if size != -1 or (inner and rest % inner == 0):
@@ -423,25 +475,6 @@ def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if key:
         return scope.__torch_function__(func, (), args, {**kwargs, key: own})
     return scope.__torch_function__(func, (), (*args[:3], own, *args[4:]), kwargs)
-
-
-def _items(index: Any, dims: int, axis: int) -> tuple[list[Any], int | None]:
-    """Expand an index to one item per axis, and find the item that stands at an axis."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
-    given = sum(w for each, w in zip(items, wide, strict=True) if each is not None and each is not Ellipsis)
-    place = next((i for i, each in enumerate(items) if each is Ellipsis), None)
-    full = [FULL] * (dims - given)
-    items[len(items) if place is None else place : len(items) if place is None else place + 1] = full
-    seen = 0
-    for i, each in enumerate(items):
-        if each is None:
-            continue
-        width = each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1
-        if seen <= axis < seen + width:
-            return items, i
-        seen += width
-    return items, None
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {

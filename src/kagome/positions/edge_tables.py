@@ -20,18 +20,16 @@ from torch import Tensor, nn
 
 from kagome.errors import ModelError
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.placement import IDS, Placement, PlacementKind, Placements, tensors
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.placement.writes import IN_PLACE, writes, written_by
+from kagome.positions.position_scope import Args, Kwargs
 from kagome.scope.constants import Constants
 from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import user_line
 
 if TYPE_CHECKING:
     from kagome.positions.kept_tensors import KeptTensors
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 WAY_OUT: Final = "give it to the model as an attribute of the edges (data.edge_attr), or as data.e_id"
 # Tensors of these modules are weights, even if a size happens to be the number of edges. Containers and
@@ -151,7 +149,7 @@ class EdgeTables:
         """
         held = [
             (each, placement)
-            for each in flat(rest, {})
+            for each in tensors(rest, {})
             if (placement := scope.placements.get(each)) is not None
         ]
         local = [
@@ -288,7 +286,9 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     Raises:
         ModelError: If the call writes to such a tensor.
     """
-    found = next(((t, m) for t in flat(args, kwargs) if (m := _edges_placement(scope, t)) is not None), None)
+    found = next(
+        ((t, m) for t in tensors(args, kwargs) if (m := _edges_placement(scope, t)) is not None), None
+    )
     if found is None:
         return None
     # Axis of the edges from the right, as broadcasting aligns them.
@@ -325,23 +325,22 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 def _edges_placement(scope: Cutter, tensor: Tensor) -> Placement | None:
     """Return the placement along the edge axis of a tensor with an entry per edge of the part, in order."""
     placement = scope.placements.get(tensor)
-    if placement is None or placement.kind not in (
-        PlacementKind.EDGES,
-        PlacementKind.SOURCE,
-        PlacementKind.TARGET,
-        PlacementKind.PAIRS,
-    ):
+    axis = None if placement is None else edge_axis(tensor, placement)
+    if placement is None or axis is None:
         return None
-    axis = (
-        placement.axis
-        if placement.kind is PlacementKind.PAIRS
-        else tensor.dim() - 1
-        if placement.kind is PlacementKind.EDGES
-        else 0
-    )
     # Rows or ids of edges that forward selected have another number of entries.
     fits = tensor.dim() > axis and tensor.size(axis) == scope.views[placement.view].edge_ids.numel()
     return Placement(PlacementKind.PAIRS, placement.view, axis) if fits else None
+
+
+def edge_axis(tensor: Tensor, placement: Placement) -> int | None:
+    """Return the axis along which a tensor has one entry per edge; None if it is not of edges."""
+    if placement.kind is PlacementKind.PAIRS:
+        return placement.axis
+    # [2, E] has its edges along the last axis, one row of it [E] along the first.
+    if placement.kind is PlacementKind.EDGES:
+        return tensor.dim() - 1
+    return 0 if placement.kind in IDS else None
 
 
 def _axis(tensor: Tensor, edges: int) -> int:
@@ -387,12 +386,3 @@ def tensors_of(model: nn.Module, *, libraries: bool = False) -> Iterator[tuple[s
                 yield from (
                     (f"{label}[{key}]", each) for key, each in enumerate(value) if isinstance(each, Tensor)
                 )
-
-
-def flat(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Return the tensors among a call's arguments, one level deep."""
-    out: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        inner = value if isinstance(value, (tuple, list)) else (value,)
-        out.extend(each for each in inner if isinstance(each, Tensor))
-    return out

@@ -7,7 +7,7 @@ among all vertices of the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -90,3 +90,44 @@ def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 
     """Return the axis that a call names, as a non-negative number."""
     dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
     return int(dim or 0) % max(base.dim(), 1)
+
+
+def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
+    """Expand an index to one item per axis, and find the item that stands at an axis.
+
+    Args:
+        index: The index between the brackets.
+        dims: The number of axes of the tensor.
+        axis: The axis to find.
+    """
+    items = list(index) if isinstance(index, tuple) else [index]
+    # An item consumes one axis, a boolean mask of k axes consumes k, and None consumes none:
+    #   x [N, A, B]    x[..., None, mask]    mask [A, B]    items [:, None, mask], row item at 0
+    wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
+    given = sum(w for each, w in zip(items, wide, strict=True) if each is not None and each is not Ellipsis)
+    place = next((i for i, each in enumerate(items) if each is Ellipsis), None)
+    if place is None:
+        items += [FULL] * (dims - given)
+    else:
+        items[place : place + 1] = [FULL] * (dims - given)
+    seen = 0
+    for i, each in enumerate(items):
+        if each is None:
+            continue
+        width = each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+        if seen <= axis < seen + width:
+            return items, i
+        seen += width
+    return [*items, FULL], len(items)
+
+
+_PIECES: Final = (
+    *("split_size_or_sections", "split_size", "split_sizes", "chunks"),
+    *("indices_or_sections", "tensor_indices_or_sections", "indices", "sections"),
+)
+
+
+def pieces_of(args: Args, kwargs: Kwargs) -> Any:
+    """Return what ``split``, ``chunk`` or ``tensor_split`` is told of its pieces: a number, sizes or ends."""
+    given = args[1] if len(args) > 1 else None
+    return next((kwargs[key] for key in _PIECES if key in kwargs), given)

@@ -206,16 +206,43 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     return scope.placements.put(out, placement)
 
 
+def squeeze(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Answer ``x.squeeze()`` on a part: the row axis stays, also where this part has one row.
+
+    Raises:
+        ModelError: If the whole graph's tensor has one row, so that the axis would go.
+    """
+    base = args[0] if args else kwargs.get("input")
+    placement = scope.placements.get(base) if scope.parted else None
+    if placement is None or placement.kind not in ALIGNED or not isinstance(base, Tensor):
+        return NotImplemented
+    axis = placement.axis
+    dims: Any = kwargs.get("dim", args[1] if len(args) > 1 else range(base.dim()))
+    named = {int(d) % base.dim() for d in ((dims,) if isinstance(dims, int) else dims)}
+    if axis not in named:
+        return NotImplemented
+    # Of rows of one vertex one rank has [1, F] and the others [0, F], so all of them must refuse.
+    if not from_library() and scope.ranks.number_of(placement, base.size(axis)) == 1:
+        raise refused(
+            scope,
+            f"{name} of the only row of a tensor, which one rank has",
+            hint="read one row by its number, x[5], or name other axes: x.squeeze(-1)",
+        )
+    gone = [d for d in named if d != axis and base.size(d) == 1]
+    place = axis - sum(d < axis for d in gone)
+    return scope.placements.put(Tensor.squeeze(now(base), gone), placement.along(place))
+
+
 _OVER = {
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "diff"), 1),
-    **dict.fromkeys(("cumsum_", "cumprod_", "flip", "fliplr", "flipud", "rot90"), 1),
-    **dict.fromkeys(("gradient", "__reversed__"), 1),
-    **dict.fromkeys(("roll", "unfold", "trapezoid", "repeat_interleave"), 2),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), 1),
+    **dict.fromkeys(("cumsum_", "cumprod_", "flip", "gradient"), 1),
+    **dict.fromkeys(("diff", "roll", "trapezoid", "repeat_interleave"), 2),
     **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), 2),
 }
-
-
-_DEFAULT = {"diff": -1, "unfold": 0, "trapezoid": -1, "fft_fft": -1, "fft_ifft": -1, "fft_rfft": -1}
+"""Where the axes of calls that go from row to row are among their arguments."""
+_OTHERS = ("fliplr", "flipud", "rot90", "unfold", "__reversed__")
+"""Such calls whose axes are named in another way."""
+_DEFAULT = {"diff": -1, "trapezoid": -1, "fft_fft": -1, "fft_ifft": -1, "fft_rfft": -1}
 
 
 def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -233,7 +260,7 @@ def over_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: K
         dims = kwargs.get("dimension", args[1] if len(args) > 1 else 0)
     else:
         dims = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis")))
-        rest = args[_OVER[name] :] if name != "diff" else args[2:]
+        rest = args[_OVER[name] :]
         if dims is None:
             dims = rest[0] if len(rest) == 1 else rest or _DEFAULT.get(name)
     if isinstance(dims, int):
@@ -319,5 +346,6 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "arange": arange,
     **dict.fromkeys(("bucketize", "searchsorted", "isin"), among),
     **dict.fromkeys(("linspace", "logspace"), numbers),
-    **dict.fromkeys(_OVER, over_rows),
+    "squeeze": squeeze,
+    **dict.fromkeys((*_OVER, *_OTHERS), over_rows),
 }

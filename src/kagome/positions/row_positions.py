@@ -17,6 +17,7 @@ Other uses of positions (``cumsum`` over vertices, ``view(K, P, F)``) are refuse
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,8 @@ from kagome.positions.position_scope import (
     Kwargs,
     PositionScope,
     dim_of,
+    items_of,
+    pieces_of,
     rows_base,
     span_of,
 )
@@ -143,35 +146,6 @@ def _known(scope: PositionScope, item: Tensor) -> bool:
     if item.dtype in (torch.bool, torch.uint8):
         return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
     return not scope.parted
-
-
-def items_of(index: Any, dims: int, axis: int) -> tuple[list[Any], int]:
-    """Expand an index to one item per axis, and find the item that stands at an axis.
-
-    Args:
-        index: The index between the brackets.
-        dims: The number of axes of the tensor.
-        axis: The axis to find.
-    """
-    items = list(index) if isinstance(index, tuple) else [index]
-    # An item consumes one axis, a boolean mask of k axes consumes k, and None consumes none:
-    #   x [N, A, B]    x[..., None, mask]    mask [A, B]    items [:, None, mask], row item at 0
-    wide = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in items]
-    given = sum(w for each, w in zip(items, wide, strict=True) if each is not None and each is not Ellipsis)
-    place = next((i for i, each in enumerate(items) if each is Ellipsis), None)
-    if place is None:
-        items += [FULL] * (dims - given)
-    else:
-        items[place : place + 1] = [FULL] * (dims - given)
-    seen = 0
-    for i, each in enumerate(items):
-        if each is None:
-            continue
-        width = each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1
-        if seen <= axis < seen + width:
-            return items, i
-        seen += width
-    return [*items, FULL], len(items)
 
 
 def take(scope: PositionScope, base: Tensor, placement: Placement, item: Any) -> Tensor:
@@ -308,9 +282,10 @@ def _alike(scope: PositionScope, places: Tensor) -> None:
     if not scope.forward.forward_pass.checked:
         return
     with torch._C.DisableTorchFunction():
-        # Count and sum of p (p + 1) of the list. max(w) and max(-w), in one all-reduce, show whether all
-        # ranks have the same numbers. The order of the list is not compared.
-        word = torch.tensor([places.numel(), int((places * (places + 1)).sum() % 2**31)], dtype=torch.float64)
+        # Count and checksum of the list, order included: ranks add up the rows of equal places in it. max(w)
+        # and max(-w), in one all-reduce, show whether all ranks have the same.
+        told = zlib.crc32(places.to("cpu", torch.int64).contiguous().numpy().tobytes())
+        word = torch.tensor([places.numel(), told], dtype=torch.float64)
         both = torch.cat([word, -word]).to(places.device)
     with scope.forward.forward_pass.reading_once():  # later forward passes skip this check
         most, least = scope.ranks.greatest(both).view(2, 2)
@@ -356,9 +331,7 @@ def split(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwarg
     whole = scope.axes.length(held[1])
     if whole < 0:
         raise refused(scope, f"{name}, which counts rows chosen by a mask")
-    how = next((kwargs[k] for k in ("split_size_or_sections", "split_size", "chunks") if k in kwargs), None)
-    how = kwargs.get("indices_or_sections", args[1] if how is None and len(args) > 1 else how)
-    ends = _ends(name, whole, how)
+    ends = _ends(name, whole, pieces_of(args, kwargs))
     return tuple(take(scope, *held, slice(a, b)) for a, b in zip([0, *ends], [*ends, whole], strict=True))
 
 

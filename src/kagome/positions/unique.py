@@ -65,12 +65,13 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 def _ends(scope: PositionScope, values: Tensor) -> tuple[int, int]:
     """Return the least and the greatest value over all ranks."""
     with torch._C.DisableTorchFunction():
-        # max(-v) and max(v) in one all-reduce. A rank without values sends -2^53, which never wins.
-        far = torch.full((2,), -float(2**53), dtype=torch.float64, device=values.device)
+        # max(-1 - v), which does not overflow as -v may, and max(v) in one all-reduce. Whole numbers: float64
+        # rounds those beyond 2^53. A rank without values sends the least number, which never wins.
+        far = torch.full((2,), torch.iinfo(torch.int64).min, device=values.device)
         if values.numel():
-            far = torch.stack([-values.min(), values.max()]).double()
-    most = scope.ranks.greatest(far).tolist()
-    return -int(most[0]), int(most[1])
+            far = torch.stack([~values.min(), values.max()])
+    least, most = scope.ranks.greatest(far).tolist()
+    return ~int(least), int(most)
 
 
 def _attribute(placement: Placement) -> Placement:

@@ -7,7 +7,7 @@ buffer ``[N, d]``, or ``torch.zeros(8000, d)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kagome.errors import ModelError
 from kagome.placement.axis_rules import ELEMENTWISE
-from kagome.placement.placement import IDS, VERTICES, Placement, PlacementKind
+from kagome.placement.placement import IDS, VERTICES, Placement, PlacementKind, tensors
 from kagome.placement.symbolic_size import SymbolicSize, as_place
 from kagome.placement.writes import IN_PLACE, written_by
 from kagome.positions.position_scope import FULL, Args, Func, Kwargs, PositionScope
@@ -78,7 +78,7 @@ def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
     placement = scope.placements.get(index) if isinstance(index, Tensor) else None
     if placement is None or placement.kind not in IDS or base.dim() == 0 or not has_all(scope, base, 0):
         return NotImplemented
-    numbers = original(scope, base, 0, index, placement, library=True)
+    numbers = original(scope, base, 0, index, placement)
     return NotImplemented if numbers is None else func(base, numbers, value)
 
 
@@ -103,9 +103,7 @@ def has_all(scope: PositionScope, value: Any, axis: int) -> bool:
         return -value.dim() <= axis < value.dim() and value.size(axis) == scope.vertices
 
 
-def original(
-    scope: PositionScope, table: Any, axis: int, ids: Tensor, placement: Placement, *, library: bool = False
-) -> Tensor | None:
+def original(scope: PositionScope, table: Any, axis: int, ids: Tensor, placement: Placement) -> Tensor | None:
     """Return original numbers for the part's ids where they index a tensor that is the same on all ranks.
 
     Args:
@@ -114,7 +112,6 @@ def original(
         axis: The axis that is indexed.
         ids: Ids of own and halo rows.
         placement: The placement of the ids.
-        library: Whether to answer PyG's own code as well. Its tables may belong to a part and have any size.
 
     Returns:
         None if the tensor has a row for each own vertex, so that the part's ids index it.
@@ -132,7 +129,8 @@ def original(
     # Rows of vertices, or a tensor with as many rows as own vertices: the part's ids index it.
     if held is not None or table.size(axis) == scope.own:
         return None
-    if from_library() and not library and table.size(axis) != scope.vertices:
+    # PyG's own tables may belong to a part, and have any size.
+    if from_library() and table.size(axis) != scope.vertices:
         return None
     if table.size(axis) < scope.vertices:
         raise refused(
@@ -203,7 +201,7 @@ def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, er
         ModelError: If the user's code gave the call such rows.
     """
     # A part's [n] rows beside a tensor of [N] rows fail in torch with sizes that the user never wrote.
-    placements = [scope.placements.get(tensor) for tensor in _flat(args, kwargs)] if scope.parted else []
+    placements = [scope.placements.get(tensor) for tensor in tensors(args, kwargs)] if scope.parted else []
     gone = next(
         (
             placement
@@ -361,7 +359,7 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
     placed = next(
         (
             (t, m)
-            for t in _flat(args, kwargs)
+            for t in tensors(args, kwargs)
             if (m := scope.placements.get(t)) is not None and m.kind in VERTICES
         ),
         None,
@@ -387,14 +385,6 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
 
     args, kwargs = tuple(own(value) for value in args), {key: own(value) for key, value in kwargs.items()}
     return (args, kwargs) if cut else None
-
-
-def _flat(args: Sequence[Any], kwargs: Kwargs) -> Sequence[Tensor]:
-    out: list[Tensor] = []
-    for value in (*args, *kwargs.values()):
-        inner = value if isinstance(value, (tuple, list)) else (value,)
-        out.extend(each for each in inner if isinstance(each, Tensor))
-    return out
 
 
 def embedding(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:

@@ -92,16 +92,22 @@ def hidden_shares(records: Sequence[EpochRecord]) -> dict[str, float]:
         # Sums over epochs first, then the quotient: an epoch with little
         # traffic must not count as much as others.
         under_way = sum(record.under_way.get(kind, 0.0) for record in records)
-        if under_way > 0:
-            waited = sum(record.waited.get(kind, 0.0) for record in records)
-            shares[kind] = min(max(1.0 - waited / under_way, 0.0), 1.0)
+        waited = sum(record.waited.get(kind, 0.0) for record in records)
+        if (share := hidden_share(under_way, waited)) is not None:
+            shares[kind] = share
     return shares
+
+
+def hidden_share(under_way: float, waited: float) -> float | None:
+    """Return the share of exchanges' seconds that computation hid; None if there was no exchange."""
+    # Both are means over ranks of measured times, so their quotient may be slightly out of range.
+    return min(max(1.0 - waited / under_way, 0.0), 1.0) if under_way > 0 else None
 
 
 def read_records(path: str | Path) -> list[EpochRecord]:
     """Read the records in ``metrics.jsonl``.
 
-    A last line without a line end is left out: the process died while it wrote the line.
+    A last line without a line end is left out if it is no record: the process died while it wrote the line.
 
     Args:
         path: The file.

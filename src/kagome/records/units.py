@@ -33,7 +33,8 @@ def seconds_text(seconds: float) -> str:
     Returns:
         For example ``340 µs``, ``41.2 ms``, ``3.05 s``, ``4 min 10 s``, ``2 h 05 min``.
     """
-    if abs(seconds) >= 3600:
+    # 3599.5 would be rounded to 60 minutes.
+    if abs(seconds) >= 3599.5:
         hours, minutes = divmod(round(seconds / 60), 60)
         return f"{hours} h {minutes:02d} min"
     # Seconds up to two minutes: "119 s" reads better than "1 min 59 s", and 119.5 would be rounded to 120.

@@ -30,7 +30,7 @@ from kagome.replay.recorded_ops import CallRecorder, Op
 # Two calls for each of training and evaluation: the first teaches ``propagate`` alone, because its inside is
 # not recorded; in the second the recorder finds the sum that ``propagate`` deferred.
 TRIES = 4
-"""Number of calls that may fail to be learned before a layer is no longer recorded."""
+"""Number of calls of a layer that are recorded, learned or not: the cost of recording has a bound."""
 _OWN = ("torch_geometric.nn.", "torch.nn.")
 
 

@@ -67,12 +67,10 @@ class Recipe:
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the deferred sum of other rows."""
-        # The rows' version is noted now. A write to them before the sum is computed is then refused, as it
-        # would be in a message of PyG's own gather. The weight is constant and needs no note.
-        source, versions = Source(rows, self.has_halo, self.site), ((rows, rows._version),)
-        return self.edges.rows(
-            LazyTensor(Total(Message(self.edges, None, source, self.weight, versions=versions), self.how))
-        )
+        # The message notes the rows' version now. A write to them before the sum is computed is then refused,
+        # as it would be in a message of PyG's own gather.
+        source = Source(rows, self.has_halo, self.site)
+        return self.edges.rows(LazyTensor(Total(Message(self.edges, None, source, self.weight), self.how)))
 
 
 class PropagateCache:

@@ -65,8 +65,10 @@ class Op:
             # The call was made by a module inside the layer, whose path is part of a draw's key and of site
             # names. Its hooks do not run in a replay.
             scope.forward.path.append(self.path)
-            out = self.run(args, kwargs)
-            scope.forward.path.pop()
+            try:
+                out = self.run(args, kwargs)
+            finally:
+                scope.forward.path.pop()
         if self.placement is not None:
             scope.placements.put(out, self.placement)
         return out
@@ -83,6 +85,17 @@ def filled(part: Part, values: Sequence[Any]) -> Any:
         return now(values[what])
     kind, parts = what
     return kind(filled(each, values) for each in parts)
+
+
+def _has_tensor(value: Any) -> bool:
+    """Return True if an argument is a tensor or has one in it, at any depth."""
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_has_tensor, value.values()))
+    if isinstance(value, slice):
+        return any(map(_has_tensor, (value.start, value.stop, value.step)))
+    return isinstance(value, Tensor)
 
 
 class CallRecorder:
@@ -166,13 +179,14 @@ class CallRecorder:
     def _part(self, value: Any, passed: Any) -> Part:
         if isinstance(value, Tensor):
             return self._of(value, computed=not isinstance(passed, LazyTensor))
-        if isinstance(value, (tuple, list)) and any(isinstance(each, Tensor) for each in value):
-            parts = zip(value, passed, strict=True)
-            return NEST, (type(value), tuple(self._part(one, other) for one, other in parts))
-        # ``filled`` does not look into slices: an end that is a tensor would keep its value for ever.
-        if isinstance(value, slice) and any(isinstance(end, Tensor) for end in (value.start, value.stop)):
+        if not _has_tensor(value):
+            return FIXED, value
+        # ``filled`` looks into plain sequences alone: a tensor in a slice or a dict would keep its value for
+        # ever.
+        if type(value) not in (tuple, list):
             raise _UnknownError
-        return FIXED, value
+        parts = zip(value, passed, strict=True)
+        return NEST, (type(value), tuple(self._part(one, other) for one, other in parts))
 
     def _of(self, tensor: Tensor, *, computed: bool) -> Part:
         place = self._places.get(id(tensor))

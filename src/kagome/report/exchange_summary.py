@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from kagome.records.epoch import EpochRecord, by_kind
+from kagome.records.epoch import EpochRecord, by_kind, hidden_share
 from kagome.records.units import bytes_text, epochs_text, share_text
 
 PASSES = ("forward", "backward")
@@ -33,8 +33,7 @@ def crossing_summary(facts: Mapping[str, Any], records: Sequence[EpochRecord]) -
     under_way = sum(sum(record.under_way.values()) for record in records)
     waited = sum(sum(record.waited.values()) for record in records)
     plain = {kind: fmean(count[kind] for count in counts) if counts else 0.0 for kind in by_kind({})}
-    # Both are means over ranks of measured times, so their quotient may be slightly out of range.
-    hidden = min(max(1.0 - waited / under_way, 0.0), 1.0) if under_way > 0 else None
+    hidden = hidden_share(under_way, waited)
     return {**facts, "bytes_uncoded_per_epoch": plain, "hidden_share": hidden}
 
 

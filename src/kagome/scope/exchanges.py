@@ -76,6 +76,19 @@ class RankSums:
         action, key = site.action("greatest"), (site.key, "greatest")
         return self._channel.all_reduce(part.detach(), "max", action=action, key=key)
 
+    def have_equal(self, rows: Tensor) -> bool:
+        """Return True if all ranks have equal rows, such as a virtual node's, and False if each has its own.
+
+        For rows without a placement, which may be either.
+        """
+        # They compare the number of rows, and two sums of the entries.
+        wide = rows.detach().double()
+        told = torch.stack([wide.new_tensor(float(rows.size(0))), wide.sum(), wide.abs().sum()])
+        most, negated = self.greatest(torch.cat([told, -told])).view(2, -1)
+        apart = most + negated
+        # Equal to rounding: GPUs of several kinds may compute other last digits of equal numbers.
+        return bool((apart[0] == 0) & (apart[1:] <= 1e-5 * most[2]).all())
+
     def knows_number(self, placement: Placement) -> bool:
         """Return True if the total number of rows of a placement is known without asking the other ranks."""
         if placement.kind in VERTICES:

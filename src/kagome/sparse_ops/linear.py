@@ -72,7 +72,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # to be differentiated again: oneDNN's product has no gradient
             g_x = g @ weight if ctx.needs_input_grad[0] else None
-            return g_x, g.t() @ x if ctx.needs_input_grad[1] else None, g.sum(0)
+            g_weight = g.t() @ x if ctx.needs_input_grad[1] else None
+            return g_x, g_weight, g.sum(0) if ctx.needs_input_grad[2] else None
         g_x = _product(g.contiguous(), weight.t().contiguous(), None) if ctx.needs_input_grad[0] else None
         g_weight = _of_weight(g, x) if ctx.needs_input_grad[1] else None
         return g_x, g_weight, g.sum(0) if ctx.needs_input_grad[2] else None

@@ -1,6 +1,7 @@
 """Atomic file writes: a file of a run directory is written completely or not at all.
 
-Where it sits: below every writer of ``report`` and ``run_dir``; a reader never sees half a file.
+Where it sits: below the writers of ``report``, ``run_dir``, ``records``, ``profile``, ``checkpoint`` and
+``pipelining``; a reader never sees half a file.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 
-def write_text(path: str | Path, text: str) -> Path:
+def write_text(path: str | Path, text: str, *, sync: bool = False) -> Path:
     """Write a text file atomically (a temporary file beside it, then a rename).
 
     Args:
         path: The file; its folder is created if it is missing.
         text: What to write, as UTF-8.
+        sync: Whether the text is on the disk before the rename. Otherwise the file may be old, empty or
+            missing after a power failure.
 
     Returns:
         The path.
@@ -28,9 +31,11 @@ def write_text(path: str | Path, text: str) -> Path:
     # writers of one file from sharing a draft.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_text(text, encoding="utf-8")
-        # Not synced to disk: after a power failure the file may be old, empty or missing. ``sealed_files``
-        # syncs.
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -20,6 +20,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from kagome.storage.text_files import json_text
+
 SEAL: Final = "seal"
 """The field of a page that holds its checksum."""
 _BLOCK: Final = 1 << 22
@@ -80,7 +82,7 @@ def read_page(path: Path) -> dict[str, Any]:
     """
     try:
         with _opened(path) as file:
-            facts = json.loads(file.read().decode("utf-8"), parse_constant=_no_constant)
+            facts = json_text(file.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         # SealError is a ValueError itself, and has its own text.
         if isinstance(error, SealError):
@@ -98,10 +100,6 @@ def _mark(facts: Mapping[str, Any]) -> str:
     # Of the values, not of the file's bytes: indentation and the order of keys do not count.
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(text.encode()):08x}"
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
 
 
 # Tensors -----------------------------------------------------------------------------------------

@@ -330,8 +330,8 @@ class InBackward(TorchFunctionMode):
         if name == "div":
             return first and sum(shared) == 1
         if name in _PLUS:
-            # share + 1 would add 1 once per rank.
-            return not others and not any(_number(value) for value in args)
+            # share + 1 would add 1 once per rank. A number behind a list of tensors is an axis.
+            return not others and (name in ("cat", "stack") or not any(_number(value) for value in args))
         if name in ("where", "masked_fill", "setitem", "index_fill"):
             # Selection between shares and zeros is linear, if the condition is the same on all ranks.
             at = 1 if name == "where" else 0

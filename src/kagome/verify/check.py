@@ -159,7 +159,7 @@ def check(
     """
     begun = time.perf_counter()
     refuse_no_module(model, "check(model, ...)")
-    way = _way(parts, seed, tensor, fast)
+    options = _options_of(parts, seed, tensor, fast)
     check_kind("vertices", vertices, int, least=1)
     data = data if isinstance(data, Partition | Sorted) else validate(data)[0]
     # The order of attempts. A sample is renumbered, 0 to 199, which suits most models:
@@ -167,14 +167,14 @@ def check(
     #    sample            forward names vertices by number ──┬─> all N vertices with the sample's edges
     #    sample            plain PyG fails (a table of N rows) ┘
     own_copy = model_copy(unwrapped(model))
-    sample, unseen = take_sample(data, int(vertices), way.seed), ""
+    sample, unseen = take_sample(data, int(vertices), options.seed), ""
     try:
-        found = _on_sample(own_copy, data, sample, way)
+        found = _on_sample(own_copy, data, sample, options)
         if found.numbered and sample.num_nodes != data.num_nodes:
             whole = numbered_sample(data, sample)
             unseen = "" if whole is not None else _TOO_MANY.format(int(data.num_nodes or 0))
             sample = sample if whole is None else whole
-            found = found if whole is None else _on_sample(own_copy, data, whole, way)
+            found = found if whole is None else _on_sample(own_copy, data, whole, options)
     # A failure of plain PyG is not a difference of split and whole. The
     # sample may be what does not suit the model.
     except WholeFailedError as failure:
@@ -183,14 +183,14 @@ def check(
             raise _no_sample(failure, int(sample.num_nodes or 0)) from failure.cause
         sample = whole
         try:
-            found = _on_sample(own_copy, data, sample, way)
+            found = _on_sample(own_copy, data, sample, options)
         except WholeFailedError as again:
             raise _no_sample(again, int(sample.num_nodes or 0)) from again.cause
     return CheckResult(
         first=found.first,
         rows=tuple(found.rows),
-        parts=way.parts,
-        tensor=way.tensor,
+        parts=options.parts,
+        tensor=options.tensor,
         vertices=int(sample.num_nodes or 0),
         edges=sample.edge_index.size(1),
         dtype=str(found.dtype).removeprefix("torch."),
@@ -203,7 +203,7 @@ _TOO_MANY: Final = "what goes by the numbers of {:,} vertices is not compared: t
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Options:
     """The arguments of :func:`check` that say how it splits and runs the model."""
 
     parts: int
@@ -212,7 +212,7 @@ class _Way:
     fast: bool
 
 
-def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
+def _options_of(parts: int, seed: int, tensor: int, fast: bool) -> _Options:
     """Check those arguments of :func:`check` and return them."""
     for name, value in (("parts", parts), ("tensor", tensor)):
         check_kind(name, value, int, least=1)
@@ -220,7 +220,7 @@ def _way(parts: int, seed: int, tensor: int, fast: bool) -> _Way:
     check_kind("fast", fast, bool)
     if parts % tensor:
         raise ConfigError("tensor to be a divisor of parts", f"{tensor}, of {parts} parts")
-    return _Way(int(parts), int(seed), int(tensor), fast)
+    return _Options(int(parts), int(seed), int(tensor), fast)
 
 
 @dataclass(frozen=True)
@@ -233,22 +233,22 @@ class _Found:
     numbered: bool
 
 
-def _on_sample(own_copy: nn.Module, data: Data | Partition, sample: Data, way: _Way) -> _Found:
+def _on_sample(own_copy: nn.Module, data: Data | Partition, sample: Data, options: _Options) -> _Found:
     """Compare on a sample in float64, or in float32 where the model requires it.
 
     Raises:
         WholeFailedError: If plain PyG does not run the model on the sample.
     """
-    generator = torch.Generator().manual_seed(way.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     # A random cut: most edges cross parts, so that a mistake at the border shows.
-    owner = torch.randint(0, way.parts, (int(sample.num_nodes or 0),), generator=generator)
+    owner = torch.randint(0, options.parts, (int(sample.num_nodes or 0),), generator=generator)
     # float64 tells rounding (1e-15) from a wrong result; a wrong sum of few
     # entries may look like float32's rounding.
     attempts = [torch.float64, torch.float32]
     while True:
         dtype = attempts.pop(0)
         try:
-            rows, numbered = _compare(own_copy.to(dtype), cast(sample, dtype), owner, dtype, way)
+            rows, numbered = _compare(own_copy.to(dtype), cast(sample, dtype), owner, dtype, options)
         except WholeFailedError:
             if not attempts:
                 raise
@@ -371,7 +371,7 @@ def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelE
 
 
 def _compare(
-    model: nn.Module, sample: Data, owner: Tensor, dtype: torch.dtype, way: _Way
+    model: nn.Module, sample: Data, owner: Tensor, dtype: torch.dtype, options: _Options
 ) -> tuple[list[ComparedTensor], bool]:
     """Compare plain PyG with the split without draws, then one rank with the split with draws.
 
@@ -380,13 +380,13 @@ def _compare(
     """
     with _default(dtype):
         whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
-        pieces = split_all(sample, owner, way.parts)
+        pieces = split_all(sample, owner, options.parts)
         rows: list[ComparedTensor] = []
         # Plain PyG draws from torch's generator and Kagome from counters, so
         # their dropout masks differ: off for both.
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
-        whole = whole_of(copied(model), whole_data, way.seed)
-        split = split_of(model, pieces, quiet, way.seed, tensor=way.tensor, fast=way.fast)
+        whole = whole_of(copied(model), whole_data, options.seed)
+        split = split_of(model, pieces, quiet, options.seed, tensor=options.tensor, fast=options.fast)
         rows += _differences(whole, split, pieces, sample, "")
         for name, buffer in whole.buffers.items():
             # Running statistics are sums over all vertices, so every rank has the whole's. A buffer with a
@@ -396,10 +396,14 @@ def _compare(
                 rows.append(
                     ComparedTensor(name, "buffer", max(_error(share, buffer, None) for share in shares))
                 )
-        if way.parts > 1:
+        if options.parts > 1:
             # Compare again with dropout on, against Kagome on one rank: draws must not depend on the mesh.
-            one = split_of(model, [whole_data], dict(HANDLERS), way.seed, fast=way.fast, once_only=True)
-            many = split_of(model, pieces, dict(HANDLERS), way.seed, tensor=way.tensor, fast=way.fast)
+            one = split_of(
+                model, [whole_data], dict(HANDLERS), options.seed, fast=options.fast, once_only=True
+            )
+            many = split_of(
+                model, pieces, dict(HANDLERS), options.seed, tensor=options.tensor, fast=options.fast
+            )
             rows += _differences(one[0], many, pieces, sample, " with dropout")
         return rows, any(trace.numbered for trace in split)
 

@@ -63,15 +63,19 @@ class ReplayChannel(ThreadChannel):
     def recording(self) -> Iterator[None]:
         """Record the values that the peers share inside the block."""
         self._heard, self._recording = [], True
-        yield
-        self._recording = False
+        try:
+            yield
+        finally:
+            self._recording = False
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Return the recorded values inside the block, in the same order; no other rank takes part."""
         self._place = 0
-        yield
-        self._place = -1
+        try:
+            yield
+        finally:
+            self._place = -1
 
     def turn(self) -> Iterator[bool]:
         """Let the ranks take turns, one after the other: yield for each turn whether it is this rank's."""

@@ -214,7 +214,8 @@ class ThreadChannel:
 
         Headers are always compared, since it costs nothing here.
         """
-        rows = request.selected(rows.detach())
+        # A copy: the peers read it after this returns, when the caller may change its rows.
+        rows = rows.detach().clone() if request.index is None else request.selected(rows.detach())
         parts = torch.split(rows, list(request.send_counts))
         self.bytes[request.kind] += sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank)
         # The action is compared as well, so ranks at different sites are found even without headers.
@@ -285,7 +286,7 @@ class ThreadChannel:
         key: Hashable = None,
     ) -> Tensor:
         """Return the sum, maximum or minimum over the threads."""
-        offers = self._share((action, tensor.detach()))
+        offers = self._share((action, tensor.detach().clone()))  # a copy, as in ``start``
         self._agree([f"{doing!r} {list(v.shape)}" for doing, v in offers], f"{action!r} {list(tensor.shape)}")
         # Stacked in rank order, so every thread adds in one order and gets the same bits.
         stack = torch.stack([value for _, value in offers])

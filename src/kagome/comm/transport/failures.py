@@ -6,6 +6,8 @@ raise the errors that they return.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 
 from kagome.errors import CommError
@@ -78,5 +80,6 @@ def is_late(error: RuntimeError) -> bool:
     """Return whether gloo or nccl exceeded its time limit; otherwise a connection was lost."""
     # Neither backend has an error class for this: gloo and nccl raise a RuntimeError, whose words differ by
     # the kind of operation.
-    text = str(error).lower()
+    # The system's own "Connection timed out" comes with a connection that the network has lost.
+    text = str(error).lower().replace(os.strerror(errno.ETIMEDOUT).lower(), "")
     return "timed out" in text or "timeout" in text

@@ -164,12 +164,15 @@ class Transport:
     def buffer(self, count: int, counts: Sequence[int]) -> Tensor | None:
         """Return this many bytes of shared memory for a message to all ranks.
 
-        It is None if no peer would read rows there, or if there is no room.
+        It is None if some peer that gets rows does not read them there, or if there is no room.
         """
-        reads = any(
-            rows and peer != self.rank and self.shares_memory_with(peer) for peer, rows in enumerate(counts)
-        )
-        return self.shared_memory.buffer(count) if self.shared_memory is not None and reads else None
+        # The memory is reused when its readers have read it. They do not know whether a socket still sends
+        # from it to another host.
+        near = [
+            self.shares_memory_with(peer) for peer, rows in enumerate(counts) if rows and peer != self.rank
+        ]
+        fits = self.shared_memory is not None and near and all(near)
+        return self.shared_memory.buffer(count) if self.shared_memory is not None and fits else None
 
     def dead_peers(self, peers: Sequence[int]) -> list[int]:
         """Return the peers whose connection is closed. A collective's own error does not identify them."""

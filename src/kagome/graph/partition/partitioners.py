@@ -243,7 +243,7 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
         The part of each vertex.
 
     Raises:
-        PartitionError: If no partitioner has that name, or the number of parts is invalid.
+        PartitionError: If no partitioner has that name, or the number of parts or shares is invalid.
 
     Shapes:
         edge_index ``[2, E]``, int64; owner ``[N]``, int64, from 0 to parts - 1.
@@ -259,6 +259,8 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
         raise PartitionError(f"one of the partitioners {', '.join(PARTITIONERS)}", f"{name!r}")
     if parts < 1:
         raise PartitionError("1 part or more", f"{parts}")
+    if each and not (each.isdecimal() and int(each)):
+        raise PartitionError(f"a number of shares of 1 or more behind {name}/", f"{each!r}", hint=f"{name}/2")
     shares = int(each or 1)
     if parts % shares:
         raise PartitionError(f"a number of parts that {shares} divides", f"{parts}")

@@ -171,7 +171,8 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
     # Beside the folder, thus on the same file system, so that each rename is one step.
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     stale = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    for ending in ("new", "old"):
+    # A process that was killed between the two renames below has left its ``.old`` as the only partition.
+    for ending in ("new", "old") if (folder / PAGE).exists() else ("new",):
         temporary.clear(folder.parent, f".{folder.name}.*.{ending}")
     try:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -181,12 +182,17 @@ def save(partitions: Iterable[Partition], folder: str | Path, meta: Meta) -> Non
             # A folder cannot be renamed onto one with content: between the two renames there is no partition.
             if folder.exists():
                 folder.rename(stale)
-            fresh.rename(folder)
+            try:
+                fresh.rename(folder)
+            except OSError:
+                if stale.exists():
+                    stale.rename(folder)  # the old partition is the only one
+                raise
     except OSError as error:
         raise PartitionError(f"a partition to be written to {folder}", f"{error.strerror or error}") from None
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        # If the second rename failed, the old partition is the only one.
+        # If neither rename to ``folder`` worked, the old partition is the only one.
         if folder.exists():
             shutil.rmtree(stale, ignore_errors=True)
 

@@ -31,7 +31,7 @@ def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints
     for v in range(num_nodes):
         indptr[v + 1] += indptr[v]
     fill = indptr[:-1].copy()
-    # Four bytes a neighbour: ids must be below 2^31.
+    # Four bytes a neighbour: ids are below 2^31 (``validate.MOST_VERTICES``).
     indices = np.empty(indptr[num_nodes], np.int32)
     for e in range(source.size):
         s, t = source[e], target[e]
@@ -77,7 +77,7 @@ def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Lo
         near[:] = 0
         for k in range(indptr[v], indptr[v + 1]):
             q = owner[indices[k]]
-            if q >= 0 and indices[k] != v:
+            if q >= 0:
                 near[q] += 1
         best, best_score, best_load = -1, -1.0, np.inf
         for q in range(parts):

@@ -218,15 +218,19 @@ def _rows(name: str, value: Any) -> int:
         raise DataError(f"{name} to have a row a vertex", f"{value!r}", where=f"data.{name}") from None
 
 
-MOST_VERTICES = 2**36
-"""Most vertices that are accepted: with more, the ids alone would take half a terabyte."""
+MOST_VERTICES = 2**31
+"""Most vertices that are accepted.
+
+Adjacency lists (``kernels.adjacency``) hold ids as int32. An edge is told apart by ``source * N + target`` in
+int64 (``topology``, ``datasets.edits``), which holds numbers below N^2 = 2^62.
+"""
 
 
 def check_count(count: Any) -> int:
     """Return the number of vertices as an int.
 
     Raises:
-        DataError: If it is not a whole number, or larger than a machine could hold.
+        DataError: If it is not a whole number, or larger than :data:`MOST_VERTICES`.
     """
     # Arrays of a file hold num_nodes as a tensor of one number.
     value = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count

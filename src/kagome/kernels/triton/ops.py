@@ -4,7 +4,9 @@ Where it sits: ``kernels.ops`` imports it for the first CUDA tensor if Triton is
 builds bring along. Values are summed in float32, and in float64 if they are float64.
 
 Each sum over a row's entries is cut at ``segments.SPLIT`` of them, so that hubs are shared by programs. The
-results are the same on every run. ``benchmarks/gpu`` holds their measured rates on an H200.
+results of these kernels are the same on every run. Those of ``add_rows`` are not: it is torch's
+``index_add_``, which adds by atomics on CUDA. ``benchmarks/gpu`` holds the kernels' measured rates on an
+H200.
 """
 
 from __future__ import annotations
@@ -365,7 +367,7 @@ def _by_rows_of_heads(
 def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """Compute ``ops.softmax_edges_back`` with Triton kernels."""
     alpha = alpha.contiguous()
-    return _edge_softmax_back(layout, alpha, alpha, None, alpha, g.contiguous())[1]
+    return _edge_softmax_back(layout, alpha, alpha, None, alpha, g.contiguous(), alpha)
 
 
 def softmax_sum_back(
@@ -373,20 +375,21 @@ def softmax_sum_back(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``ops.softmax_sum_back`` with Triton kernels."""
     a, b, alpha, g = a.contiguous(), b.contiguous(), alpha.contiguous(), g.contiguous()
-    ga, gz = _edge_softmax_back(structure.by_target, a, b, slope, alpha, g)
+    ga = torch.zeros_like(a)
+    gz = _edge_softmax_back(structure.by_target, a, b, slope, alpha, g, ga)
     # The gradient of b sums that of the logits by source.
     return ga, sum_edges(structure.by_source, gz)
 
 
 def _edge_softmax_back(
-    layout: CsrLayout, a: Tensor, b: Tensor, slope: float | None, alpha: Tensor, g: Tensor
-) -> tuple[Tensor, Tensor]:
-    # Only the form with SUMS writes to ga.
-    ga, gz = torch.zeros_like(a), torch.empty_like(alpha)
+    layout: CsrLayout, a: Tensor, b: Tensor, slope: float | None, alpha: Tensor, g: Tensor, ga: Tensor
+) -> Tensor:
+    # Only the form with SUMS, which has a slope, writes to ga.
+    gz = torch.empty_like(alpha)
     given = (layout.column, layout.edge, a, b, alpha, g, gz, ga, alpha.size(1))
     chosen = {"SUMS": slope is not None, "SLOPE": slope or 0.0}
     _by_rows_of_heads(gpu_heads.edge_softmax_back_kernel, layout, alpha, given, chosen)
-    return ga, gz
+    return gz
 
 
 def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
@@ -419,7 +422,9 @@ def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Te
 def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``ops.column_softmax`` with Triton kernels."""
     z, m = z.contiguous(), m.contiguous()
-    out, top, total = (z.new_empty(layout.rows, *z.shape[1:]) for _ in range(3))
+    out, top = (z.new_empty(layout.rows, *z.shape[1:]) for _ in range(2))
+    # A hub's total may be beyond the range of float16.
+    total = torch.empty_like(out, dtype=_sums_in(z))
     arguments = (*bounds(layout), layout.column, z, m, out, top, total, _tile(z)[0])
     _by_row(gpu_rows.softmax_kernel, z, layout.rows, *arguments, TINY=TINY)
     return out, top, total

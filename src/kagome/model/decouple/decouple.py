@@ -15,7 +15,7 @@ Source: NeutronTP, PVLDB 18(2), section 4.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -226,15 +226,17 @@ def decouple(model: nn.Module, inputs: Mapping[str, Tensor]) -> Decoupled:
     built: dict[Operator, nn.Module] = {}
     for operator, _, _ in hops:
         if operator not in built:
-            built[operator] = operator.build().to(rows.device, rows.dtype)
+            built[operator] = operator.build().to(rows.device, rows.dtype).train(training)
     return Decoupled(model_copy, calls, built)
 
 
 def _rule_of(path: str, layer: nn.Module) -> tuple[Rule, Operator]:
     where = path or type(layer).__name__
     for kind, rule in RULES.items():
-        # A subclass has the same map only if it keeps PyG's forward.
-        if type(layer) is kind or (isinstance(layer, kind) and type(layer).forward is kind.forward):
+        # A subclass has the same map and hop only if it keeps PyG's methods.
+        if isinstance(layer, kind) and all(
+            getattr(type(layer), name) is getattr(kind, name) for name in _METHODS
+        ):
             try:
                 return rule, rule.operator(layer)
             except _CannotError as error:
@@ -259,9 +261,16 @@ def _refused(where: str, layer: nn.Module, reason: str) -> ModelError:
 # Layers ------------------------------------------------------------------------------------------
 
 
-def _of_source_to_target(layer: Any) -> None:
+_METHODS = ("forward", "message", "aggregate", "update", "edge_update")
+_SUMS = ("add", "sum")
+
+
+def _check_hop(layer: Any, *aggregations: str) -> None:
+    """Refuse a layer whose messages run against the edges, or are reduced in another way than its hop's."""
     if layer.flow != "source_to_target":
         raise _CannotError("its messages run against the edges")
+    if not isinstance(layer.aggr, str) or layer.aggr not in aggregations:
+        raise _CannotError(f"its aggregation is {layer.aggr!r}, and its hop takes a {aggregations[-1]}")
 
 
 def _gcn(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -270,7 +279,7 @@ def _gcn(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _symmetric(layer: Any) -> Operator:
-    _of_source_to_target(layer)
+    _check_hop(layer, *_SUMS)
     return Operator(
         Symmetric,
         (
@@ -302,9 +311,7 @@ def _sage(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _mean(layer: Any) -> Operator:
-    _of_source_to_target(layer)
-    if not isinstance(layer.aggr, str) or layer.aggr != "mean":
-        raise _CannotError(f"its aggregation is {layer.aggr!r}, and only means stay in bounds hop after hop")
+    _check_hop(layer, "mean")  # only means stay in bounds hop after hop
     return Operator(Mean)
 
 
@@ -321,12 +328,14 @@ def _gat(layer: Any, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Ends]:
 
 
 def _attention(layer: Any) -> Operator:
-    _of_source_to_target(layer)
+    _check_hop(layer, *_SUMS)
     if layer.edge_dim is not None:
         raise _CannotError("its attention reads edge attributes")
     if layer.lin is None:
         raise _CannotError("it has a map for each end")
-    return Operator(Attention, (float(layer.negative_slope), bool(layer.add_self_loops)))
+    return Operator(
+        Attention, (float(layer.negative_slope), bool(layer.add_self_loops), float(layer.dropout))
+    )
 
 
 def _rgcn(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -341,7 +350,7 @@ def _rgcn(layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 def _relations(layer: Any) -> Operator:
-    _of_source_to_target(layer)
+    _check_hop(layer, "mean")
     if layer.num_blocks is not None:
         raise _CannotError("its weights are blocks")
     return Operator(Relations, (int(layer.num_relations),))
@@ -362,4 +371,3 @@ REASONS: Mapping[str, str] = {
     "GATv2Conv": "its attention is a map of both ends",
     "TransformerConv": "its attention is a map of both ends",
 }
-KINDS: Sequence[str] = tuple(kind.__name__ for kind in RULES)

@@ -95,13 +95,14 @@ class Attention(Weighted):
     Args:
         slope: Negative slope of the leaky ReLU.
         add_loops: Whether each vertex has a self-loop.
+        dropout: The share of attention weights that are dropped in training; all hops drop the same ones.
 
     Source: NeutronTP, PVLDB 18(2), section 4.1 (generalised decoupling): one matrix, computed from the maps.
     """
 
-    def __init__(self, slope: float = 0.2, add_loops: bool = True) -> None:
+    def __init__(self, slope: float = 0.2, add_loops: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.slope, self.add_loops = slope, add_loops
+        self.slope, self.add_loops, self.dropout = slope, add_loops, dropout
 
     def forward(
         self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None, hops: int, ends: Sequence[Ends]
@@ -128,7 +129,7 @@ class Attention(Weighted):
         # ``alpha_j`` and ``alpha_i``: [edges, 1] each.
         logits = nn.functional.leaky_relu(alpha_j + alpha_i, self.slope)
         share: Tensor = softmax(logits, index, ptr, size_i)
-        return share
+        return nn.functional.dropout(share, self.dropout, self.training)
 
 
 class Relations(Weighted):

@@ -39,12 +39,22 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
         if counters is None:
             raise draw_refused(scope, what, f"it is not known of which edges the {x.size(axis)} rows are")
         return counters, key, axis
-    unmarked = axis is None and not isinstance(x, torch.nn.Parameter) and x.dim()
-    if axis is not None or (unmarked and x.size(0) == scope.own):
-        # Without a placement (after an operation that torch does not show), rows are likely vertices.
-        return scope.ids.own() if axis is None else scope.ids.row_counters(x), key, axis or 0
+    if axis is not None:
+        return scope.ids.row_counters(x), key, axis
+    if x.dim() and not isinstance(x, torch.nn.Parameter) and _are_own(scope, x):
+        if x.size(0) != scope.own:
+            raise draw_refused(scope, what, f"it is not known whose the {x.size(0)} rows are")
+        return scope.ids.own(), key, 0
     # Neither vertices nor edges, but a virtual node or a weight: equal on every rank, so drawn alike.
     return torch.arange(x.size(0) if x.dim() else 1, device=x.device), key, 0
+
+
+def _are_own(scope: Scope, x: Tensor) -> bool:
+    """Return True if rows without a placement are own vertices'."""
+    # They may come from an operation that torch does not show. All ranks must decide alike, whatever their
+    # numbers of rows. With all rows on one rank both draws agree, and a chunk has no other rows to compare
+    # with.
+    return x.size(0) == scope.own if scope.size == 1 else not scope.ranks.have_equal(x)
 
 
 def _as_seeded(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, x: Tensor) -> Any:

@@ -30,6 +30,10 @@ def _batch_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs)
     # In evaluation a norm uses its buffers, which are equal on all ranks.
     if not argument(args, kwargs, 5, "training", False) or scope.size == 1:
         return NotImplemented
+    axis = scope.axes.of(x)
+    # Where vertices are channels, or all ranks have the same rows, torch's own norm is right on each rank.
+    if axis == 1 or (axis is None and scope.ranks.have_equal(x)):
+        return NotImplemented
     return _normalise(scope, x, args, kwargs, tuple(d for d in range(x.dim()) if d != 1))
 
 
@@ -46,16 +50,28 @@ def _as_functional(func: Func, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs
 def _instance_norm(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     args, kwargs = _as_functional(func, args, kwargs)
     x: Tensor = args[0]
-    if (
-        not argument(args, kwargs, 5, "use_input_stats", True)
-        or scope.size == 1
-        or scope.axes.of(x) in (None, 0, 1)
-    ):
+    axis, buffer = scope.axes.of(x), argument(args, kwargs, 1, "running_mean")
+    if not argument(args, kwargs, 5, "use_input_stats", True) or scope.size == 1:
         return NotImplemented
+    # A vertex that is an instance or a channel has statistics of its own.
+    if axis in (None, 1) or (axis == 0 and buffer is None):
+        return NotImplemented
+    if axis == 0:
+        return _normalise_each(scope, x, args, kwargs)
     # [1, columns, vertices] is PyG's way to normalise all rows of one graph.
-    if x.size(0) != 1:
-        return NotImplemented
     return _normalise(scope, x, args, kwargs, tuple(range(2, x.dim())))
+
+
+def _normalise_each(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
+    """Normalise each row by itself, and update the running buffers with the means over all ranks' rows."""
+    eps = float(argument(args, kwargs, 7, "eps", 1e-5))
+    affine = argument(args, kwargs, 3, "weight"), argument(args, kwargs, 4, "bias")
+    out = torch.nn.functional.instance_norm(x, None, None, *affine, eps=eps)
+    var, mean = torch.var_mean(x.detach().double(), tuple(range(2, x.dim())), correction=1)
+    counted = torch.stack([mean, var, torch.ones_like(mean)]).sum(1)
+    sums = scope.ranks.total(counted)
+    _note(scope, args, kwargs, sums[0] / sums[2], sums[1] / sums[2])
+    return scope.axes.like(out, x)
 
 
 def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[int, ...]) -> Tensor:
@@ -68,11 +84,27 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
     out = scope.ranks.summing(
         partial(_there, dims, eps, seen), partial(_back, dims), (wide, weight, bias), "norm"
     )
-    if (
-        scope.within_once
-        and torch.is_grad_enabled()
-        and argument(args, kwargs, 1, "running_mean") is not None
-    ):
+    mean, var, count = seen
+    if not scope.axes.of_each_vertex(x) and float(count) == 1:
+        raise ModelError(
+            "more than one value per channel for a norm in training",
+            "one in the rows of all ranks, which torch refuses, too",
+            where=scope.where(),
+            hint="leave the norm out where a mask keeps a single row",
+        )
+    # The unbiased variance, N / (N - 1) var; several instances move the buffers by their mean.
+    _note(scope, args, kwargs, mean.mean(0), var.mean(0) * (count / (count - 1).clamp(min=1)))
+    return scope.axes.like(out.to(x.dtype), x)
+
+
+def _note(scope: Scope, args: Args, kwargs: Kwargs, mean: Tensor, var: Tensor) -> None:
+    """Move the running buffers towards the mean and (unbiased) variance of this forward pass."""
+    mean_buffer = argument(args, kwargs, 1, "running_mean")
+    var_buffer = argument(args, kwargs, 2, "running_var")
+    momentum = argument(args, kwargs, 6, "momentum", 0.1)
+    if mean_buffer is None:
+        return
+    if scope.within_once and torch.is_grad_enabled():
         # ``run_once`` runs the function a single time and would move the buffers once.
         raise ModelError(
             "a batch norm to move its running statistics once in each epoch",
@@ -81,23 +113,10 @@ def _normalise(scope: Scope, x: Tensor, args: Args, kwargs: Kwargs, dims: tuple[
             where=scope.where(),
             hint="take the norm out of it, or give it track_running_stats=False",
         )
-    _note(args, kwargs, seen)
-    return scope.axes.like(out.to(x.dtype), x)
-
-
-def _note(args: Args, kwargs: Kwargs, seen: list[Tensor]) -> None:
-    """Move the running buffers towards the mean and (unbiased) variance of this forward pass."""
-    mean_buffer = argument(args, kwargs, 1, "running_mean")
-    var_buffer = argument(args, kwargs, 2, "running_var")
-    momentum = argument(args, kwargs, 6, "momentum", 0.1)
-    if mean_buffer is None:
-        return
-    mean, var, count = seen
     with torch.no_grad():
-        # running <- (1 - momentum) running + momentum * new, with the unbiased variance N / (N - 1) var
-        spread = var.reshape(-1) * (count / (count - 1).clamp(min=1))
+        # running <- (1 - momentum) running + momentum * new
         mean_buffer.mul_(1 - momentum).add_(mean.reshape(-1).to(mean_buffer.dtype), alpha=momentum)
-        var_buffer.mul_(1 - momentum).add_(spread.to(var_buffer.dtype), alpha=momentum)
+        var_buffer.mul_(1 - momentum).add_(var.reshape(-1).to(var_buffer.dtype), alpha=momentum)
 
 
 def _there(

@@ -230,7 +230,16 @@ def _picked(sign: int) -> Callable[..., Any]:
         if given.get("dim") is None:
             return whole(scope, x, dims, keepdim, given)
         if not scope.axes.of_vertices(x):
-            return NotImplemented
+            # The gradient goes to the first of equal edges, and no part knows which one that is.
+            if x.requires_grad:
+                raise ModelError(
+                    "an extreme of all edges by a call whose gradient does not depend on their order",
+                    f"x.{'max' if sign == 1 else 'min'}(dim) of edges, whose gradient does",
+                    where="; ".join(filter(None, (scope.where(), user_line()))),
+                    hint=f"x.{'amax' if sign == 1 else 'amin'}(dim), whose gradient equal edges share",
+                )
+            best = whole(scope, x, dims, keepdim, given)
+            return kind((best, scope.axes.unknown_ids(torch.zeros_like(best, dtype=torch.long))))
         best = _highest(scope, x, dims, sign).to(x.dtype)
         shape = [-1 if d in dims else 1 for d in range(x.dim())]
         # Two extremes over the ranks: the value, and among the rows that have it the least original id.

@@ -153,8 +153,6 @@ class Tracer(fx.Tracer):
         plain: Inputs that are numbers and strings; they are recorded as constants.
     """
 
-    proxy_buffer_attributes = True
-
     def __init__(
         self,
         model: nn.Module,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from kagome.planner.stages.operator_costs import Operator, OperatorGraph
+from kagome.planner.stages.operator_costs import Operator, OperatorGraph, at
 from kagome.planner.stages.plan import StagePlan
 from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 
@@ -162,5 +162,6 @@ def _joined(graph: OperatorGraph, name: str, names: Sequence[str], whose: Mappin
 
 
 def _sum(tables: Sequence[tuple[tuple[int, float], ...]]) -> tuple[tuple[int, float], ...]:
-    # All operators were measured at the same sizes, so rows at one place have the same size.
-    return tuple((rows[0][0], sum(seconds for _, seconds in rows)) for rows in zip(*tables, strict=True))
+    # At all sizes of all tables: between two of them every table is linear, and so is the sum.
+    sizes = sorted({size for table in tables for size, _ in table})
+    return tuple((size, sum(at(table, size) for table in tables)) for size in sizes)

@@ -127,18 +127,18 @@ def default_plan(graph: OperatorGraph, devices: int, batch: int) -> StagePlan:
     spare = devices - count
     widths = [1 + (spare if number == costs.index(max(costs)) else 0) for number in range(count)]
     shares = [max(graph.by_name[name].least for name in names) for names in groups]
-    need = max(width * share for width, share in zip(widths, shares, strict=True))
-    if batch < need:
+    least = max(width * share for width, share in zip(widths, shares, strict=True))
+    if batch < least:
         raise PlanError(
-            f"a batch of {need} samples or more for a stage, {max(shares)} on each of its devices",
+            f"a batch of {least} samples or more for a stage, {max(shares)} on each of its devices",
             f"{batch} samples",
             hint="a larger batch, or fewer ranks",
         )
     # Few micro-batches leave stages idle while the pipeline fills and drains; tiny ones compute slowly. Four
     # micro-batches for each device keep the idle share at about a fifth.
-    most = max(need, batch // (4 * devices))
+    most = max(least, batch // (4 * devices))
     # Only sizes that divide the batch are possible; the smallest of them is taken if all exceed the limit.
-    fitting = [size for size in range(need, batch + 1) if batch % size == 0]
+    fitting = [size for size in range(least, batch + 1) if batch % size == 0]
     size = max((size for size in fitting if size <= most), default=fitting[0])
     stages = tuple(
         PlannedStage(tuple(names), width, size) for names, width in zip(groups, widths, strict=True)
