@@ -216,7 +216,7 @@ def _pointwise(
 # number of a rank's edges.
 
 
-def _linear(
+def _linear_of_message(
     placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answer ``F.linear`` of a message, of concatenated messages, or of a sum that it narrows."""
@@ -522,7 +522,7 @@ RULES: dict[str, Rule] = {
         ("relu", "leaky_relu", "elu", "gelu", "silu", "sigmoid", "tanh", "exp", "neg"), _pointwise
     ),
     **dict.fromkeys(("abs", "sqrt", "square", "softplus", "log", "log1p", "selu", "celu", "pow"), _pointwise),
-    "linear": _linear,
+    "linear": _linear_of_message,
     **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "__getitem__"), _shape),
     **dict.fromkeys(("cat", "concat", "stack"), _side_by_side),
     **dict.fromkeys(("sum", "mean"), _dotted),

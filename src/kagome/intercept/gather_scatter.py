@@ -285,7 +285,9 @@ def _reduced(
     return out
 
 
-def _linear(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _linear_of_rows(
+    scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Answer ``F.linear`` of rows: deferred if neighbours can be summed first, else the fastest product."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
@@ -560,7 +562,7 @@ def _rebuilt(scope: PositionScope, what: str) -> ModelError:
 
 HANDLERS: dict[str, Handler] = {
     **DERIVATIVES,
-    "linear": _linear,
+    "linear": _linear_of_rows,
     **dict.fromkeys(("matmul", "mm", "__matmul__"), _matmul),
     **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),
     "size": _size,

@@ -202,8 +202,10 @@ class _SumOverHalo(torch.autograd.Function):
         forward_pass: ForwardPass,
     ) -> tuple[Tensor, Tensor]:
         work = halo_work.start_gather(rows)
-        near, far = (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
-        given, rows = rows, _times(rows, near)
+        own_factor, halo_factor = (
+            (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
+        )
+        given, rows = rows, _times(rows, own_factor)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
         halo = work.wait().view(-1, *rows.shape[1:]) if keep else None
@@ -213,7 +215,7 @@ class _SumOverHalo(torch.autograd.Function):
             ops.sum_rows(work.where.layout(edges), work.table(), each, scale, into=out)
         else:
             with work.borrow() if halo is None else nullcontext(halo) as received:
-                received = _times(received.view(-1, *rows.shape[1:]), far)
+                received = _times(received.view(-1, *rows.shape[1:]), halo_factor)
                 ops.sum_rows(
                     edges.by_target, received, weight, scale, span="halo", offset=edges.own, into=out
                 )
@@ -237,17 +239,19 @@ class _SumOverHalo(torch.autograd.Function):
             return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
         weight, rows, halo = ctx.saved_tensors
         edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
-        near, far = (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
+        own_factor, halo_factor = (
+            (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
+        )
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
             # Gradients on halo rows first: their owners wait for them, and they travel while own rows are
             # summed.
-            beyond = slice(edges.own, edges.num_sources)
-            away = ops.sum_rows(edges.by_source, g, weight, far, rows=beyond)
-            work = halo_work.start_reduce(away)
-            g_rows = ops.sum_rows(edges.by_source, g, weight, near, rows=slice(0, edges.own))
+            halo_rows = slice(edges.own, edges.num_sources)
+            halo_grad = ops.sum_rows(edges.by_source, g, weight, halo_factor, rows=halo_rows)
+            work = halo_work.start_reduce(halo_grad)
+            g_rows = ops.sum_rows(edges.by_source, g, weight, own_factor, rows=slice(0, edges.own))
         if ctx.needs_input_grad[1]:
-            g3, own3 = _headed(weight, g, _times(rows, near))
+            g3, own3 = _headed(weight, g, _times(rows, own_factor))
             g_weight = ops.dot_edges(edges.by_target, g3, own3, span="own")
             _, halo3 = _headed(weight, g, halo)
             ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
@@ -269,11 +273,11 @@ class _SumOverHalo(torch.autograd.Function):
         edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         g = _times(grad, ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
-            lies = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.num_sources))
+            both_grad = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.num_sources))
             own = halo_work.exchange.reduced(
-                lies.reshape(lies.size(0), _width(lies)), forward_pass, halo_work.site
+                both_grad.reshape(both_grad.size(0), _width(both_grad)), forward_pass, halo_work.site
             )
-            g_rows = own.view(-1, *lies.shape[1:])
+            g_rows = own.view(-1, *both_grad.shape[1:])
         if ctx.needs_input_grad[1]:
             with_halo = halo_work.exchange.gathered(
                 rows.reshape(rows.size(0), _width(rows)), forward_pass, halo_work.site
