@@ -22,7 +22,7 @@ from kagome.deferred.message import Linear
 from kagome.deferred.rewrite_rules import all_computed
 from kagome.errors import ModelError
 from kagome.intercept import embedding_bag, sparse_adjacency
-from kagome.placement.axis_rules import attribute
+from kagome.placement.axis_rules import attribute, ids_behind_axes
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
 from kagome.placement.symbolic_size import Entries, NoneHere, Shown, SymbolicSize, behind
 from kagome.positions import (
@@ -72,7 +72,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     index: Any = args[1] if len(args) > 1 else None
     axis, rest = 0, ()
     if name == "__getitem__":
-        if (behind := _behind_axes(base, index)) is not None:  # x[:, row], with a leading batch axis
+        if (behind := ids_behind_axes(base, index)) is not None:  # x[:, row], with a leading batch axis
             return _gather(scope, "index_select", Tensor.index_select, (base, *behind), {})
         if isinstance(index, tuple) and index and isinstance(index[0], Tensor):
             index, rest = index[0], index[1:]
@@ -112,22 +112,6 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     elif placement.kind in ALIGNED and index.dim() == 1:
         scope.placements.put(out, Placement(placement.kind, placement.view, axis, placement.edges))
     return out
-
-
-def _behind_axes(base: Any, index: Any) -> tuple[int, Tensor] | None:
-    """Return axis and ids of ``x[:, row]``, ``x[..., row, :]`` and the like; None for any other index."""
-    if not isinstance(index, tuple) or not isinstance(base, Tensor):
-        return None
-    ids = [(place, each) for place, each in enumerate(index) if isinstance(each, Tensor)]
-    if len(ids) != 1 or ids[0][0] == 0 or ids[0][1].dim() != 1 or ids[0][1].dtype == torch.bool:
-        return None
-    place, row = ids[0]
-    others = [each for each in index if each is not row]
-    if not all(each is Ellipsis or (isinstance(each, slice) and each == slice(None)) for each in others):
-        return None
-    behind = len(index) - 1 - place
-    after_dots = any(each is Ellipsis for each in index[:place])
-    return (base.dim() - 1 - behind if after_dots else place), row
 
 
 def _gathered(
@@ -298,8 +282,7 @@ def _linear_of_rows(
         call = scope.__torch_function__  # a product with rows, like any other
         out = call(Tensor.matmul, (), (args[0], call(Tensor.t, (), (weight,))))
         return out if bias is None else call(Tensor.add, (), (out, bias))
-    # PyG's convolutions add their bias after the aggregation, so a map with a bias does not come before a
-    # sum.
+    # PyG's convolutions add their bias after the aggregation: a map with a bias is not one before a sum.
     if bias is None and scope.deferral.sums_late(args[0], weight):
         return scope.placements.put(
             LazyTensor(Linear(args[0], weight, scope.deferral)), Placement(PlacementKind.ROWS)

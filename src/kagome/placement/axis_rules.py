@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 LOSE = frozenset(
@@ -498,3 +499,19 @@ def attribute(func: Any) -> str:
     # The getter of ``x.shape`` is ``Tensor.shape.__get__``, bound to the descriptor that has the name.
     owner = getattr(func, "__self__", None)
     return str(getattr(owner, "__name__", "__get__"))
+
+
+def ids_behind_axes(base: Any, index: Any) -> tuple[int, Tensor] | None:
+    """Return axis and ids of ``x[:, row]``, ``x[..., row, :]`` and the like; None for any other index."""
+    if not isinstance(index, tuple) or not isinstance(base, Tensor):
+        return None
+    ids = [(place, each) for place, each in enumerate(index) if isinstance(each, Tensor)]
+    if len(ids) != 1 or ids[0][0] == 0 or ids[0][1].dim() != 1 or ids[0][1].dtype == torch.bool:
+        return None
+    place, row = ids[0]
+    others = [each for each in index if each is not row]
+    if not all(each is Ellipsis or (isinstance(each, slice) and each == slice(None)) for each in others):
+        return None
+    behind = len(index) - 1 - place
+    after_dots = any(each is Ellipsis for each in index[:place])
+    return (base.dim() - 1 - behind if after_dots else place), row

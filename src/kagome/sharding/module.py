@@ -35,10 +35,11 @@ from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
+from kagome.sharding.reductions import Reductions
 from kagome.sharding.row_reads import RowReads
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(Reductions):
     """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
 
     Its parameters, buffers and ``state_dict`` are the model's own objects, under the same names. All ranks
@@ -321,61 +322,6 @@ class ShardedModel(nn.Module):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
         every = torch.randint(self._part.num_nodes, (2, count), generator=generator)
         return every[:, self.rank :: self.ranks].to(self._mesh.device)
-
-    # Reductions over all ranks --------------------------------------------------------------------
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of all entries on all ranks, with gradient. All ranks call it.
-
-        Shapes:
-            Any, also of another number of entries on each rank -> ``[]``.
-        """
-        return self._boundary.total(values.sum(), "net.sum")
-
-    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the mean of all entries on all ranks, with gradient. All ranks call it.
-
-        Args:
-            values: A loss a row, for example; a rank may have none.
-            weight: The weight of each entry; the weighted mean divides by the sum of the weights.
-
-        Shapes:
-            Any -> ``[]``; weight broadcasts to ``values``.
-
-        Raises:
-            ModelError: If no rank has an entry.
-
-        Example:
-            >>> import torch, kagome
-            >>> from torch_geometric.nn import GCN
-            >>> data = kagome.load("digits")
-            >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=1), data) as net:
-            ...     out = net(data.x, data.edge_index)
-            ...     net.mean((out - 1) ** 2).shape
-            torch.Size([])
-        """
-        part = values if weight is None else values * weight
-        counts = torch.ones_like(values) if weight is None else weight.expand_as(values)
-        count = self._mesh.graph.all_reduce(counts.detach().double().sum(), action="net.mean: count")
-        if not count:
-            raise ModelError("a mean of one entry or more", "none on any rank", where="net.mean")
-        return self._boundary.total(part.sum(), "net.mean") / count.to(part.dtype)
-
-    def max(self, values: Tensor) -> Tensor:
-        """Return the largest entry of all ranks, with gradient; equal ones share it. All ranks call it.
-
-        Shapes:
-            Any -> ``[]``.
-        """
-        least = float("-inf") if values.is_floating_point() else torch.iinfo(values.dtype).min
-        own = values.amax() if values.numel() else values.sum() + least
-        most = self._mesh.graph.all_reduce(own.detach(), "max", action="net.max")
-        ties = (values == most).to(values.dtype) if values.is_floating_point() else None
-        if ties is None:
-            return most
-        count = self._mesh.graph.all_reduce(ties.sum(), action="net.max: ties")
-        tied = torch.where(ties.bool(), values, torch.zeros_like(values)).sum()
-        return self._boundary.total(tied, "net.max") / count
 
     # Training -------------------------------------------------------------------------------------
 
