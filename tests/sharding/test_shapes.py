@@ -113,8 +113,72 @@ def embedded(channel: Channel | None) -> dict[str, Tensor]:
     return found | grads(model) | {"table": model.table.weight.detach()}
 
 
+class Potential(nn.Module):
+    """Energy of each atom by distances to its neighbours, in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(3, 6)
+        self.filters = nn.ModuleList(
+            nn.Sequential(nn.Linear(1, 8), nn.SiLU(), nn.Linear(8, 6)) for _ in range(2)
+        )
+        self.energy = nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, pos: Tensor, kind: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        distance = (pos[source] - pos[target]).square().sum(1, keepdim=True).add(0.1).sqrt()
+        h = self.kinds(kind)
+        for layer in self.filters:
+            message = layer(distance) * h[source]
+            h = h + torch.zeros_like(h).index_add(0, target, message).tanh()
+        return self.energy(h).squeeze(-1)
+
+
+def potential(channel: Channel | None) -> dict[str, Tensor]:
+    """An interatomic potential: forces are the derivative of the energy, and the loss is on both."""
+    data = graph()
+    generator = torch.Generator().manual_seed(4)
+    data.pos = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    data.kind = torch.randint(0, 3, (N,), generator=generator)
+    wanted = torch.randn(N, 3, generator=generator, dtype=torch.float64)
+    torch.manual_seed(5)
+    model = Potential().double()
+    found = {}
+    with net_of(channel, model, data) as net:
+        force, kind = net.place(wanted), net.place(data.kind)
+        for step in range(2):
+            pos = net.place(data.pos * (1 + step)).clone().requires_grad_()
+            energy = net.sum(net(net.place(pos), kind, data.edge_index))
+            (by_pos,) = torch.autograd.grad(energy, pos, create_graph=True)
+            loss = (energy - 3) ** 2 + net.mean((by_pos + force) ** 2)
+            loss.backward()
+            found |= {f"energy {step}": energy.detach(), f"loss {step}": loss.detach()}
+        forces = net.gather(by_pos)
+    return found | grads(model) | {"forces": of_first(channel, forces, (N, 3))}
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", [mesh_graph_net, linked, embedded])
+@pytest.mark.parametrize("shape", [mesh_graph_net, linked, embedded, potential])
 def test_shape(ranks: Any, world: int, shape: Any) -> None:
     both(ranks, world, shape)
+
+
+def twice(channel: Channel | None, kind: str) -> dict[str, Tensor]:
+    """Second derivatives through PyG's layers and a norm: a loss on the gradient by the features."""
+    data, model = graph(), model_of(kind)
+    with net_of(channel, model, data) as net:
+        x = net.place(data.x).clone().requires_grad_()
+        energy = net.sum(net(net.place(x), data.edge_index, data.edge_attr).tanh() ** 2)
+        (by_x,) = torch.autograd.grad(energy, x, create_graph=True)
+        loss = net.mean(by_x**2)
+        loss.backward()
+        rows = net.gather(x.grad)
+    return grads(model) | {"loss": loss.detach(), "by x": of_first(channel, rows, tuple(data.x.shape))}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gatv2", "gine", "transformer"])
+def test_second_derivatives(ranks: Any, world: int, kind: str) -> None:
+    both(ranks, world, twice, kind)

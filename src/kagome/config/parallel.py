@@ -21,7 +21,7 @@ from kagome.config import plan_io, validation
 from kagome.config.fields import at_least, check_kinds
 from kagome.errors import ConfigError
 
-Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random"]
+Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random", "coordinates"]
 CrossChunk = Literal["history", "drop", "exact"]
 Activations = Literal["auto", "device", "host", "disk"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
@@ -49,7 +49,7 @@ class CutSettings:
     with depth (NeutronTP). For GCN, SAGE, GAT, GCN-II and R-GCN layers."""
     partitioner: Partitioner = "auto"
     """Method that assigns vertices to parts. ``auto`` uses METIS if it fits into memory, otherwise
-    streaming."""
+    streaming. ``coordinates`` cuts along a space-filling curve through the attribute ``pos``."""
     reuse: bool = True
     """Keep partitions in the user's cache, and use them again while data, partitioner, seed and number of
     parts are the same."""

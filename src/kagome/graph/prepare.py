@@ -123,7 +123,7 @@ def owners(
     found = None if kept is None else kept.owner(key, count, parts)
     if kept is not None and found is not None:
         return found, kept.folder / key
-    owner = assign(method, data.edge_index, count, parts, seed)
+    owner = assign(method, data.edge_index, count, parts, seed, data.get("pos"))
     if kept is not None:
         kept.keep_owner(key, owner)
         kept.sweep()

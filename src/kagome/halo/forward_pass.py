@@ -86,6 +86,8 @@ class ForwardPass:
         reach its reads."""
         self.seed = torch.initial_seed()
         """Seed of torch's generator when the forward pass began."""
+        self.outlives = False
+        """Whether a loss outside may take derivatives of the outputs, with gradients of their own."""
         self.differentiates = False
         """Whether a derivative is being taken inside forward, whose backward pass is handled."""
         self._inner: list[Tensor] = []
@@ -286,6 +288,8 @@ def inside(found: Callable[[], ForwardPass | None]) -> ForwardPass | None:
     forward_pass = found()
     if forward_pass is not None and forward_pass.differentiates:
         return forward_pass
+    if forward_pass is not None and forward_pass.outlives and torch.is_grad_enabled():
+        return forward_pass  # the loss of a sharded model takes a derivative: all ranks run it
     # A freed forward pass ended long ago.
     over = forward_pass is None or not forward_pass.running
     if over and not torch.is_grad_enabled():

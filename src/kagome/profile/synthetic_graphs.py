@@ -53,7 +53,7 @@ class GraphSize:
         key = method, parts, seed
         if key not in self._owners:
             edge_index: Tensor = self.data.edge_index
-            self._owners[key] = assign(method, edge_index, self.vertices, parts, seed)
+            self._owners[key] = assign(method, edge_index, self.vertices, parts, seed, self.data.get("pos"))
         return self._owners[key]
 
     def counts(self, number: int, seed: int) -> tuple[tuple[PartSize, ...], float]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
+from kagome.halo.forward_pass import ForwardPass
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.sharding.gradient_sync import GradientSync
 
@@ -75,11 +76,11 @@ class Boundary:
         sync, size = self.sync, self.channel.size
         leaf.register_hook(lambda g: g / size if sync.training_now else g)
 
-    def leave(self, value: Tensor, token: Tensor, *, rows: bool) -> Tensor:
+    def leave(self, value: Tensor, forward_pass: ForwardPass, *, rows: bool) -> Tensor:
         """Return an output of the model, whose backward visits every exchange: see [Note: token]."""
         if not value.requires_grad:
             return value
-        return _Leave.apply(value, token, self, rows)  # type: ignore[no-any-return,no-untyped-call]
+        return _Leave.apply(value, forward_pass.token, forward_pass, self, rows)  # type: ignore[no-any-return,no-untyped-call]
 
     def total(self, part: Tensor, action: str) -> Tensor:
         """Return the sum of a tensor over all ranks, with gradient. All ranks call it."""
@@ -120,7 +121,11 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, token: Tensor, boundary: Boundary, rows: bool) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, token: Tensor, forward_pass: ForwardPass, boundary: Boundary, rows: bool
+    ) -> Tensor:
+        # The nodes of exchanges refer to the pass weakly; a derivative of the output needs it.
+        ctx.forward_pass = forward_pass
         ctx.boundary, ctx.rows = boundary, rows
         ctx.save_for_backward(torch.zeros_like(token))
         return value.view_as(value)
@@ -131,7 +136,7 @@ class _Leave(torch.autograd.Function):
         trains = boundary.sync.started()
         if not trains and not ctx.rows:
             g = g / boundary.channel.size
-        return g, ctx.saved_tensors[0], None, None
+        return g, ctx.saved_tensors[0], None, None, None
 
 
 class _Total(torch.autograd.Function):

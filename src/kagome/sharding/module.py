@@ -30,6 +30,7 @@ from kagome.components.task import draws_of
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
@@ -178,13 +179,14 @@ class ShardedModel(Reductions):
             self._mesh.graph.report_error(error)
             raise
         self._checked.add(training)
-        token = self._parallel.scope.forward.forward_pass.token
-        return tree_map(lambda leaf: self._left(leaf, token), out)
+        forward_pass = self._parallel.scope.forward.forward_pass
+        forward_pass.outlives = True
+        return tree_map(lambda leaf: self._left(leaf, forward_pass), out)
 
-    def _left(self, leaf: Any, token: Tensor) -> Any:
+    def _left(self, leaf: Any, forward_pass: ForwardPass) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
-        return self._boundary.leave(leaf, token, rows=self._placer.is_rows(leaf))
+        return self._boundary.leave(leaf, forward_pass, rows=self._placer.is_rows(leaf))
 
     def _refuse_unusable(self) -> None:
         if not self._closing.alive:

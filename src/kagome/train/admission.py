@@ -196,7 +196,8 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         method, _ = choose(
             settings.parallel.partitioner, graph.edge_index, part.own.numel(), parts, available_bytes()
         )
-        owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed)
+        pos = part.nodes.get("pos")
+        owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed, pos)
     counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))
     return _memory_text([rates.at(one) for one in counts], rates)
 

@@ -109,7 +109,8 @@ def cut_part(part: Partition, count: int, *, method: str = "metis", seed: int = 
     if count == 1:
         chunk_of = torch.zeros(own, dtype=torch.int64)
     else:
-        chunk_of = assign(method, part.edge_index[:, inner].contiguous(), own, count, seed)
+        pos = part.nodes.get("pos")
+        chunk_of = assign(method, part.edge_index[:, inner].contiguous(), own, count, seed, pos)
     # Table position -> own row, and below, own or halo row -> table position:
     #   own rows   0 1 2 3 4     chunk_of  1 0 0 1 0
     #   rows       1 2 4 0 3     chunk 0 | chunk 1       place  3 0 1 4 2, then the halo unchanged

@@ -281,5 +281,5 @@ def partition(data: Data, *, parts: int, method: str = "metis", seed: int = 0) -
         >>> first.own.tolist(), first.halo.tolist()
         ([0, 1, 2], [5])
     """
-    owner = assign(method, data.edge_index, int(data.num_nodes), parts, seed)
+    owner = assign(method, data.edge_index, int(data.num_nodes), parts, seed, data.get("pos"))
     return split_all(data, owner, parts, fingerprint=fingerprint(data, method, seed, parts))

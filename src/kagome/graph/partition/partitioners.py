@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kagome.errors import PartitionError
+from kagome.graph.partition.coordinates import cut_by_coordinates
 from kagome.graph.structure import edges, kernels
 
 #: Limit of a part's vertices and in-edges, as a multiple of the mean.
@@ -222,22 +223,32 @@ def _start(
     return np.asarray(result.vertex_part, np.int64)
 
 
-#: The partitioners that ``Parallel(partitioner=...)`` and ``--parallel.partitioner`` accept.
+#: The partitioner that reads ``data.pos`` in place of the edges.
+COORDINATES: Final = "coordinates"
+#: The other partitioners that ``Parallel(partitioner=...)`` and ``--parallel.partitioner`` accept.
 PARTITIONERS: Final[Mapping[str, Partitioner]] = MappingProxyType(
     {"metis": metis, "streaming": streaming, "contiguous": contiguous, "random": random}
 )
 
 
-def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int = 0) -> Tensor:
+def assign(
+    name: str,
+    edge_index: Tensor,
+    num_nodes: int,
+    parts: int,
+    seed: int = 0,
+    pos: Tensor | None = None,
+) -> Tensor:
     """Assign every vertex to a part with the partitioner of that name.
 
     Args:
-        name: One of :data:`PARTITIONERS`. ``metis/2`` divides the vertices of each of its parts evenly
-            between two consecutive parts.
+        name: One of :data:`PARTITIONERS`, or ``coordinates``. ``metis/2`` divides the vertices of each of its
+            parts evenly between two consecutive parts.
         edge_index: The edges.
         num_nodes: The number of vertices.
         parts: The number of parts; if there are fewer vertices, some parts are empty.
         seed: The seed of the partitioner's random draws.
+        pos: The coordinates of the vertices, which ``coordinates`` needs.
 
     Returns:
         The part of each vertex.
@@ -255,8 +266,10 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
         [0, 0, 0, 1, 1, 1]
     """
     name, _, each = name.partition("/")
-    if name not in PARTITIONERS:
-        raise PartitionError(f"one of the partitioners {', '.join(PARTITIONERS)}", f"{name!r}")
+    if name not in PARTITIONERS and name != COORDINATES:
+        raise PartitionError(
+            f"one of the partitioners {', '.join((*PARTITIONERS, COORDINATES))}", f"{name!r}"
+        )
     if parts < 1:
         raise PartitionError("1 part or more", f"{parts}")
     if each and not (each.isdecimal() and int(each)):
@@ -264,7 +277,10 @@ def assign(name: str, edge_index: Tensor, num_nodes: int, parts: int, seed: int 
     shares = int(each or 1)
     if parts % shares:
         raise PartitionError(f"a number of parts that {shares} divides", f"{parts}")
-    owner = PARTITIONERS[name](edge_index, num_nodes, parts // shares, seed)
+    if name == COORDINATES:
+        owner = cut_by_coordinates(pos, num_nodes, parts // shares)
+    else:
+        owner = PARTITIONERS[name](edge_index, num_nodes, parts // shares, seed)
     return owner if shares == 1 else shared_out(owner, parts // shares, shares)
 
 
