@@ -29,6 +29,7 @@ class MeshGroups:
         device: Device of this rank's tensors.
         timeout: Seconds after which a wait fails.
         staged: Whether a GPU's tensors travel through the host's memory.
+        world: The group of all ranks of the mesh; None for torch's default group.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class MeshGroups:
         timeout: float,
         *,
         staged: bool = False,
+        world: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.stages, self.parts = rank, stages, parts
+        self.rank, self.stages, self.parts, self._world = rank, stages, parts, world
         self._device, self._timeout, self._staged = device, timeout, staged
         self._created: list[dist.ProcessGroup] = []
 
@@ -66,7 +68,7 @@ class MeshGroups:
         #
         #     rows        [0 1 2]  [3 4 5]      one group a stage: the graph channel
         #     columns     [0 3]  [1 4]  [2 5]   one group a part and slice: the pipe channel
-        everyone = dist.group.WORLD if dist.is_initialized() else None
+        everyone = self._world or (dist.group.WORLD if dist.is_initialized() else None)
         stage, part = divmod(self.rank, self.parts)
         rows = [list(range(s * self.parts, (s + 1) * self.parts)) for s in range(self.stages)]
         columns = [[s * self.parts + p for s in range(self.stages)] for p in range(self.parts)]

@@ -102,6 +102,7 @@ def open_mesh(
     timeout: float = 300.0,
     log: Callable[[str], None] = print,
     always_group: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[Mesh]:
     """Join the ranks that the environment describes, and leave them at the end, also after an error.
 
@@ -115,6 +116,7 @@ def open_mesh(
         timeout: Seconds after which a wait fails.
         log: Called with one line when a wait takes long.
         always_group: Create a process group for a single rank too.
+        group: The ranks, if they are not all of the script's: those of one axis of its ``DeviceMesh``.
 
     Yields:
         The mesh.
@@ -126,15 +128,14 @@ def open_mesh(
     """
     close_waiting()
     # A default group that no open mesh has created is the user's own.
-    given = dist.is_initialized() and current() is None
-    ranks = _given_ranks() if given else environment()
+    given = group is not None or (dist.is_initialized() and current() is None)
+    ranks = _given_ranks(group) if given else environment()
     fitted = (parallel or Parallel()).fit(ranks.size)
-    device, joined, store, devices = _met(ranks, given, timeout, always_group)
+    device, joined, store, devices = _met(ranks, given, timeout, always_group, group)
     watch: Watchdog | None = None
     channels: list[Channel] = []
-    groups = MeshGroups(
-        ranks.rank, fitted.pipe, ranks.size // fitted.pipe, device, timeout, staged=devices.staged
-    )
+    stages, parts = fitted.pipe, ranks.size // fitted.pipe
+    groups = MeshGroups(ranks.rank, stages, parts, device, timeout, staged=devices.staged, world=group)
     patience = AFTER_ERROR
     stack = ExitStack()
     try:
@@ -166,7 +167,7 @@ def open_mesh(
 
 
 def _met(
-    ranks: Ranks, given: bool, timeout: float, always_group: bool
+    ranks: Ranks, given: bool, timeout: float, always_group: bool, group: dist.ProcessGroup | None
 ) -> tuple[torch.device, JoinedGroup | None, Store | None, Agreement]:
     """Return this rank's device, the joined group, the store, and the ranks' agreement on their devices."""
     device = own_device(ranks, _bound() if given else None)
@@ -174,6 +175,9 @@ def _met(
         if backend_of(dist.group.WORLD, device) == "gloo":
             device = HOST  # the script chose gloo for all its tensors
         store = given_store()
+        if store is not None and group is not None:
+            # Ranks are counted within the group: other groups of the same script have the same numbers.
+            store = PrefixStore(f"kagome-group-{group.group_name}", store)
         return device, None, store, _given_agreement(store, ranks, device)
     if ranks.size == 1 and not always_group:
         return device, None, None, Agreement()
@@ -252,10 +256,10 @@ def _given_agreement(store: Store | None, ranks: Ranks, device: torch.device) ->
     return found
 
 
-def _given_ranks() -> Ranks:
-    size = dist.get_world_size()
+def _given_ranks(group: dist.ProcessGroup | None) -> Ranks:
+    size = dist.get_world_size(group)
     return Ranks(
-        rank=dist.get_rank(),
+        rank=dist.get_rank(group),
         size=size,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", str(size))),

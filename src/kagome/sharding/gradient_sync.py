@@ -107,7 +107,7 @@ class GradientSync:
             for parameter in self._parameters:
                 parameter.grad = None
             self._hooks.take_off()
-            Variable._execution_engine.queue_callback(self._finish)
+            Variable._execution_engine.queue_callback(self._finish_last)
         return self._trains
 
     def _reaches_parameters(self) -> bool:
@@ -130,6 +130,10 @@ class GradientSync:
             yield
         finally:
             self._syncs = before
+
+    def _finish_last(self) -> None:
+        """Finish after what others have queued: ``DistributedDataParallel`` writes its means there too."""
+        Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         """Sum the gradients of the backward that ends over the ranks, and add what was there before."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch_geometric.data import Data
 
 from kagome.comm.mesh import open_mesh
@@ -47,6 +49,7 @@ def shard(
     graph: Data | str | Path,
     *,
     parallel: Parallel | None = None,
+    mesh: DeviceMesh | None = None,
     beside: Sequence[nn.Module] = (),
     seed: int = 0,
     fast: bool = True,
@@ -65,6 +68,8 @@ def shard(
             0's weights.
         graph: A PyG ``Data`` with ``edge_index``, the same on all ranks, or the folder of a saved partition.
         parallel: How to split: ``Parallel(graph=4)``; by default one part for each rank.
+        mesh: The ranks that share the graph, if they are not all: one axis of your ``DeviceMesh``, such as
+            ``mesh["graph"]``. ``DistributedDataParallel`` may stand around the result, over the other axis.
         beside: Modules of your loop that run outside of the model on its rows, such as a predictor of pairs:
             they get rank 0's weights, and their gradients are summed too.
         seed: The seed of dropout and of the partition.
@@ -101,12 +106,14 @@ def shard(
     refuse_no_module(model, "shard(model, ...)")
     check_kind("parallel", parallel, Parallel | None)
     check_kind("graph", graph, Data | str | Path)
+    check_kind("mesh", mesh, DeviceMesh | None)
+    group = _group_of(mesh)
     parallel = parallel or Parallel()
     _refuse_unserved(parallel)
     model = unwrapped(model)
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:
-        mesh = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log))
+        ranks = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log, group=group))
 
         def take(channel: Any) -> Any:
             if isinstance(graph, str | Path):
@@ -114,20 +121,38 @@ def shard(
             method = parallel.cutter(channel.size)
             return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
 
-        part, meta = source.for_all_stages(take, mesh)
-        for note in (*mesh.notes, *meta.notes):
+        part, meta = source.for_all_stages(take, ranks)
+        for note in (*ranks.notes, *meta.notes):
             log(note)
-        model = model.to(mesh.device)
-        materialise(model, part, mesh.device)
+        model = model.to(ranks.device)
+        materialise(model, part, ranks.device)
         for module in (model, *beside):
-            broadcast_weights(module.to(mesh.device), mesh.world)
-        fitted = parallel.fit(mesh.size)
-        exchange = CompressedExchange(mesh.graph, fitted, seed)
+            broadcast_weights(module.to(ranks.device), ranks.world)
+        fitted = parallel.fit(ranks.size)
+        exchange = CompressedExchange(ranks.graph, fitted, seed)
         given = graph if isinstance(graph, Data) else None
-        options = PartOptions.of(train, mesh.device, fitted, fast=fast, recompute=recompute)
+        options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
         stack.enter_context(net)
-        return ShardedModel(model, net, mesh, part, given, beside, stack.pop_all())
+        return ShardedModel(model, net, ranks, part, given, beside, stack.pop_all())
+
+
+def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """Return the process group of a mesh of one axis.
+
+    Raises:
+        ConfigError: If it has several.
+    """
+    if mesh is None:
+        return None
+    if mesh.ndim != 1:
+        raise ConfigError(
+            "a mesh of one axis, whose ranks share the graph",
+            f"one of {mesh.ndim}: {mesh.mesh_dim_names or tuple(mesh.shape)}",
+            where="kagome.shard(mesh=...)",
+            hint='mesh["graph"], an axis by its name',
+        )
+    return mesh.get_group()
 
 
 def _refuse_unserved(parallel: Parallel) -> None:
