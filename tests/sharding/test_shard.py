@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.data import Data
@@ -438,6 +440,24 @@ def sent(channel: Channel, batch: int) -> int:
 def test_a_batch_is_one_message(ranks: Any) -> None:
     # Two layers, forward and backward each: rows are sent behind a weight, which learns.
     assert ranks(2, sent, 1) == ranks(2, sent, 4) == [4, 4]
+
+
+def saved(channel: Channel, folder: str) -> str:
+    data, model = graph(), model_of("gat")
+    with kagome.shard(model, data, log=str) as net:
+        out = net(data.x, data.edge_index, data.edge_attr)
+        return str(net.save(out, folder))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_files_of_all_ranks_have_all_rows(ranks: Any, world: int, tmp_path: Path) -> None:
+    found = torch.full((N, C), torch.nan, dtype=torch.float64)
+    for path in ranks(world, saved, str(tmp_path / "out")):
+        tensors = load_file(path)
+        found[tensors["ids"]] = tensors["rows"]
+    data = graph()
+    expected = model_of("gat")(data.x, data.edge_index, data.edge_attr)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-10, atol=1e-10)
 
 
 # What is refused ---------------------------------------------------------------------------------

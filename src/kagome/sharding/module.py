@@ -16,10 +16,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch_geometric.data import Data
@@ -34,13 +36,12 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
+from kagome.sharding.collectives import Collectives
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
-from kagome.sharding.reductions import Reductions
-from kagome.sharding.row_reads import RowReads
 
 
-class ShardedModel(Reductions):
+class ShardedModel(Collectives):
     """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
 
     Its parameters, buffers and ``state_dict`` are the model's own objects, under the same names. All ranks
@@ -81,7 +82,7 @@ class ShardedModel(Reductions):
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
-        self._reads: RowReads | None = None
+        self._reads = None
         self._known_modules = tuple(map(id, model.modules()))
         self._checked: set[bool] = set()
         self.step = 0
@@ -249,14 +250,7 @@ class ShardedModel(Reductions):
             All rows and their ids are sent to rank 0.
         """
         channel, own = self._mesh.graph, self.own(rows)
-        axis = range(value.dim())[axis]
-        if value.size(axis) != own.numel():
-            raise ModelError(
-                f"{own.numel():,} own rows of {rows} along axis {axis}",
-                f"{value.size(axis):,} in shape {list(value.shape)}",
-                where=f"net.gather, rank {channel.rank}",
-            )
-        front = value.detach().movedim(axis, 0).contiguous()
+        front = self._own_rows_first(value, rows, axis, "net.gather")
         found = channel.gather_rows(front, action=f"gather of {rows}", dst=0)
         ids = channel.gather_rows(own, action=f"gather of {rows}: ids", dst=0)
         if found is None or ids is None or channel.rank:
@@ -264,66 +258,43 @@ class ShardedModel(Reductions):
         joined = torch.cat(found)
         out = torch.empty_like(joined)
         out[torch.cat(ids)] = joined
-        return out.movedim(0, axis)
+        return out.movedim(0, range(value.dim())[axis])
 
-    def read(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Return the rows of any vertices, whichever ranks own them, with gradient. All ranks call it.
+    def save(self, value: Tensor, folder: str | Path, rows: Rows = "vertices", *, axis: int = 0) -> Path:
+        """Write own rows and their ids to a file of this rank, for results that no rank can hold.
 
         Args:
-            rows: Own rows, such as the model's output.
-            ids: Ids of vertices in the whole graph; other ones on each rank, or none.
+            value: Own rows, such as the model's output.
+            folder: Where to write; made if it is not there.
+            rows: What they belong to.
+            axis: The axis of the rows.
+
+        Returns:
+            The file, ``rows-RANK-of-RANKS.safetensors``, with the tensors ``ids`` and ``rows``.
 
         Raises:
-            ModelError: If an id is out of range.
-
-        Shapes:
-            rows ``[n, ...]``, ids ``[P]`` -> ``[P, ...]``.
-
-        Cost:
-            Each different row of another rank is sent once, and back in backward. The first call tells each
-            rank the owners of all vertices.
+            ModelError: If the axis has another number of rows than this rank owns.
         """
-        own = self.own().numel()
-        if rows.dim() == 0 or rows.size(0) != own:
+        front = self._own_rows_first(value, rows, axis, "net.save").cpu()
+        path = Path(folder) / f"rows-{self.rank:05}-of-{self.ranks:05}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"ids": self.own(rows).cpu().contiguous(), "rows": front}, path)
+        return path
+
+    def _own_rows_first(self, value: Tensor, rows: Rows, axis: int, where: str) -> Tensor:
+        """Return own rows along axis 0, without gradient.
+
+        Raises:
+            ModelError: If there are more or fewer of them.
+        """
+        axis, own = range(value.dim())[axis], self.own(rows)
+        if value.size(axis) != own.numel():
             raise ModelError(
-                f"{own:,} own rows of vertices",
-                f"shape {list(rows.shape)}",
-                where=f"net.read, rank {self.rank}",
+                f"{own.numel():,} own rows of {rows} along axis {axis}",
+                f"{value.size(axis):,} in shape {list(value.shape)}",
+                where=f"{where}, rank {self.rank}",
             )
-        if self._reads is None:
-            self._reads = RowReads(self._part, self._mesh.graph, self._sync)
-        return self._reads.read(rows, ids)
-
-    def pairs(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of both ends of pairs of vertices, with gradient. All ranks call it.
-
-        Args:
-            rows: Own rows, such as the model's output.
-            index: Ids of both ends; this rank's share of the pairs, ``index[:, net.rank :: net.ranks]`` of a
-                list that all ranks have.
-
-        Shapes:
-            rows ``[n, ...]``, index ``[2, P]`` -> twice ``[P, ...]``.
-        """
-        if index.dim() != 2 or index.size(0) != 2:
-            raise ModelError("pairs of vertices, [2, P]", f"shape {list(index.shape)}", where="net.pairs")
-        both = self.read(rows, index.reshape(-1))
-        return both[: index.size(1)], both[index.size(1) :]
-
-    def negatives(self, count: int, *, seed: int = 0, step: int = 0) -> Tensor:
-        """Return this rank's share of random pairs of vertices, the same pairs for any number of ranks.
-
-        Args:
-            count: The number of pairs on all ranks together.
-            seed: The seed of the draws.
-            step: The step of the training loop; each has other pairs.
-
-        Shapes:
-            ``[2, P]``, int64.
-        """
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-        every = torch.randint(self._part.num_nodes, (2, count), generator=generator)
-        return every[:, self.rank :: self.ranks].to(self._mesh.device)
+        return value.detach().movedim(axis, 0).contiguous()
 
     # Training -------------------------------------------------------------------------------------
 

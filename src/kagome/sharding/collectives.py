@@ -1,0 +1,139 @@
+"""Collectives: reductions over all ranks, and reads of any vertices' rows, with gradient.
+
+Where it sits: :class:`kagome.sharding.module.ShardedModel` is one. A loss in a user's own training
+loop is made with them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kagome.comm.mesh import Mesh
+from kagome.errors import ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.sharding.boundary import Boundary
+from kagome.sharding.gradient_sync import GradientSync
+from kagome.sharding.row_reads import RowReads
+
+
+class Collectives(nn.Module):
+    """What all ranks that share a graph call together in a training loop."""
+
+    _mesh: Mesh
+    _part: Partition
+    _boundary: Boundary
+    _sync: GradientSync
+    _reads: RowReads | None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of all entries on all ranks, with gradient. All ranks call it.
+
+        Shapes:
+            Any, also of another number of entries on each rank -> ``[]``.
+        """
+        return self._boundary.total(values.sum(), "net.sum")
+
+    def mean(self, values: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return the mean of all entries on all ranks, with gradient. All ranks call it.
+
+        Args:
+            values: A loss a row, for example; a rank may have none.
+            weight: The weight of each entry; the weighted mean divides by the sum of the weights.
+
+        Shapes:
+            Any -> ``[]``; weight broadcasts to ``values``.
+
+        Raises:
+            ModelError: If no rank has an entry.
+
+        Example:
+            >>> import torch, kagome
+            >>> from torch_geometric.nn import GCN
+            >>> data = kagome.load("digits")
+            >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=1), data) as net:
+            ...     out = net(data.x, data.edge_index)
+            ...     net.mean((out - 1) ** 2).shape
+            torch.Size([])
+        """
+        part = values if weight is None else values * weight
+        counts = torch.ones_like(values) if weight is None else weight.expand_as(values)
+        count = self._mesh.graph.all_reduce(counts.detach().double().sum(), action="net.mean: count")
+        if not count:
+            raise ModelError("a mean of one entry or more", "none on any rank", where="net.mean")
+        return self._boundary.total(part.sum(), "net.mean") / count.to(part.dtype)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Return the largest entry of all ranks, with gradient; equal ones share it. All ranks call it.
+
+        Shapes:
+            Any -> ``[]``.
+        """
+        least = float("-inf") if values.is_floating_point() else torch.iinfo(values.dtype).min
+        own = values.amax() if values.numel() else values.sum() + least
+        most = self._mesh.graph.all_reduce(own.detach(), "max", action="net.max")
+        ties = (values == most).to(values.dtype) if values.is_floating_point() else None
+        if ties is None:
+            return most
+        count = self._mesh.graph.all_reduce(ties.sum(), action="net.max: ties")
+        tied = torch.where(ties.bool(), values, torch.zeros_like(values)).sum()
+        return self._boundary.total(tied, "net.max") / count
+
+    def read(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return the rows of any vertices, whichever ranks own them, with gradient. All ranks call it.
+
+        Args:
+            rows: Own rows, such as the model's output.
+            ids: Ids of vertices in the whole graph; other ones on each rank, or none.
+
+        Raises:
+            ModelError: If an id is out of range.
+
+        Shapes:
+            rows ``[n, ...]``, ids ``[P]`` -> ``[P, ...]``.
+
+        Cost:
+            Each different row of another rank is sent once, and back in backward. The first call tells each
+            rank the owners of all vertices.
+        """
+        own = self._part.own.numel()
+        if rows.dim() == 0 or rows.size(0) != own:
+            raise ModelError(
+                f"{own:,} own rows of vertices",
+                f"shape {list(rows.shape)}",
+                where=f"net.read, rank {self._mesh.graph.rank}",
+            )
+        if self._reads is None:
+            self._reads = RowReads(self._part, self._mesh.graph, self._sync)
+        return self._reads.read(rows, ids)
+
+    def pairs(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of both ends of pairs of vertices, with gradient. All ranks call it.
+
+        Args:
+            rows: Own rows, such as the model's output.
+            index: Ids of both ends; this rank's share of the pairs, ``index[:, net.rank :: net.ranks]`` of a
+                list that all ranks have.
+
+        Shapes:
+            rows ``[n, ...]``, index ``[2, P]`` -> twice ``[P, ...]``.
+        """
+        if index.dim() != 2 or index.size(0) != 2:
+            raise ModelError("pairs of vertices, [2, P]", f"shape {list(index.shape)}", where="net.pairs")
+        both = self.read(rows, index.reshape(-1))
+        return both[: index.size(1)], both[index.size(1) :]
+
+    def negatives(self, count: int, *, seed: int = 0, step: int = 0) -> Tensor:
+        """Return this rank's share of random pairs of vertices, the same pairs for any number of ranks.
+
+        Args:
+            count: The number of pairs on all ranks together.
+            seed: The seed of the draws.
+            step: The step of the training loop; each has other pairs.
+
+        Shapes:
+            ``[2, P]``, int64.
+        """
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+        every = torch.randint(self._part.num_nodes, (2, count), generator=generator)
+        return every[:, self._mesh.graph.rank :: self._mesh.graph.size].to(self._mesh.device)
