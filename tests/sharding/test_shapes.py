@@ -177,7 +177,7 @@ def twice(channel: Channel | None, kind: str) -> dict[str, Tensor]:
     return grads(model) | {"loss": loss.detach(), "by x": of_first(channel, rows, tuple(data.x.shape))}
 
 
-@pytest.mark.every
+@pytest.mark.some(1, each="kind")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gatv2", "gine", "transformer"])
 def test_second_derivatives(ranks: Any, world: int, kind: str) -> None:

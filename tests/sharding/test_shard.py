@@ -91,7 +91,7 @@ def split(channel: Channel, kind: str, steps: int) -> tuple[list[float], dict[st
     return losses, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, gathered
 
 
-@pytest.mark.every
+@pytest.mark.some(1, each="kind")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", ["gcn", "sage", "gat", "gatv2", "gine", "transformer"])
 def test_own_loop_is_that_of_the_whole_graph(ranks: Any, world: int, kind: str) -> None:
@@ -363,7 +363,7 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.every
+@pytest.mark.some(2, each="scenario")
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_results_are_those_of_the_whole_graph(ranks: Any, world: int, scenario: Any) -> None:
