@@ -108,7 +108,7 @@ def test_own_model_gives_the_same_on_three_ranks(tmp_path: Path) -> None:
 
 
 def test_own_loop_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
-    (script,) = blocks(ROOT / "docs" / "own-loop.md", "python")
+    script, *_ = blocks(ROOT / "docs" / "own-loop.md", "python")
     (tmp_path / "script.py").write_text(script)
     alone = printed(tmp_path / "script.py", cwd=tmp_path)
     assert "scores (1797, 1)" in alone

@@ -490,6 +490,11 @@ def refused(channel: Channel, case: str) -> str:
                 net(outside(net.place(data.x)), data.edge_index)
             elif case == "pairs":
                 net.pairs(net(data.x, data.edge_index), torch.tensor([[0, 1], [2, N]]))
+            elif case == "second":
+                first, _ = net.pairs(net(data.x, data.edge_index), torch.tensor([[0], [1]]))
+                x = net.place(data.x).clone().requires_grad_()
+                first = net.read(net(net.place(x), data.edge_index), torch.tensor([3]))
+                torch.autograd.grad(net.sum(first**2), x, create_graph=True)
             elif case == "empty":
                 net.mean(net(data.x, data.edge_index)[:0])
         net(data.x, data.edge_index)
@@ -510,6 +515,7 @@ def refused(channel: Channel, case: str) -> str:
         ("layers", "the layers that the model had"),
         ("grad", "loss.backward()"),
         ("outside", "beside=[module]"),
+        ("second", "one derivative of rows"),
         ("pairs", "ids from 0 to 23"),
         ("empty", "a mean of one entry or more"),
         ("closed", "one that is closed"),

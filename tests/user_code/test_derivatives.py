@@ -277,6 +277,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
     # What needs peers: the tests above, on several ranks.
     "edge_sum._SumOverHalo": "on several ranks",
     "exchange._Summing": "on several ranks",
+    **dict.fromkeys(("boundary._Enter", "boundary._Leave", "boundary._Total"), "in tests/sharding"),
+    "row_reads._Read": "in tests/sharding",
     # Float32 alone: a test of its own.
     "linear._Linear": "by itself",
     # Torch has no second derivative of it, and says so.

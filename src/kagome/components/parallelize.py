@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, cast
 
@@ -257,7 +257,7 @@ class ParallelModel:
             explain: Returns the error to raise in place of one that is not Kagome's.
             call: Calls the model; by default with the part's inputs, by their names.
         """
-        call = call or self._call_by_name
+        call = call or partial(self.calling.call, self.model, self.scope.inputs)
         # Only the first training pass can abandon a pass that has written to buffers: an escape depends on
         # the model's code, and shows up then.
         buffers = Buffers(self.model) if training and not self._trained and self.scope.forward.fast else None
@@ -275,9 +275,6 @@ class ParallelModel:
                 out = self._call(call, explain)
         self._trained = self._trained or training
         return out
-
-    def _call_by_name(self) -> Any:
-        return self.calling.call(self.model, self.scope.inputs)
 
     def _call(self, call: Callable[[], Any], explain: Callable[[Exception], Exception] | None) -> Any:
         try:

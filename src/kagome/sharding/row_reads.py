@@ -141,6 +141,13 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         reads, lists, shape = ctx.reads, ctx.lists, ctx.shape
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "one derivative of rows that net.read or net.pairs returned",
+                "torch.autograd.grad(..., create_graph=True) through them",
+                where="net.read, net.pairs",
+                hint="take that derivative inside of forward, or before the rows are read",
+            )
         reads.sync.started()
         g = grads[0].reshape(grads[0].size(0), shape[1:].numel())
         each = g.new_zeros(sum(lists.recv_counts), g.size(1)).index_add_(0, lists.places, g)
