@@ -180,3 +180,28 @@ def test_pipelines_beside_torchs_are_told_by_side(monkeypatch: pytest.MonkeyPatc
         "kagome: less time than torch": "3.00 times (2.00 to 4.00)",
         "unguarded: less time than torch": "4.00 times (4.00 to 4.00)",
     }
+
+
+@pytest.mark.slow
+def test_steps_of_an_own_loop(tmp_path: Path) -> None:
+    words = [
+        "--side",
+        "12",
+        "--width",
+        "8",
+        "--layers",
+        "2",
+        "--steps",
+        "1",
+        "--turns",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    done = warm.run(BENCHMARKS / "own_loop" / "main.py", *words, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = read(tmp_path / "results.json")
+    losses = [each["loss"] for starts in told.values() for each in starts]
+    assert len(losses) == 3
+    assert max(losses) - min(losses) < 1e-5  # it is the same training
+    assert "| shard, 2 ranks |" in (tmp_path / "results.md").read_text()

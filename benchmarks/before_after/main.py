@@ -33,6 +33,7 @@ CASES: dict[str, tuple[int, str]] = {
     "sage, 1 rank": (1, "--model.name sage"),
     "gat, 1 rank": (1, "--model.name gat --model.heads 4"),
     "gcn, 2 parts": (2, "--model.name gcn --parallel.graph 2"),
+    "sage, 2 parts": (2, "--model.name sage --parallel.graph 2"),
     "gat, 2 parts": (2, "--model.name gat --model.heads 4 --parallel.graph 2"),
     "gcn, 2 parts, one bit, late": (
         2,
@@ -43,11 +44,34 @@ CASES: dict[str, tuple[int, str]] = {
         2,
         "--model.name gcn2 --model.layers 8 --parallel.pipe 2 --parallel.chunks 4",
     ),
+    "gcn2, 2 stages, history, no guard": (
+        2,
+        "--model.name gcn2 --model.layers 8 --parallel.pipe 2 --parallel.chunks 4 --parallel.no-guard",
+    ),
     "gcn, 2 stages, exact": (
         2,
         "--model.name gcn --parallel.pipe 2 --parallel.chunks 4 --parallel.cross-chunk exact",
     ),
 }
+
+
+STARTS: dict[str, list[str]] = {
+    "import kagome": ["-c", "import kagome"],
+    "import of the trainer": ["-c", "import kagome; kagome.Trainer"],
+    "kagome train --help": ["-m", "kagome", "train", "--help"],
+    "2 ranks, one epoch": [
+        "-m",
+        "kagome",
+        "train",
+        "--nproc",
+        "2",
+        "--train.epochs",
+        "1",
+        "--data.name",
+        "digits",
+    ],
+}
+"""Commands by what they tell: words for Python."""
 
 
 def words(case: str, epochs: int, out: Path) -> list[str]:
@@ -117,14 +141,13 @@ def by_turns(before: Path, case: str, start: int) -> dict[str, list[float]]:
     return {side: seconds[SETTLED:] for side, seconds in found.items()}
 
 
-def commands(before: Path, case: str, turns: int) -> dict[str, list[float]]:
-    """Seconds of the whole command of both sides, by turns; the first of each compiles and does not count."""
+def commands(before: Path, given: list[str], turns: int) -> dict[str, list[float]]:
+    """Seconds of a whole command of both sides, by turns; the first of each compiles and does not count."""
     found = dict[str, list[float]](before=[], now=[])
     for turn in range(-1, turns):
         for side in sorted(found, reverse=bool(turn % 2)):
             with tempfile.TemporaryDirectory() as name:
-                command = [sys.executable, "-m", "kagome.cli", "train", "--nproc", str(CASES[case][0])]
-                command += words(case, 10, Path(name) / "out")
+                command = [sys.executable, *given]
                 env, begin = environment(before if side == "before" else ROOT), time.perf_counter()
                 subprocess.run(
                     command,
@@ -137,6 +160,11 @@ def commands(before: Path, case: str, turns: int) -> dict[str, list[float]]:
                 if turn >= 0:
                     found[side].append(time.perf_counter() - begin)
     return found
+
+
+def whole_run(case: str) -> list[str]:
+    """The words for Python of ten epochs of a case; the run's files go to the folder it is started in."""
+    return ["-m", "kagome", "train", "--nproc", str(CASES[case][0]), *words(case, 10, Path("out"))]
 
 
 def cells(pairs: list[tuple[float, float]]) -> list[str]:
@@ -171,8 +199,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         "| case | starts | epoch before | now | ratio | command before | now | ratio |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for case, found in results.items():
+    for case in CASES.keys() & results.keys():
+        found = results[case]
         lines.append(f"| {' | '.join([case, str(len(found['epoch'])), *row(found)])} |")
+    lines[2:] = sorted(lines[2:])
+    lines += ["", "| start | pairs | before | now | ratio |", "|---|---|---|---|---|"]
+    for name in (name for name in STARTS if name in results):
+        pairs = list(zip(results[name]["before"], results[name]["now"], strict=True))
+        lines.append(f"| {' | '.join([name, str(len(pairs)), *cells(pairs)])} |")
     return "\n".join(lines)
 
 
@@ -194,11 +228,16 @@ def main() -> None:
             continue
         results[case] = {
             "epoch": [by_turns(arguments.before.resolve(), case, start) for start in range(arguments.starts)],
-            "command": commands(arguments.before.resolve(), case, arguments.commands),
+            "command": commands(arguments.before.resolve(), whole_run(case), arguments.commands),
         }
         path.write_text(json.dumps(results) + "\n", encoding="utf-8")
         (HERE / "results.md").write_text(table(results) + "\n", encoding="utf-8")
         print(f"{case}: {'  '.join(row(results[case]))}", flush=True)
+    for name, given in STARTS.items():
+        if name not in results:
+            results[name] = commands(arguments.before.resolve(), given, 2 * arguments.commands)
+            path.write_text(json.dumps(results) + "\n", encoding="utf-8")
+            (HERE / "results.md").write_text(table(results) + "\n", encoding="utf-8")
     print(table(results))
 
 
