@@ -182,7 +182,7 @@ NAN = float("nan")
         (
             config.Parallel,
             {"partitioner": "kahip"},
-            "contiguous, random; got 'kahip'",
+            "contiguous, random, coordinates; got 'kahip'",
         ),
         (config.Parallel, {"max_age": "1"}, "max_age to be a whole number; got '1'"),
         (config.Parallel, {"max_age": 1.5}, "max_age to be a whole number; got 1.5"),
