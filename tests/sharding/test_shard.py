@@ -18,6 +18,9 @@ from torch_geometric.data import Data
 
 import kagome
 from kagome.comm.channel import Channel
+from kagome.graph.partition import store
+from kagome.graph.partition.partition import split_all
+from kagome.graph.structure.validate import validate
 
 N, F, C = 23, 5, 3
 WORLDS = (1, 2, 3, 4)
@@ -442,6 +445,28 @@ def test_a_batch_is_one_message(ranks: Any) -> None:
     assert ranks(2, sent, 1) == ranks(2, sent, 4) == [4, 4]
 
 
+def from_folder(channel: Channel, folder: str) -> dict[str, Tensor]:
+    with kagome.shard(model := model_of("gat"), folder, log=str) as net:
+        given = net.inputs
+        out = net(given["x"], given["edge_index"], given["edge_attr"])
+        net.mean((out - given["y"]) ** 2).backward()
+    return grads(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_saved_partition_is_given_by_its_inputs(ranks: Any, world: int, tmp_path: Path) -> None:
+    data, model = graph(), model_of("gat")
+    clean, _ = validate(data)
+    owner = torch.arange(N) % world
+    meta, _ = store.measure(clean, owner, world, fingerprint="test", method="test", seed=0)
+    store.save(split_all(clean, owner, world, fingerprint="test"), tmp_path, meta)
+    ((model(data.x, data.edge_index, data.edge_attr) - data.y) ** 2).mean().backward()
+    expected = grads(model)
+    for found in ranks(world, from_folder, str(tmp_path)):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
+
+
 def saved(channel: Channel, folder: str) -> str:
     data, model = graph(), model_of("gat")
     with kagome.shard(model, data, log=str) as net:
@@ -488,6 +513,12 @@ def refused(channel: Channel, case: str) -> str:
                 torch.autograd.grad(net.mean(net(data.x, data.edge_index)), list(model.parameters()))
             elif case == "outside":
                 net(outside(net.place(data.x)), data.edge_index)
+            elif case == "some rows":
+                net.run(
+                    lambda x, e, y: net.model(x, e) + y.sum(), data.x, data.edge_index, data.y[: 2 + net.rank]
+                )
+            elif case == "own number":
+                net.run(lambda x, e: torch.full((2,), float(net.rank)), data.x, data.edge_index)
             elif case == "pairs":
                 net.pairs(net(data.x, data.edge_index), torch.tensor([[0, 1], [2, N]]))
             elif case == "second":
@@ -516,6 +547,8 @@ def refused(channel: Channel, case: str) -> str:
         ("grad", "loss.backward()"),
         ("outside", "beside=[module]"),
         ("second", "one derivative of rows"),
+        ("some rows", "shapes [2, 3], [3, 3]"),
+        ("own number", "the same on all ranks"),
         ("pairs", "ids from 0 to 23"),
         ("empty", "a mean of one entry or more"),
         ("closed", "one that is closed"),

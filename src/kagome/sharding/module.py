@@ -14,7 +14,7 @@ model on the part, ``gradient_sync`` sums gradients, ``boundary`` is between the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data
 
 from kagome.comm.mesh import Mesh
@@ -99,6 +99,14 @@ class ShardedModel(Collectives):
     def ranks(self) -> int:
         """The number of ranks that share the graph."""
         return self._mesh.graph.size
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """What this rank's part has of the graph, by name: ``edge_index`` and attributes of own rows.
+
+        They may be given to the model; a graph that was read from a folder is nowhere else.
+        """
+        return self._parallel.scope.inputs
 
     # The model's own face -------------------------------------------------------------------------
 
@@ -179,6 +187,8 @@ class ShardedModel(Collectives):
         except Exception as error:
             self._mesh.graph.report_error(error)
             raise
+        if not checked:
+            self._refuse_own_numbers(out)
         self._checked.add(training)
         forward_pass = self._parallel.scope.forward.forward_pass
         forward_pass.outlives = True
@@ -188,6 +198,26 @@ class ShardedModel(Collectives):
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
         return self._boundary.leave(leaf, forward_pass, rows=self._placer.is_rows(leaf))
+
+    def _refuse_own_numbers(self, out: Any) -> None:
+        """Refuse outputs without rows that differ between ranks. All ranks call it, after a first pass."""
+        leaves = [
+            leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not self._placer.is_rows(leaf)
+        ]
+        mine: list[list[Any]] = [
+            [list(leaf.shape), float(leaf.detach().double().sum().real)] for leaf in leaves
+        ]
+        for other in self._mesh.graph.gather_objects(mine, "outputs that all ranks share"):
+            assert isinstance(other, list)
+            for (shape, total), (their_shape, theirs) in zip(mine, other, strict=True):
+                # Equal to rounding: GPUs of several kinds may compute other last digits.
+                if shape != their_shape or abs(total - theirs) > 1e-4 * max(abs(total), abs(theirs)):
+                    raise ModelError(
+                        "outputs with own rows, or the same on all ranks",
+                        f"one of shape {shape} and sum {total:.6g} here, of shape {their_shape} and sum "
+                        f"{theirs:.6g} on another rank",
+                        hint="a mean or sum over all rows by torch, or a row a vertex",
+                    )
 
     def _refuse_unusable(self) -> None:
         if not self._closing.alive:

@@ -168,11 +168,23 @@ class Placer:
                 for axis, size in enumerate(value.shape)
                 if size in (self._own[rows].numel(), self._all[rows])
             ]
-            each: Any = self._channel.gather_objects(mine, f"rows of {path}")
+            told: Any = self._channel.gather_objects([mine, list(value.shape)], f"rows of {path}")
+            each, shapes = zip(*told, strict=True)
             self._decided[key] = self._chosen(
                 path, value, [found for found in mine if all(found in e for e in each)]
             )
+            if self._decided[key] is None:
+                self._refuse_unlike(path, shapes)
         return self._decided[key]
+
+    def _refuse_unlike(self, path: str, shapes: Sequence[Any]) -> None:
+        """Refuse a tensor without rows that has other sizes on other ranks, such as rows of some vertices."""
+        if any(shape != shapes[0] for shape in shapes):
+            raise ModelError(
+                f"{path} with a row for each vertex or edge, or the same on all ranks",
+                f"shapes {', '.join(map(str, shapes))} on the ranks",
+                hint=HINT,
+            )
 
     def _chosen(self, path: str, value: Tensor, found: list[list[Any]]) -> RowAxis | None:
         if not found:
