@@ -170,16 +170,14 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         else None
     )
     if late is not None:
-        return scope.placements.put(late, Placement(PlacementKind.ROWS, placement.view, axis))
+        return scope.placements.put(late, _written(scope, placement, axis))
     args, kwargs = all_computed(args, kwargs)
     base, value = args[0], now(value)
     if placement.kind is PlacementKind.TARGET:
-        return scope.placements.put(
-            func(*args, **kwargs), Placement(PlacementKind.ROWS, placement.view, axis)
-        )
+        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, axis))
     if placement.kind is PlacementKind.SOURCE and scope.size == 1:
         scope.reads.report_global_read("sums for neighbours' rows")
-        return scope.placements.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, 0, axis))
+        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, axis))
     if scope.size == 1 or placement.kind is PlacementKind.LOCAL:
         return NotImplemented
     reduce = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
@@ -212,15 +210,24 @@ def _add_at_sources(
     shape[axis] = halo_exchange.own + halo_exchange.halo
     sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
     return scope.placements.put(
-        _add(base, scope.reads.write(sums, axis, placement), name), Placement(PlacementKind.ROWS, 0, axis)
+        _add(base, scope.reads.write(sums, axis, placement), name), _written(scope, placement, axis)
     )
+
+
+def _written(scope: Reader, index: Placement, axis: int) -> Placement:
+    """Return the placement of rows that were written by one end of edges."""
+    view = scope.views[index.view]
+    number = view.targets if index.kind is PlacementKind.TARGET else view.sources
+    return Placement(PlacementKind.ROWS, axis=axis, vertex_set=number)
 
 
 def _by_place(
     scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace ``arange(x.size(0))`` in a write's arguments by the positions of own rows on this part."""
-    own = scope.placements.put(scope.ids.local_of(index), Placement(PlacementKind.TARGET))
+    held = scope.placements.get(index)
+    number = 0 if held is None else held.vertex_set
+    own = scope.placements.put(scope.ids.local_of(index, number), Placement(PlacementKind.TARGET))
     args = tuple(own if value is index else value for value in args)
     return args, {key: own if value is index else value for key, value in kwargs.items()}
 
@@ -284,9 +291,7 @@ def _linear_of_rows(
         return out if bias is None else call(Tensor.add, (), (out, bias))
     # PyG's convolutions add their bias after the aggregation: a map with a bias is not one before a sum.
     if bias is None and scope.deferral.sums_late(args[0], weight):
-        return scope.placements.put(
-            LazyTensor(Linear(args[0], weight, scope.deferral)), Placement(PlacementKind.ROWS)
-        )
+        return scope.axes.like(LazyTensor(Linear(args[0], weight, scope.deferral)), args[0])
     if scope.deferral.maps_late(args[0], weight):
         return scope.axes.like(LazyTensor(EdgeMap(args[0], weight, bias, (weight.size(0),))), args[0])
     rows = _factor(scope, args[0], weight)
@@ -362,7 +367,7 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     # A flipped in-edge belongs to the owner of its source, so a part needs edges that its peers hold.
     if edges is scope.inputs.get("edge_index"):
         return scope.reads.out_edges().edge_index
-    if len(scope.views) > 1 and edges is scope.views[1].edge_index:
+    if scope.reads.turned is not None and edges is scope.reads.turned.edge_index:
         return scope.views[0].edge_index
     return NotImplemented
 
@@ -376,6 +381,8 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     placement = scope.placements.get(args[0])
     if placement is None or placement.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
         return NotImplemented
+    if scope.ids.last_vertex is None:
+        raise refused(scope, f"{name} of ids of one of several edge sets", hint="x.size(0) of rows of that set")
     if not from_library() and scope.parted:
         return torch.tensor(scope.ids.last_vertex, device=scope.device)
     return torch.tensor(scope.ids.last_row() - 1, device=scope.device)

@@ -31,6 +31,10 @@ class EdgeView:
         rows: Exchange of the rows that row 0 names.
         across: View 1: exchange of values that belong to these edges, from rows of view 0's edges.
         across_index: View 1: index of each edge in the result of ``across``.
+        name: The name of the edges among those of the graph; empty if it has one list of edges.
+        count: The number of these edges in the whole graph.
+        sources: The number of the vertex set that row 0 names.
+        targets: The number of the vertex set that row 1 names.
 
     Shapes:
         ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``across_index [E]``, attributes
@@ -45,10 +49,21 @@ class EdgeView:
     attributes: dict[str, Tensor] = field(default_factory=dict)
     across: HaloExchange | None = None
     across_index: Tensor | None = None
+    name: str = ""
+    count: int = 0
+    sources: int = 0
+    targets: int = 0
 
 
 def in_view(
-    part: Partition, channel: Exchange, device: torch.device, rows: HaloExchange | None = None
+    part: Partition,
+    channel: Exchange,
+    device: torch.device,
+    rows: HaloExchange | None = None,
+    *,
+    name: str = "",
+    sources: int = 0,
+    targets: int = 0,
 ) -> EdgeView:
     """Return the in-edges of a part's own vertices, as the partition holds them.
 
@@ -57,6 +72,9 @@ def in_view(
         channel: Channel to the other parts.
         device: Device of the view's tensors.
         rows: The exchange of rows, if it is not the plain halo exchange of the part.
+        name: The name of the edges.
+        sources: The number of the vertex set that they read.
+        targets: The number of the vertex set that they write.
     """
     ids, send = torch.cat([part.own, part.halo]).to(device), part.send.to(device)
     edge_index, own = part.edge_index.to(device), part.own.numel()
@@ -70,7 +88,11 @@ def in_view(
         given=edge_index,
         edge_ids=part.edge_ids,
         rows=rows,
-        attributes={name: value.to(device) for name, value in part.edges.items()},
+        attributes={key: value.to(device) for key, value in part.edges.items()},
+        name=name,
+        count=part.num_edges,
+        sources=sources,
+        targets=targets,
     )
 
 
@@ -144,6 +166,7 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
         attributes={name: value[order] for name, value in attributes.items()},
         across=(across := _across(places, give, take, channel)),
         across_index=_across_index(places, give, take, across)[order],
+        count=view.count,
     )
 
 

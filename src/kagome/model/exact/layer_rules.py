@@ -113,7 +113,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
             # learns that the layer reads all vertices.
             scope.reads.all_rows_exchange()
             return inner(query, *args, **kwargs)
-        if query.size(0) != 1 or query.size(1) != scope.own:
+        if query.size(0) != 1 or query.size(1) != scope.sets[0].own:
             raise ModelError(
                 "GPSConv to attend to all vertices of one graph",
                 "a batch vector",
@@ -170,7 +170,7 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
         # Two rows, because groups at the end that are empty look at the last row but one.
         ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
         group = scope.axes.targets(torch.cat([index.new_zeros(2), index + 1]))
-        size = scope.own if dim_size is None else dim_size
+        size = scope.deferral.written(index) if dim_size is None else dim_size
         out: Tensor = inner(ahead, group, None, size + 1, dim, **more)
         return out[1:]
 
