@@ -93,7 +93,8 @@ class Graph:
                 self.edges[name] = each
             else:
                 raise DataError(
-                    "kagome.Vertices and kagome.Edges in kagome.Graph", f"{name} of type {type(each).__name__}"
+                    "kagome.Vertices and kagome.Edges in kagome.Graph",
+                    f"{name} of type {type(each).__name__}",
                 )
         self._check()
 
@@ -145,9 +146,7 @@ class Graph:
         for name, each in self.edges.items():
             index = each.index
             if index.dim() != 2 or index.size(0) != 2 or index.dtype != torch.int64:
-                raise DataError(
-                    f"int64 [2, E] in the edge set {name}", f"{index.dtype} {list(index.shape)}"
-                )
+                raise DataError(f"int64 [2, E] in the edge set {name}", f"{index.dtype} {list(index.shape)}")
             if each.attr is not None and each.attr.size(0) != index.size(1):
                 raise DataError(
                     f"an attribute for each of the {index.size(1):,} edges of {name}",
@@ -158,9 +157,7 @@ class Graph:
 
     def _check_ends(self, name: str, kind: str, ids: Tensor, row: int) -> None:
         if kind not in self.vertices:
-            raise DataError(
-                f"a vertex set for both ends of {name}: {', '.join(self.vertices)}", repr(kind)
-            )
+            raise DataError(f"a vertex set for both ends of {name}: {', '.join(self.vertices)}", repr(kind))
         count = self.vertices[kind].count
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
             raise DataError(
@@ -170,5 +167,5 @@ class Graph:
 
 
 def edge_name(source: str, relation: str, target: str) -> str:
-    """Return the name of the edge set of an edge type of a ``HeteroData``, as PyG writes it in a ``ModuleDict``."""
+    """Return the name of the edge set of an edge type, as PyG's modules write it."""
     return f"{source}__{relation}__{target}"

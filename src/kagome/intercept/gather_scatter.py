@@ -382,7 +382,9 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     if placement is None or placement.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
         return NotImplemented
     if scope.ids.last_vertex is None:
-        raise refused(scope, f"{name} of ids of one of several edge sets", hint="x.size(0) of rows of that set")
+        raise refused(
+            scope, f"{name} of ids of one of several edge sets", hint="x.size(0) of rows of that set"
+        )
     if not from_library() and scope.parted:
         return torch.tensor(scope.ids.last_vertex, device=scope.device)
     return torch.tensor(scope.ids.last_row() - 1, device=scope.device)

@@ -164,7 +164,7 @@ class Interceptor(TorchFunctionMode):
         return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
 
     def _inputs_of_sets(self) -> dict[str, Any]:
-        """Return the edges of each edge set by its name, and its attribute by the name with ``.edge_attr``."""
+        """Return the edges of each edge set by its name, and their attribute as ``NAME.edge_attr``."""
         inputs: dict[str, Any] = {}
         for number, view in enumerate(self.views):
             placement = Placement(PlacementKind.EDGES, number)
@@ -257,7 +257,11 @@ class Interceptor(TorchFunctionMode):
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: run call by call
                 return opened(func)(*args, **kwargs)
-        if self.parted and any(each.own == 1 for each in self.sets) and (met := vertex_tables.met(self, name, args, kwargs)) is not None:
+        if (
+            self.parted
+            and any(each.own == 1 for each in self.sets)
+            and (met := vertex_tables.met(self, name, args, kwargs)) is not None
+        ):
             return self.__torch_function__(func, types, *met)  # torch would broadcast the only row
         try:
             result = func(*args, **kwargs)

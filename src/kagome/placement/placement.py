@@ -90,7 +90,16 @@ class Placement:
     @property
     def fields(self) -> tuple[Any, ...]:
         """All fields but ``edges`` and ``subset``, for comparison."""
-        return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin, self.vertex_set
+        return (
+            self.kind,
+            self.view,
+            self.axis,
+            self.swapped,
+            self.both,
+            self.each,
+            self.origin,
+            self.vertex_set,
+        )
 
     def along(self, axis: int) -> Placement:
         """Return the placement of the same rows along another axis."""

@@ -1,7 +1,7 @@
 """Vertex sets: the kinds of vertices of a graph, and this rank's own vertices of each.
 
-Where it sits: ``intercept.interceptor`` makes them from its part; a placement names its set by number. A graph
-with one kind of vertices has one set, number 0.
+Where it sits: ``intercept.interceptor`` makes them from its part; a placement names its set by number. A
+graph with one kind of vertices has one set, number 0.
 
 ::
 

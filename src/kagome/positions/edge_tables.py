@@ -230,7 +230,8 @@ def tables_of(model: nn.Module, edges: Sequence[int], vertices: Sequence[int]) -
             if sum(count in tensor.shape for count in edges) > 1:
                 raise ModelError(
                     "a tensor in the model whose sizes say to which edge set it belongs",
-                    f"{name} of shape {list(tensor.shape)}, and edge sets of {', '.join(map(str, edges))} edges",
+                    f"{name} of shape {list(tensor.shape)}, and edge sets of "
+                    f"{', '.join(map(str, edges))} edges",
                     where=name,
                     hint="give it to forward, placed by net.place(tensor, edge_set)",
                 )

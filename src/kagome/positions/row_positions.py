@@ -132,7 +132,10 @@ def _noted(
     span = held[numbers]
     with torch._C.DisableTorchFunction():
         return scope.placements.put(
-            out, replace(placement, subset=RowSubset(torch.arange(scope.sets.of(placement).own)[list(span)], span))
+            out,
+            replace(
+                placement, subset=RowSubset(torch.arange(scope.sets.of(placement).own)[list(span)], span)
+            ),
         )
 
 
@@ -227,7 +230,9 @@ def _masked(scope: PositionScope, base: Tensor, placement: Placement, mask: Tens
     if placement.subset is not None or placement.each > 1:
         raise refused(scope, "a mask of all vertices that chooses among some of them")
     # [N] -> [n]
-    own = scope.placements.put(mask.bool()[scope.ids.of(placement)], Placement(PlacementKind.ROWS, vertex_set=placement.vertex_set))
+    own = scope.placements.put(
+        mask.bool()[scope.ids.of(placement)], Placement(PlacementKind.ROWS, vertex_set=placement.vertex_set)
+    )
     with torch._C.DisableTorchFunction():
         chosen = own.nonzero().view(-1)
         out = base.index_select(placement.axis, chosen)

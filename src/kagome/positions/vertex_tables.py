@@ -195,7 +195,11 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
         number = scope.sets[number].members[0]
     if has_all(scope, base, axis, number) is None or base.size(axis) == scope.sets[number].own:
         return base
-    if index.numel() and int(index.max()) >= scope.sets[number].own and ids == Placement(PlacementKind.TARGET):
+    if (
+        index.numel()
+        and int(index.max()) >= scope.sets[number].own
+        and ids == Placement(PlacementKind.TARGET)
+    ):
         return base  # a layer's own groups, made from ids of targets
     # The caller keeps a reference to the tensor, which would stay as it was.
     if name.endswith("_") and not from_library():

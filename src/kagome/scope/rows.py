@@ -200,7 +200,9 @@ class VertexIds:
         targets = self._sets[view.targets].ids
         if placement.kind is not PlacementKind.EDGES:
             return (targets if placement.kind is PlacementKind.TARGET else view.ids)[ids]
-        ends = (targets[ids[0]], view.ids[ids[1]]) if placement.swapped else (view.ids[ids[0]], targets[ids[1]])
+        ends = (
+            (targets[ids[0]], view.ids[ids[1]]) if placement.swapped else (view.ids[ids[0]], targets[ids[1]])
+        )
         return torch.stack(ends)
 
     def of(self, placement: Placement) -> Tensor:

@@ -24,21 +24,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.mesh import Mesh
 from kagome.components.parallelize import ParallelModel
 from kagome.components.task import draws_of
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
-from kagome.graph.partition.partition import Partition
+from kagome.graph.sets import Graph
 from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
 from kagome.sharding.collectives import Collectives
 from kagome.sharding.gradient_sync import GradientSync
-from kagome.sharding.placing import Placer, Rows
+from kagome.sharding.placing import Placer
+from kagome.sharding.row_sets import RowSets
 
 
 class ShardedModel(Collectives):
@@ -51,7 +52,6 @@ class ShardedModel(Collectives):
         model: The user's module.
         parallel: The model on this rank's part.
         mesh: The ranks.
-        part: This rank's part.
         given: The graph as the user gave it; None if it was read from files.
         beside: Modules that run outside of the model.
         stack: What is closed at the end.
@@ -65,8 +65,7 @@ class ShardedModel(Collectives):
         model: nn.Module,
         parallel: ParallelModel,
         mesh: Mesh,
-        part: Partition,
-        given: Data | None,
+        given: Data | HeteroData | Graph | None,
         beside: Sequence[nn.Module],
         stack: ExitStack,
     ) -> None:
@@ -75,14 +74,15 @@ class ShardedModel(Collectives):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
-        self._mesh, self._part = mesh, part
+        self._mesh, self._rows = mesh, RowSets(parallel.scope)
         self._sync = GradientSync((model, *beside), mesh.weights)
-        self._boundary = Boundary(self._sync, mesh.graph, part.own.numel())
-        self._placer = Placer(parallel.scope, part, mesh.graph, self._boundary, given)
+        owned = tuple(each.count for each in self._rows.vertices)
+        self._boundary = Boundary(self._sync, mesh.graph, owned)
+        self._placer = Placer(parallel.scope, self._rows, mesh.graph, self._boundary, given)
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
-        self._reads = None
+        self._reads = {}
         self._known_modules = tuple(map(id, model.modules()))
         self._checked: set[bool] = set()
         self.step = 0
@@ -117,9 +117,8 @@ class ShardedModel(Collectives):
             return getattr(self.__dict__["model"], name)
 
     def __repr__(self) -> str:
-        part = self._part
-        share = f"{part.own.numel():,} of {part.num_nodes:,} vertices, part {part.part} of {part.num_parts}"
-        return f"ShardedModel({share}): {self.model!r}"
+        shares = [f"{each.count:,} of {each.size:,} {each.name}" for each in self._rows.vertices]
+        return f"ShardedModel({', '.join(shares)}, part {self.rank} of {self.ranks}): {self.model!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the plain model, as an average of weights keeps."""
@@ -245,15 +244,19 @@ class ShardedModel(Collectives):
 
     # Rows -----------------------------------------------------------------------------------------
 
-    def own(self, rows: Rows = "vertices") -> Tensor:
+    def own(self, rows: str | None = None) -> Tensor:
         """Return the ids of this rank's own vertices, or the positions of its own edges, in the whole graph.
+
+        Args:
+            rows: The name of a vertex set or edge set: ``"vertices"`` or ``"edges"`` for a graph with one
+                kind of vertices, and by default its vertices.
 
         Shapes:
             ``[n]`` or ``[e]``, int64, ascending.
         """
-        return self._placer.own(rows)
+        return self._rows.named(rows, "net.own").own
 
-    def place(self, value: Tensor, rows: Rows = "vertices", *, axis: int = 0) -> Tensor:
+    def place(self, value: Tensor, rows: str | None = None, *, axis: int = 0) -> Tensor:
         """Return this rank's rows of a tensor, and record along which axis they lie.
 
         Args:
@@ -264,9 +267,9 @@ class ShardedModel(Collectives):
         Raises:
             ModelError: If the axis has another number of rows.
         """
-        return self._placer.place(value, rows, axis)
+        return self._placer.place(value, self._rows.named(rows, "net.place"), axis)
 
-    def gather(self, value: Tensor, rows: Rows = "vertices", *, axis: int = 0) -> Tensor | None:
+    def gather(self, value: Tensor, rows: str | None = None, *, axis: int = 0) -> Tensor | None:
         """Return the rows of all ranks in the graph's own order on rank 0; None on the others.
 
         All ranks call it. There is no gradient.
@@ -281,8 +284,8 @@ class ShardedModel(Collectives):
         """
         channel, own = self._mesh.graph, self.own(rows)
         front = self._own_rows_first(value, rows, axis, "net.gather")
-        found = channel.gather_rows(front, action=f"gather of {rows}", dst=0)
-        ids = channel.gather_rows(own, action=f"gather of {rows}: ids", dst=0)
+        found = channel.gather_rows(front, action="net.gather", dst=0)
+        ids = channel.gather_rows(own, action="net.gather: ids", dst=0)
         if found is None or ids is None or channel.rank:
             return None
         joined = torch.cat(found)
@@ -290,7 +293,7 @@ class ShardedModel(Collectives):
         out[torch.cat(ids)] = joined
         return out.movedim(0, range(value.dim())[axis])
 
-    def save(self, value: Tensor, folder: str | Path, rows: Rows = "vertices", *, axis: int = 0) -> Path:
+    def save(self, value: Tensor, folder: str | Path, rows: str | None = None, *, axis: int = 0) -> Path:
         """Write own rows and their ids to a file of this rank, for results that no rank can hold.
 
         Args:
@@ -311,16 +314,16 @@ class ShardedModel(Collectives):
         save_file({"ids": self.own(rows).cpu().contiguous(), "rows": front}, path)
         return path
 
-    def _own_rows_first(self, value: Tensor, rows: Rows, axis: int, where: str) -> Tensor:
+    def _own_rows_first(self, value: Tensor, rows: str | None, axis: int, where: str) -> Tensor:
         """Return own rows along axis 0, without gradient.
 
         Raises:
             ModelError: If there are more or fewer of them.
         """
-        axis, own = range(value.dim())[axis], self.own(rows)
-        if value.size(axis) != own.numel():
+        axis, named = range(value.dim())[axis], self._rows.named(rows, where)
+        if value.size(axis) != named.count:
             raise ModelError(
-                f"{own.numel():,} own rows of {rows} along axis {axis}",
+                f"{named.count:,} own rows of {named.name} along axis {axis}",
                 f"{value.size(axis):,} in shape {list(value.shape)}",
                 where=f"{where}, rank {self.rank}",
             )

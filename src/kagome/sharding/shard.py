@@ -9,20 +9,32 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
-from kagome.comm.mesh import open_mesh
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import Mesh, open_mesh
 from kagome.components.model_setup import broadcast_weights, materialise
 from kagome.components.parallelize import PartOptions, parallelize
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
-from kagome.errors import ConfigError
+from kagome.errors import ConfigError, ModelError, PartitionError
+from kagome.graph.partition.choice import is_auto
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import (
+    SetsPartition,
+    assign_sets,
+    extract_sets,
+    sets_fingerprint,
+)
+from kagome.graph.partition.store import Meta
+from kagome.graph.sets import Graph
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.report.progress import warn
 from kagome.sharding.module import ShardedModel
@@ -46,7 +58,7 @@ SERVED: Final = frozenset(
 @as_written
 def shard(
     model: nn.Module,
-    graph: Data | str | Path,
+    graph: Data | HeteroData | Graph | str | Path,
     *,
     parallel: Parallel | None = None,
     mesh: DeviceMesh | None = None,
@@ -66,7 +78,8 @@ def shard(
     Args:
         model: A module; it stays your own object, with the same parameters. On several ranks all get rank
             0's weights.
-        graph: A PyG ``Data`` with ``edge_index``, the same on all ranks, or the folder of a saved partition.
+        graph: A PyG ``Data`` with ``edge_index``, the same on all ranks, or the folder of a saved partition;
+            of several kinds of vertices, a ``HeteroData`` or a :class:`kagome.Graph`.
         parallel: How to split: ``Parallel(graph=4)``; by default one part for each rank.
         mesh: The ranks that share the graph, if they are not all: one axis of your ``DeviceMesh``, such as
             ``mesh["graph"]``. ``DistributedDataParallel`` may stand around the result, over the other axis.
@@ -105,7 +118,7 @@ def shard(
     """
     refuse_no_module(model, "shard(model, ...)")
     check_kind("parallel", parallel, Parallel | None)
-    check_kind("graph", graph, Data | str | Path)
+    check_kind("graph", graph, Data | HeteroData | Graph | str | Path)
     check_kind("mesh", mesh, DeviceMesh | None)
     group = _group_of(mesh)
     parallel = parallel or Parallel()
@@ -115,26 +128,86 @@ def shard(
     with ExitStack() as stack:
         ranks = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log, group=group))
 
-        def take(channel: Any) -> Any:
-            if isinstance(graph, str | Path):
-                return source.from_folder(graph, channel)
-            method = parallel.cutter(channel.size)
-            return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
-
-        part, meta = source.for_all_stages(take, ranks)
-        for note in (*ranks.notes, *meta.notes):
+        part, notes = _part_of(graph, parallel, ranks, seed)
+        for note in (*ranks.notes, *notes):
             log(note)
         model = model.to(ranks.device)
-        materialise(model, part, ranks.device)
+        if isinstance(part, Partition):
+            materialise(model, part, ranks.device)
+        else:
+            _refuse_lazy(model)
         for module in (model, *beside):
             broadcast_weights(module.to(ranks.device), ranks.world)
         fitted = parallel.fit(ranks.size)
         exchange = CompressedExchange(ranks.graph, fitted, seed)
-        given = graph if isinstance(graph, Data) else None
+        given = None if isinstance(graph, str | Path) else graph
         options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
         stack.enter_context(net)
-        return ShardedModel(model, net, ranks, part, given, beside, stack.pop_all())
+        return ShardedModel(model, net, ranks, given, beside, stack.pop_all())
+
+
+def _part_of(
+    graph: Data | HeteroData | Graph | str | Path, parallel: Parallel, mesh: Mesh, seed: int
+) -> tuple[Partition | SetsPartition, Sequence[str]]:
+    """Return this rank's part of a graph, and notes for the user."""
+    method = parallel.cutter(mesh.graph.size)
+
+    def take(channel: Channel) -> tuple[Partition, Meta]:
+        if isinstance(graph, str | Path):
+            return source.from_folder(graph, channel)
+        return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
+
+    if isinstance(graph, HeteroData | Graph):
+        sets = Graph.of(graph) if isinstance(graph, HeteroData) else graph
+        return _sets_part(sets, parallel, mesh.graph, "metis" if is_auto(method) else method, seed), ()
+    part, meta = source.for_all_stages(take, mesh)
+    return part, meta.notes
+
+
+def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, seed: int) -> SetsPartition:
+    """Return this rank's part of a graph of several sets; rank 0 assigns the vertices.
+
+    Raises:
+        PartitionError: If the ranks have different graphs.
+        ConfigError: For settings that serve one vertex set only.
+    """
+    if parallel.tensor > 1:
+        raise ConfigError(
+            "graph parallelism for a graph of several vertex sets",
+            f"tensor={parallel.tensor}",
+            where="kagome.shard(parallel=...)",
+            hint=f"Parallel(graph={channel.size})",
+        )
+    marks = channel.gather_objects(sets_fingerprint(graph), "compare the ranks' graphs")
+    if len(set(marks)) > 1:
+        raise PartitionError(
+            "the same graph on every rank",
+            f"another on rank {channel.rank} than elsewhere",
+            hint="seed whatever makes the graph, or load it from one file",
+        )
+    counts = [each.count for each in graph.vertices.values()]
+    owner = torch.zeros(sum(counts), dtype=torch.int64, device=channel.device)
+    if channel.rank == 0 and channel.size > 1:
+        owner = torch.cat([*assign_sets(graph, method, channel.size, seed).values()]).to(channel.device)
+    owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
+    owners = dict(zip(graph.vertices, owner.split(counts), strict=True))
+    return extract_sets(graph, owners, channel.rank, channel.size)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Refuse lazy layers, whose shapes would have to be found on a part.
+
+    Raises:
+        ModelError: Naming the first of them.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                "parameters that have a shape, for a graph of several vertex sets",
+                f"{name}, whose layer waits for its first input (in_channels=-1)",
+                hint="call the model once, with torch.no_grad(), on a few rows of each set",
+            )
 
 
 def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:

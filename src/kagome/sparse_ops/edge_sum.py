@@ -240,7 +240,9 @@ class _SumOverHalo(torch.autograd.Function):
         weight, rows, halo = ctx.saved_tensors
         edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         own_factor, halo_factor = (
-            (None, None) if ctx.factor is None else (ctx.factor[: edges.first_halo], ctx.factor[edges.first_halo :])
+            (None, None)
+            if ctx.factor is None
+            else (ctx.factor[: edges.first_halo], ctx.factor[edges.first_halo :])
         )
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:

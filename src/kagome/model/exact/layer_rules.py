@@ -198,9 +198,6 @@ def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
 REFUSED: Sequence[tuple[type[nn.Module], str]] = (
     (pyg.HypergraphConv, "it reads vertex-hyperedge incidences, not edges between vertices"),
     (pyg.WLConv, "it numbers colours in the order in which it meets them, and has no gradient"),
-    (pyg.HGTConv, "it takes several vertex types as dicts, not one homogeneous graph"),
-    (pyg.HANConv, "it takes several vertex types as dicts, not one homogeneous graph"),
-    (pyg.HeteroConv, "it takes several vertex types as dicts, not one homogeneous graph"),
 )
 """Layers that no split makes exact, each with its reason."""
 
