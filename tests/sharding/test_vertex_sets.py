@@ -19,6 +19,7 @@ from kagome.comm.channel import Channel
 SIZES = {"paper": 23, "author": 17, "field": 3}
 LINKS = {
     ("author", "writes", "paper"): 61,
+    ("paper", "by", "author"): 59,
     ("paper", "cites", "paper"): 90,
     ("paper", "about", "field"): 41,
     ("field", "holds", "paper"): 37,
@@ -164,6 +165,133 @@ def test_models_of_several_vertex_types(ranks: Any, world: int, kind: str) -> No
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             if rank and name.startswith("out"):
+                continue
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+GRID, FINE, COARSE = 29, 13, 5
+
+
+class Interaction(pyg.MessagePassing):
+    """An interaction network: edge states, updated with the rows of both ends; senders are shifted ids."""
+
+    def __init__(self, edges: Tensor, *, shifted: bool) -> None:
+        super().__init__(aggr="sum")
+        self.receivers, self.shifted = int(edges[1].max()) + 1 if edges.numel() else 0, shifted
+        self.register_buffer("edges", edges, persistent=False)
+        self.edge = nn.Sequential(nn.Linear(12, 8), nn.SiLU(), nn.Linear(8, 4))
+        self.row = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 4))
+
+    def forward(self, senders: Tensor, receivers: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shifted:
+            rows: Any = torch.cat([receivers, senders], dim=-2)
+            total, change = self.propagate(self.edges, x=rows, state=state)
+        else:
+            total, change = self.propagate(self.edges, x=(senders, receivers), state=state)
+        return receivers + self.row(torch.cat([receivers, total], dim=-1)), state + change
+
+    def message(self, x_j: Tensor, x_i: Tensor, state: Tensor) -> Tensor:
+        return self.edge(torch.cat([state, x_j, x_i], dim=-1))
+
+    def aggregate(self, inputs: Tensor, index: Tensor, ptr: Any, dim_size: int) -> Any:
+        size = self.receivers if self.shifted else dim_size
+        return super().aggregate(inputs, index, ptr, size), inputs
+
+
+def weather_edges() -> dict[str, tuple[str, str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+
+    def drawn(source: int, target: int, count: int) -> Tensor:
+        edges = torch.stack([torch.randint(n, (count,), generator=generator) for n in (source, target)])
+        edges[1, : min(target, count)] = torch.arange(min(target, count))
+        return edges
+
+    return {
+        "g2m": ("grid", "fine", drawn(GRID, FINE, 67)),
+        "m2m": ("fine", "fine", drawn(FINE, FINE, 43)),
+        "down": ("fine", "coarse", drawn(FINE, COARSE, 31)),
+        "c2c": ("coarse", "coarse", drawn(COARSE, COARSE, 19)),
+        "up": ("coarse", "fine", drawn(COARSE, FINE, 37)),
+        "m2g": ("fine", "grid", drawn(FINE, GRID, 71)),
+    }
+
+
+SETS = {"grid": GRID, "fine": FINE, "coarse": COARSE}
+
+
+class Weather(nn.Module):
+    """Encode, process on a hierarchy of meshes, decode; edges, static fields and masks are buffers."""
+
+    def __init__(self, *, shifted: bool) -> None:
+        super().__init__()
+        self.embed, self.read = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.mesh = nn.ModuleDict({kind: nn.Linear(2, 4) for kind in ("fine", "coarse")})
+        self.steps, self.links = nn.ModuleDict(), nn.ModuleDict()
+        generator = torch.Generator().manual_seed(6)
+        for kind in ("fine", "coarse"):
+            self.register_buffer(f"{kind}_static", torch.randn(SETS[kind], 2, generator=generator))
+        self.register_buffer("forced", torch.randn(GRID, 2, generator=generator))
+        self.register_buffer("inside", (torch.arange(GRID) % 4 > 0).to(torch.float).unsqueeze(1))
+        for name, (source, target, edges) in weather_edges().items():
+            # Without the shift, ids are those of the two sets.
+            shift = torch.tensor([[SETS[target] if shifted and source != target else 0], [0]])
+            self.steps[name] = Interaction(edges + shift, shifted=shifted and source != target)
+            self.links[name] = nn.Linear(2, 4)
+            self.register_buffer(f"{name}_lengths", torch.randn(edges.size(1), 2, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = {"grid": self.embed(torch.cat([x, self.forced.expand(x.size(0), -1, -1)], dim=-1))}
+        for kind, embedded in self.mesh.items():
+            h[kind] = embedded(getattr(self, f"{kind}_static")).unsqueeze(0).expand(x.size(0), -1, -1)
+        for name, (source, target, _) in weather_edges().items():
+            state = self.links[name](getattr(self, f"{name}_lengths")).unsqueeze(0)
+            state = state.expand(x.size(0), -1, -1)
+            h[target], _ = self.steps[name](h[source], h[target], state)
+        return x + self.inside * self.read(h["grid"])
+
+
+def weather_graph() -> kagome.Graph:
+    sets: dict[str, Any] = {name: kagome.Vertices(size) for name, size in SETS.items()}
+    for name, (source, target, edges) in weather_edges().items():
+        sets[name] = kagome.Edges(source, target, edges)
+    return kagome.Graph(**sets)
+
+
+def weather(channel: Channel | None, shifted: bool) -> dict[str, Tensor]:
+    """A roll-out of three steps before one backward; a loss weighted by area; batches of two samples."""
+    torch.manual_seed(5)
+    model = Weather(shifted=shifted).double()
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    generator = torch.Generator().manual_seed(9)
+    first = torch.randn(2, GRID, 3, generator=generator, dtype=torch.float64)
+    wanted = torch.randn(3, 2, GRID, 3, generator=generator, dtype=torch.float64)
+    area = torch.rand(GRID, 1, generator=generator, dtype=torch.float64)
+    with net_of(channel, model, weather_graph()) as net:
+        own_area = net.place(area, "grid")
+        state, loss = net.place(first, "grid", axis=1), torch.zeros((), dtype=torch.float64)
+        for step in range(3):
+            state = net(state)
+            y = net.place(wanted[step], "grid", axis=1)
+            loss = loss + net.mean((state - y) ** 2, own_area)
+        loss.backward()
+        out = net.gather(state, "grid", axis=1)
+    for name, value in model.named_buffers():
+        assert torch.equal(value, before[name]), name
+    shown = out if channel is None or channel.rank == 0 else torch.zeros(0)
+    return grads(model) | {"loss": loss.detach(), "out": shown}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("shifted", [False, True], ids=["ids of two sets", "shifted ids"])
+def test_weather_of_grid_and_meshes(ranks: Any, world: int, shifted: bool) -> None:
+    expected = weather(None, shifted)
+    assert len(expected) > 60
+    for rank, found in enumerate(ranks(world, weather, shifted)):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if rank and name == "out":
                 continue
             torch.testing.assert_close(
                 found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"

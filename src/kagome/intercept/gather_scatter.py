@@ -170,14 +170,14 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         else None
     )
     if late is not None:
-        return scope.placements.put(late, _written(scope, placement, axis))
+        return scope.placements.put(late, _written(scope, placement, base, axis))
     args, kwargs = all_computed(args, kwargs)
     base, value = args[0], now(value)
     if placement.kind is PlacementKind.TARGET:
-        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, axis))
+        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, base, axis))
     if placement.kind is PlacementKind.SOURCE and scope.size == 1:
         scope.reads.report_global_read("sums for neighbours' rows")
-        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, axis))
+        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, base, axis))
     if scope.size == 1 or placement.kind is PlacementKind.LOCAL:
         return NotImplemented
     reduce = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
@@ -210,14 +210,21 @@ def _add_at_sources(
     shape[axis] = halo_exchange.own + halo_exchange.halo
     sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
     return scope.placements.put(
-        _add(base, scope.reads.write(sums, axis, placement), name), _written(scope, placement, axis)
+        _add(base, scope.reads.write(sums, axis, placement), name),
+        _written(scope, placement, base, axis),
     )
 
 
-def _written(scope: Reader, index: Placement, axis: int) -> Placement:
+def _written(scope: Reader, index: Placement, base: Tensor, axis: int) -> Placement:
     """Return the placement of rows that were written by one end of edges."""
-    view = scope.views[index.view]
-    number = view.targets if index.kind is PlacementKind.TARGET else view.sources
+    number = vertex_tables.end_of(scope, index)
+    named, held = scope.sets[number], scope.placements.get(base)
+    # cat([receivers, senders]) is read, and rows of the receivers alone are written. On a rank without
+    # senders the number of rows does not tell which.
+    if held is not None and held.kind in VERTICES:
+        number = held.vertex_set
+    elif named.members and base.size(axis) != named.own:
+        number = named.members[0]
     return Placement(PlacementKind.ROWS, axis=axis, vertex_set=number)
 
 
@@ -429,7 +436,8 @@ def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
     # GATConv returns early if ``index.numel() == 0``. A rank without edges must not skip its peers'
     # collectives.
     if from_library():
-        return NoneHere(0) if placement.kind in IDS and not func(tensor) else NotImplemented
+        kinds = (*IDS, *VERTICES)  # HANConv returns early without rows of a vertex type
+        return NoneHere(0) if placement.kind in kinds and not func(tensor) else NotImplemented
     size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
     at = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None) if size else None
     if at is None:

@@ -49,7 +49,7 @@ from kagome.replay.recorded_ops import CallRecorder
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes, VertexIds
-from kagome.sparse_ops.edge_view import EdgeView, in_view
+from kagome.sparse_ops.edge_view import EdgeView, in_view, joined_view
 from kagome.user_code import opaque_calls
 from kagome.user_code.functional import opened
 
@@ -175,6 +175,27 @@ class Interceptor(TorchFunctionMode):
         for value in inputs.values():
             self.constants.add(value)
         return inputs
+
+    def joined_view(self, number: int, *, targets_first: bool) -> Tensor:
+        """Return the edges of an edge set whose ids count the rows of both its vertex sets, concatenated.
+
+        Args:
+            number: The number of the edge set's view.
+            targets_first: Whether the rows of the target's set come first.
+
+        Shapes:
+            ``[2, e]``.
+        """
+        view = self.views[number]
+        order = (view.targets, view.sources) if targets_first else (view.sources, view.targets)
+        rows = self.sets.joined(order)
+        known = [at for at, each in enumerate(self.views) if (each.name, each.sources) == (view.name, rows)]
+        if not known:
+            self.views.append(joined_view(view, self.sets[view.targets], rows, targets_first=targets_first))
+            known = [len(self.views) - 1]
+            edges = self.views[-1].edge_index
+            self.constants.add(self.placements.put(edges, Placement(PlacementKind.EDGES, known[0])))
+        return self.views[known[0]].edge_index
 
     # Forward passes ------------------------------------------------------------------------------
 

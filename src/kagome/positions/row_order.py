@@ -40,6 +40,10 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     )
     dims = max(value.dim() for value in values)
     dim = {"hstack": 1, "vstack": 0}.get(name, kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
+    if scope.sets.several and dim == first.axis:
+        joined = _sets_joined(scope, values, placements, dim)
+        if joined is not None:
+            return joined
     # Along another axis the rows stay apart. PyG's own code concatenates rows of this part.
     if dim != first.axis or (not scope.parted and first.subset is None) or from_library():
         return NotImplemented
@@ -72,6 +76,30 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
         elif not torch.equal(at, torch.arange(at.numel(), device=at.device)):
             laid = rows_at(laid, placement, at.argsort(), whole=False)
     return scope.placements.put(laid, placement)
+
+
+def _sets_joined(
+    scope: PositionScope, values: Sequence[Any], placements: Sequence[Placement | None], dim: int
+) -> Tensor | None:
+    """Concatenate rows of several vertex sets; None if a piece has not all rows of one."""
+    members, pieces = [], []
+    for value, placement in zip(values, placements, strict=True):
+        if placement is None and (number := has_all(scope, value, dim)) is not None:
+            # A learned table of the set's vertices, or what was made from one.
+            value, placement = own_rows(scope, value, dim, number), Placement(PlacementKind.ROWS, axis=dim)
+            placement = replace(placement, vertex_set=number)
+        if placement is None or placement.kind not in VERTICES or not placement.is_complete:
+            return None
+        if placement.axis != dim:
+            return None
+        members.append(placement.vertex_set)
+        pieces.append(now(value))
+    if len(members) < 2:
+        return None
+    with torch._C.DisableTorchFunction():
+        out = torch.cat(pieces, dim)
+    placement = Placement(PlacementKind.ROWS, axis=dim, vertex_set=scope.sets.joined(members))
+    return scope.placements.put(out, placement)
 
 
 def _subset_of(scope: PositionScope, placement: Placement) -> RowSubset:

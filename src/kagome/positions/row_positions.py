@@ -130,6 +130,9 @@ def _noted(
         else placement.subset.span
     )
     span = held[numbers]
+    member = None if placement.subset is not None else scope.sets.span(placement.vertex_set, span)
+    if member is not None:
+        return scope.placements.put(out, replace(placement, vertex_set=member))
     with torch._C.DisableTorchFunction():
         return scope.placements.put(
             out,
@@ -203,6 +206,8 @@ def _spanned(scope: PositionScope, base: Tensor, placement: Placement, span: ran
         # The rows were copied, because they are not contiguous here. A write to the copy would not reach x.
         if out._base is None:
             scope.copies.note(out)
+    if held is None and (member := scope.sets.span(placement.vertex_set, span)) is not None:
+        return scope.placements.put(out, replace(placement, vertex_set=member))  # cat([a, b])[: len(a)]
     subset = RowSubset(chosen if held is None else held[chosen], span)
     return scope.placements.put(out, replace(placement, subset=subset))
 

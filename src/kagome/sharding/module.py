@@ -38,7 +38,8 @@ from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
 from kagome.sharding.collectives import Collectives
 from kagome.sharding.gradient_sync import GradientSync
-from kagome.sharding.placing import Placer
+from kagome.sharding.kept_edges import KeptEdges
+from kagome.sharding.placing import Placer, edges_of
 from kagome.sharding.row_sets import RowSets
 
 
@@ -79,6 +80,13 @@ class ShardedModel(Collectives):
         owned = tuple(each.count for each in self._rows.vertices)
         self._boundary = Boundary(self._sync, mesh.graph, owned)
         self._placer = Placer(parallel.scope, self._rows, mesh.graph, self._boundary, given)
+        self._kept = KeptEdges(model, parallel.scope, edges_of(given))
+        if self._kept and parallel.options.recompute:
+            raise ModelError(
+                "edges as arguments of forward, with recompute=True",
+                "edges that the model holds, which a layer that runs again in backward would not find",
+                hint="recompute=False",
+            )
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
@@ -181,7 +189,7 @@ class ShardedModel(Collectives):
                     training=training,
                     checked=not checked,
                     explain=None if checked else self._explained,
-                    call=lambda: tree_map(_computed, function(*args, **kwargs), is_leaf=_is_lazy),
+                    call=lambda: self._called(function, args, kwargs),
                 )
         except Exception as error:
             self._mesh.graph.report_error(error)
@@ -192,6 +200,10 @@ class ShardedModel(Collectives):
         forward_pass = self._parallel.scope.forward.forward_pass
         forward_pass.outlives = True
         return tree_map(lambda leaf: self._left(leaf, forward_pass), out)
+
+    def _called(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._kept.put_in():
+            return tree_map(_computed, function(*args, **kwargs), is_leaf=_is_lazy)
 
     def _left(self, leaf: Any, forward_pass: ForwardPass) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:

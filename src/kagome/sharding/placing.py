@@ -265,6 +265,16 @@ class Placer:
         return share
 
 
+def edges_of(given: Data | HeteroData | Graph | None) -> dict[int, Tensor]:
+    """Return the edges of a graph by the number of their view; none if it was read from files."""
+    if given is None:
+        return {}
+    if isinstance(given, Data):
+        return {0: given.edge_index.detach().cpu()}
+    sets = Graph.of(given) if isinstance(given, HeteroData) else given
+    return {number: each.index.detach().cpu() for number, each in enumerate(sets.edges.values())}
+
+
 def _digest(edges: Tensor) -> bytes:
     """Return a digest of a list of edges, by which it is recognized."""
     array = edges.detach().cpu().contiguous().numpy()
