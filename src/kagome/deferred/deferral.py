@@ -21,6 +21,7 @@ from kagome.halo.forward_pass import RunningForward, transformed
 from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
+from kagome.placement.symbolic_size import SymbolicSize
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
@@ -119,6 +120,21 @@ class Deferral:
         placement = self.placements.get(index)
         view = self._views[0 if placement is None else placement.view]
         return self.axes.sets[view.targets].own
+
+    def writes_all(self, index: Tensor, rows: int | None) -> bool:
+        """Return whether a reduction by targets of edges has a row for each own vertex of their set.
+
+        Args:
+            index: The targets.
+            rows: The number of rows of the result, as it was asked for.
+        """
+        placement = self.placements.get(index)
+        view = self._views[0 if placement is None else placement.view]
+        # Of a concatenation, rows of the receivers alone are asked for by the whole graph's number, which
+        # may be this part's number of both.
+        if self.axes.sets[view.targets].members and not isinstance(rows, SymbolicSize):
+            return False
+        return rows is None or rows == self.axes.sets[view.targets].own
 
     def drops_shares(self, value: Any) -> bool:
         """Return True if a tensor is deferred attention, so that its dropout is deferred too."""

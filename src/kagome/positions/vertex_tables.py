@@ -190,6 +190,10 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
     ids = scope.placements.get(index)
     assert ids is not None
     number = end_of(scope, ids)
+    if held is not None and held.kind is PlacementKind.PAIRS and from_library():
+        # PyG's ``src.new_zeros(size)``, where there are as many edges here as rows are asked for.
+        held = None
+        scope.placements.put(base, None)
     if scope.sets[number].members and held is None:
         # cat([receivers, senders]) is read, and rows of the receivers alone are written.
         number = scope.sets[number].members[0]

@@ -20,6 +20,7 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from torch_geometric.utils import get_laplacian
 
 from kagome.errors import ModelError
+from kagome.model.exact.hgt import type_by_type
 from kagome.model.exact.layer_shortcuts import (
     LayerScope,
     Settings,
@@ -177,6 +178,14 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
     return [(module, "forward", forward)]
 
 
+def _hgt(module: Any, scope: LayerScope) -> Settings:
+    """Let HGTConv compute edge type by edge type: its own ids count the rows of all types."""
+    # One rank with all rows can count them so.
+    if not scope.parted:
+        return []
+    return [(module, "forward", lambda rows, edges: type_by_type(module, rows, edges))]
+
+
 def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
     """Allow aggregations that need a whole group, in order or as a block, only over a vertex's neighbours."""
     inner = module.forward
@@ -224,6 +233,7 @@ RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.ChebConv, _cheb),
     (pyg.SuperGATConv, _supergat),
     (pyg.GPSConv, _gps),
+    (pyg.HGTConv, _hgt),
     (InvertibleModule, _reversible),
     (pyg.aggr.QuantileAggregation, _first_group),
     (pyg.aggr.LSTMAggregation, _first_group),
