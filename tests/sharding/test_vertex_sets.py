@@ -296,3 +296,145 @@ def test_weather_of_grid_and_meshes(ranks: Any, world: int, shifted: bool) -> No
             torch.testing.assert_close(
                 found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def curve(channel: Channel | None) -> list[float]:
+    """Losses with dropout on rows and on attention, the same on any number of ranks."""
+    torch.manual_seed(5)
+    data = hetero()
+    widths = {"paper": 5, "author": 6, "field": 7}
+    layers = lambda w: Edged(  # noqa: E731
+        lambda sizes, out: pyg.GATConv(sizes, out, edge_dim=2, add_self_loops=False, dropout=0.3), w
+    )
+    model = nn.ModuleList([Fields(layers, widths), nn.Dropout(0.4)]).double()
+
+    def run(*args: Any) -> dict[str, Tensor]:
+        return {kind: model[1](rows) for kind, rows in model[0](*args).items()}
+
+    losses = []
+    with kagome.shard(model, data, seed=7, log=str) as net:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        for _ in range(4):
+            out = net.run(run, data.x_dict, data.edge_index_dict, data.edge_attr_dict)
+            loss = net.mean((out["paper"] - 1) ** 2) + net.mean(out["field"].abs())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.every
+def test_draws_of_each_vertex_set_are_the_same_on_any_number_of_ranks(ranks: Any) -> None:
+    one = ranks(1, curve)[0]
+    assert len(set(one)) == 4
+    for found in ranks(4, curve):
+        torch.testing.assert_close(found, one, rtol=1e-9, atol=1e-9)
+
+
+def bipartite(channel: Channel | None) -> dict[str, Tensor]:
+    """Users and items: pairs whose ends lie in two sets, negatives of both, an edge set without edges."""
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(8)
+    bought = torch.stack([torch.randint(n, (50,), generator=generator) for n in (19, 11)])
+    none = torch.zeros(2, 0, dtype=torch.int64)
+    graph = kagome.Graph(
+        user=kagome.Vertices(19),
+        item=kagome.Vertices(11),
+        bought=kagome.Edges("user", "item", bought),
+        by=kagome.Edges("item", "user", bought.flip(0).contiguous()),
+        liked=kagome.Edges("user", "item", none),
+    )
+    user = torch.randn(19, 4, generator=generator, dtype=torch.float64)
+    item = torch.randn(11, 4, generator=generator, dtype=torch.float64)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = pyg.SAGEConv((4, 4), 4), pyg.SAGEConv((4, 4), 4)
+            self.liked = pyg.GATConv((4, 4), 4, add_self_loops=False)
+
+        def forward(self, user: Tensor, item: Tensor, up: Tensor, down: Tensor, none: Tensor) -> Any:
+            rows = self.up((user, item), up).relu() + self.liked((user, item), none)
+            return self.down((rows, user), down), rows
+
+    model = Both().double()
+    with net_of(channel, model, graph) as net:
+        users, items = net(user, item, bought, bought.flip(0).contiguous(), none)
+        share = slice(net.rank, None, net.ranks)
+        good = net.read(users, bought[0, share], "user") * net.read(items, bought[1, share], "item")
+        loss = net.mean(torch.nn.functional.softplus(-good.sum(1)))
+        loss.backward()
+        if channel is not None:
+            drawn = net.negatives(10, sets=("user", "item"))
+            assert drawn.numel() == 0 or int(drawn[1].max()) < 11
+    return grads(model) | {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_pairs_of_two_sets_and_an_edge_set_without_edges(ranks: Any, world: int) -> None:
+    both(ranks, world, bipartite)
+
+
+def refused(channel: Channel) -> list[str]:
+    """What a graph of several sets refuses, each by a message of its own."""
+    data, said = hetero(), []
+    graph = kagome.Graph(
+        a=kagome.Vertices(6), b=kagome.Vertices(9), ab=kagome.Edges("a", "b", torch.tensor([[0, 5], [8, 1]]))
+    )
+
+    class Read(nn.Module):
+        def __init__(self, turned: bool = False) -> None:
+            super().__init__()
+            self.linear, self.turned = nn.Linear(2, 2), turned
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            rows = self.linear(x)
+            return x.new_zeros(9, 2).index_add(0, edges[1], rows[edges[int(self.turned)]])
+
+    def tried(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (ModelError, DataError) as error:
+            said.append(str(error))
+        else:
+            said.append("nothing")
+
+    def run(model: nn.Module, *args: Tensor) -> None:
+        with kagome.shard(model, graph, log=str) as net:
+            net(*args)
+
+    tried(lambda: kagome.Edges("a", "b", torch.zeros(2, 1)) and kagome.Graph(a=kagome.Vertices(2)))
+    tried(lambda: kagome.Graph(a=kagome.Vertices(2), e=kagome.Edges("a", "c", torch.zeros(2, 1).long())))
+    tried(lambda: kagome.Graph(a=kagome.Vertices(2), e=kagome.Edges("a", "a", torch.tensor([[0], [2]]))))
+    tried(lambda: run(Read(), torch.randn(7, 2), graph.edges["ab"].index))
+    tried(lambda: run(Read(turned=True), torch.randn(6, 2), graph.edges["ab"].index))
+    tried(lambda: run(Read(), torch.randn(6, 2), torch.tensor([[0, 5], [8, 2]])))
+    lazy = pyg.HeteroConv({link: pyg.SAGEConv((-1, -1), 4) for link in LINKS})
+    tried(lambda: kagome.shard(lazy, data, log=str).close())
+
+    def named() -> None:
+        with kagome.shard(Read(), graph, log=str) as net:
+            net.place(torch.randn(6, 2), "c")
+
+    tried(named)
+    return said
+
+
+@pytest.mark.every
+def test_what_a_graph_of_several_sets_refuses(ranks: Any) -> None:
+    expected = [
+        "a vertex set and an edge set",
+        "a vertex set for both ends of e",
+        "ids from 0 to 1 of a in row 1 of e",
+        "the same on all ranks|own|rows",
+        "read by ids of vertices of b",
+        "edges|ids",
+        "parameters that have a shape",
+        "the name of a vertex set or edge set: 'a', 'b', 'ab'",
+    ]
+    for found in ranks(2, refused):
+        assert len(found) == len(expected)
+        for text, words in zip(found, expected, strict=True):
+            assert any(word in text for word in words.split("|")), (words, text)
+            assert text != "nothing"
