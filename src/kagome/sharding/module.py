@@ -27,8 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data
 
 from kagome.comm.mesh import Mesh
+from kagome.comm.stats import Traffic
 from kagome.components.parallelize import ParallelModel
 from kagome.components.task import draws_of
+from kagome.config import SumCodec
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
@@ -39,6 +41,7 @@ from kagome.sharding.boundary import Boundary
 from kagome.sharding.collectives import Collectives
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
+from kagome.sharding.training_steps import TrainingSteps
 
 
 class ShardedModel(Collectives):
@@ -55,6 +58,8 @@ class ShardedModel(Collectives):
         given: The graph as the user gave it; None if it was read from files.
         beside: Modules that run outside of the model.
         stack: What is closed at the end.
+        steps: The training steps by which inexact rows age; None where all rows are exact.
+        codec_weights: How gradients are encoded while they are summed.
     """
 
     model: nn.Module
@@ -69,6 +74,9 @@ class ShardedModel(Collectives):
         given: Data | None,
         beside: Sequence[nn.Module],
         stack: ExitStack,
+        *,
+        steps: TrainingSteps | None = None,
+        codec_weights: SumCodec = "none",
     ) -> None:
         super().__init__()
         # The same dicts, so that parameters(), state_dict() and to() are the model's.
@@ -76,13 +84,13 @@ class ShardedModel(Collectives):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
         self._mesh, self._part = mesh, part
-        self._sync = GradientSync((model, *beside), mesh.weights)
+        self._sync = GradientSync((model, *beside), mesh.weights, codec_weights)
         self._boundary = Boundary(self._sync, mesh.graph, part.own.numel())
         self._placer = Placer(parallel.scope, part, mesh.graph, self._boundary, given)
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
-        self._reads = None
+        self._reads, self._steps = None, steps
         self._known_modules = tuple(map(id, model.modules()))
         self._checked: set[bool] = set()
         self.step = 0
@@ -107,6 +115,25 @@ class ShardedModel(Collectives):
         They may be given to the model; a graph that was read from a folder is nowhere else.
         """
         return self._parallel.scope.inputs
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent since the start: bytes and messages by kind, and the time of waits.
+
+        ``halo`` are rows of neighbours and their gradients, ``weights`` the sums of gradients. Each call
+        returns a copy of its own.
+
+        Example:
+            >>> import kagome
+            >>> from torch_geometric.nn import GCN
+            >>> data = kagome.load("digits")
+            >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=1), data) as net:
+            ...     before = net.traffic
+            ...     out = net(data.x, data.edge_index)
+            ...     net.traffic.since(before).bytes["halo"]  # one rank sends nothing
+            0
+        """
+        return self._mesh.world.traffic.copy()
 
     # The model's own face -------------------------------------------------------------------------
 
@@ -173,6 +200,8 @@ class ShardedModel(Collectives):
         training = torch.is_grad_enabled()
         self._sync.refresh()
         self.step += training
+        if self._steps is not None:
+            self._begin_step(self._steps, training=training)
         checked = training in self._checked
         try:
             args, kwargs = self._placer.arguments(args, kwargs)
@@ -193,6 +222,13 @@ class ShardedModel(Collectives):
         forward_pass = self._parallel.scope.forward.forward_pass
         forward_pass.outlives = True
         return tree_map(lambda leaf: self._left(leaf, forward_pass), out)
+
+    def _begin_step(self, steps: TrainingSteps, *, training: bool) -> None:
+        """Note a forward pass; in evaluation, by mode or without gradient, its rows are exact."""
+        if not training:
+            steps.settle()
+            return
+        steps.begin(self.step, self._sync.backwards, trains=self.model.training)
 
     def _left(self, leaf: Any, forward_pass: ForwardPass) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
@@ -337,6 +373,8 @@ class ShardedModel(Collectives):
 
     def close(self) -> None:
         """Give the model back untouched, and end what the ranks share. All ranks call it."""
+        if self._steps is not None and self._closing.alive:
+            self._steps.settle()
         self._closing()
 
     def __enter__(self) -> Self:
@@ -347,6 +385,7 @@ class ShardedModel(Collectives):
     ) -> None:
         if error is not None and self._closing.alive:
             self._mesh.graph.report_error(error)
+            self._closing()
         self.close()
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -23,24 +22,10 @@ from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
-from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.report.progress import warn
 from kagome.sharding.module import ShardedModel
+from kagome.sharding.policies import exchange_of, refuse_unserved
 from kagome.train import data as source
-
-SERVED: Final = frozenset(
-    [
-        "graph",
-        "tensor",
-        "partitioner",
-        "reuse",
-        "shared_memory",
-        "memory_gib",
-        "codec",
-        "codec_backward",
-    ]
-)
-"""The settings of ``Parallel`` that a loop of the user's own can have."""
 
 
 @as_written
@@ -109,7 +94,7 @@ def shard(
     check_kind("mesh", mesh, DeviceMesh | None)
     group = _group_of(mesh)
     parallel = parallel or Parallel()
-    _refuse_unserved(parallel)
+    refuse_unserved(parallel)
     model = unwrapped(model)
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:
@@ -129,12 +114,22 @@ def shard(
         for module in (model, *beside):
             broadcast_weights(module.to(ranks.device), ranks.world)
         fitted = parallel.fit(ranks.size)
-        exchange = CompressedExchange(ranks.graph, fitted, seed)
+        exchange, steps = exchange_of(fitted, ranks, seed, log)
         given = graph if isinstance(graph, Data) else None
         options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
         stack.enter_context(net)
-        return ShardedModel(model, net, ranks, part, given, beside, stack.pop_all())
+        return ShardedModel(
+            model,
+            net,
+            ranks,
+            part,
+            given,
+            beside,
+            stack.pop_all(),
+            steps=steps,
+            codec_weights=fitted.codec_weights,
+        )
 
 
 def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
@@ -153,21 +148,3 @@ def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
             hint='mesh["graph"], an axis by its name',
         )
     return mesh.get_group()
-
-
-def _refuse_unserved(parallel: Parallel) -> None:
-    """Refuse settings of pipelines, of late rows, and of what a Trainer decides from epoch to epoch.
-
-    Raises:
-        ConfigError: Naming the first of them.
-    """
-    plain = Parallel()
-    for field in fields(plain):
-        value = getattr(parallel, field.name)
-        if field.name not in SERVED and value != getattr(plain, field.name):
-            raise ConfigError(
-                "settings that a training loop of your own can have",
-                f"{field.name}={value!r}",
-                where="kagome.shard(parallel=...)",
-                hint="Parallel(graph=...) or Parallel(tensor=...); kagome.Trainer takes all settings",
-            )

@@ -1,0 +1,100 @@
+"""Policies: which settings of ``Parallel`` a training loop of the user's own can have, and their exchange.
+
+Where it sits: ``shard`` asks here before it puts a model on a part. What a ``Trainer`` decides from epoch to
+epoch, by probes, is refused by name: a loop of the user's own has no epoch in which Kagome could probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Final
+
+from kagome.comm.mesh import Mesh
+from kagome.config import Parallel
+from kagome.errors import ConfigError
+from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.sharding.training_steps import TrainingSteps
+
+SERVED: Final = frozenset(
+    [
+        "graph",
+        "tensor",
+        "partitioner",
+        "reuse",
+        "shared_memory",
+        "memory_gib",
+        "codec",
+        "codec_backward",
+        "codec_weights",
+        "error_feedback",
+        "max_age",
+        "sync_every",
+        "smoothing",
+        "halo_sample",
+        "guard",
+    ]
+)
+"""The settings of ``Parallel`` that a loop of the user's own can have."""
+NEAREST: Final = {
+    "skip_drift": "max_age=1, or halo_sample=0.5",
+    "adaptive_bits": "codec='int4', error_feedback=True",
+    "activations": "kagome.shard(recompute=True)",
+    "codec_stage": "codec='bf16'",
+    "decouple": "kagome.Trainer",
+    "plan": "Parallel(graph=...), or kagome.Trainer",
+    "allow": "Parallel(graph=...), or kagome.Trainer",
+}
+"""For settings that are refused, the nearest that works."""
+WATCHED: Final = ("codec", "codec_backward", "max_age", "halo_sample")
+"""Settings whose effect on the gradient a ``Trainer`` measures."""
+
+
+def refuse_unserved(parallel: Parallel) -> None:
+    """Refuse settings of pipelines, and of what a ``Trainer`` decides from epoch to epoch.
+
+    Raises:
+        ConfigError: Naming the first of them, and the nearest that works.
+    """
+    plain = Parallel()
+    for field in fields(plain):
+        value = getattr(parallel, field.name)
+        if field.name not in SERVED and value != getattr(plain, field.name):
+            raise ConfigError(
+                "settings that a training loop of your own can have",
+                f"{field.name}={value!r}",
+                where="kagome.shard(parallel=...)",
+                hint=NEAREST.get(field.name, "Parallel(graph=...); kagome.Trainer takes all settings"),
+            )
+    if parallel.sync_every == "auto":
+        raise ConfigError(
+            "settings that a training loop of your own can have",
+            "sync_every='auto', which a Trainer decides from epoch to epoch",
+            where="kagome.shard(parallel=...)",
+            hint="sync_every=4, a number of training steps",
+        )
+
+
+def exchange_of(
+    parallel: Parallel, ranks: Mesh, seed: int, log: Callable[[str], None]
+) -> tuple[CompressedExchange | TrainingSteps, TrainingSteps | None]:
+    """Return the exchange of rows that settings ask for, and its clock where rows are not exact.
+
+    Args:
+        parallel: The settings, fitted to the ranks.
+        ranks: The ranks.
+        seed: The seed of the codecs' draws.
+        log: Called with a note where rows are inexact and nothing measures what that costs.
+    """
+    exchange = CompressedExchange(ranks.graph, parallel, seed, late=ranks.graph.patient)
+    if exchange.exact:
+        return exchange, None
+    if parallel.guard:
+        plain = Parallel()
+        named = [name for name in WATCHED if getattr(parallel, name) != getattr(plain, name)]
+        log(
+            f"{', '.join(named)}: gradients are approximate, and no probe measures how far they are off, as "
+            "kagome.Trainer does; guard=False leaves this note out."
+        )
+    steps = TrainingSteps(exchange)
+    return steps, steps
