@@ -96,7 +96,8 @@ class ShardedModel(Collectives):
         self.step = 0
         """The number of forward passes with gradient so far. Dropout draws other numbers in each; set it when
         a run continues."""
-        self._closing = weakref.finalize(self, Finalizer(stack.close, _nothing))
+        self._ending = _Ending(stack)
+        self._closing = weakref.finalize(self, Finalizer(self._ending, _nothing))
 
     @property
     def rank(self) -> int:
@@ -385,8 +386,24 @@ class ShardedModel(Collectives):
     ) -> None:
         if error is not None and self._closing.alive:
             self._mesh.graph.report_error(error)
+            self._ending.error = error
             self._closing()
         self.close()
+
+
+class _Ending:
+    """Closes what a sharded model has opened, and says whether an error ends it.
+
+    After an error nobody reads what is still under way, such as late rows, so nobody waits for that.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        error, self.error = self.error, None
+        self.stack.__exit__(None if error is None else type(error), error, None)
 
 
 def _nothing() -> None:
