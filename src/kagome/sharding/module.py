@@ -41,6 +41,7 @@ from kagome.sharding.boundary import Boundary
 from kagome.sharding.collectives import Collectives
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
+from kagome.sharding.step_loss import Loss, values_of
 from kagome.sharding.training_steps import TrainingSteps
 
 
@@ -364,6 +365,67 @@ class ShardedModel(Collectives):
         return value.detach().movedim(axis, 0).contiguous()
 
     # Training -------------------------------------------------------------------------------------
+
+    def train_step(
+        self, *args: Any, target: Tensor | Sequence[Tensor] = (), loss: Loss, **kwargs: Any
+    ) -> Tensor:
+        """Run forward, loss and backward. All ranks call it.
+
+        It is ``net(...)``, ``net.mean(...)`` and ``backward()`` in one, with the signature that a pipe axis
+        needs, so that one loop serves both.
+
+        Args:
+            args: What the model's ``forward`` takes.
+            target: One tensor or several with a row a vertex: all of the graph's rows, or own rows.
+            loss: ``loss(out, *targets)`` of own rows: a value a row, or ``(values, weights)``.
+            kwargs: The same as ``args``, by name.
+
+        Returns:
+            The mean loss over all rows of all ranks, on every rank, without gradient.
+
+        Raises:
+            ModelError: If the loss gives one number.
+
+        Shapes:
+            ``[]``.
+
+        Example:
+            >>> import torch, kagome
+            >>> from torch_geometric.nn import GCN
+            >>> data = kagome.load("digits")
+            >>> model = GCN(64, 16, num_layers=2, out_channels=10)
+            >>> optimizer = torch.optim.Adam(model.parameters())
+            >>> by_row = torch.nn.CrossEntropyLoss(reduction="none")
+            >>> with kagome.shard(model, data) as net:
+            ...     for _ in range(2):
+            ...         loss = net.train_step(data.x, data.edge_index, target=data.y, loss=by_row)
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...     net.eval_step(data.x, data.edge_index).shape
+            torch.Size([1797, 10])
+        """
+        targets = [self.place(each) for each in ((target,) if isinstance(target, Tensor) else target)]
+        total = self.mean(*values_of(loss, self(*args, **kwargs), targets))
+        total.backward()
+        return total.detach()
+
+    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for own rows in evaluation mode, without gradient. All ranks call it.
+
+        Args:
+            args: What the model's ``forward`` takes.
+            kwargs: The same by name.
+        """
+        training = self.training
+        try:
+            with torch.no_grad():
+                return self.eval()(*args, **kwargs)
+        finally:
+            self.train(training)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients down to a norm, as a whole, and return it, as torch's function does."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Put off the sum of gradients over ranks within a block.

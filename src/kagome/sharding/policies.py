@@ -6,12 +6,13 @@ epoch, by probes, is refused by name: a loop of the user's own has no epoch in w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Final
 
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel
+from kagome.config.parallel import PipelineSettings
 from kagome.errors import ConfigError
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.sharding.training_steps import TrainingSteps
@@ -36,6 +37,16 @@ SERVED: Final = frozenset(
     ]
 )
 """The settings of ``Parallel`` that a loop of the user's own can have."""
+STAGED: Final = (
+    frozenset(field.name for field in fields(PipelineSettings))
+    | SERVED
+    | {
+        "pipe",
+        "stages_per_rank",
+        "codec_stage",
+    }
+)
+"""Those that it can have with ``net.train_step`` on a pipe axis or with chunks."""
 NEAREST: Final = {
     "skip_drift": "max_age=1, or halo_sample=0.5",
     "adaptive_bits": "codec='int4', error_feedback=True",
@@ -50,29 +61,59 @@ WATCHED: Final = ("codec", "codec_backward", "max_age", "halo_sample")
 """Settings whose effect on the gradient a ``Trainer`` measures."""
 
 
+def is_staged(parallel: Parallel) -> bool:
+    """Return whether a step runs by a schedule, of stages or of chunks."""
+    return parallel.pipe > 1 or (parallel.chunks or 1) > 1
+
+
 def refuse_unserved(parallel: Parallel) -> None:
-    """Refuse settings of pipelines, and of what a ``Trainer`` decides from epoch to epoch.
+    """Refuse settings of pipelines where there is none, and what a ``Trainer`` decides from epoch to epoch.
 
     Raises:
         ConfigError: Naming the first of them, and the nearest that works.
     """
     plain = Parallel()
+    served = STAGED if is_staged(parallel) else SERVED
     for field in fields(plain):
         value = getattr(parallel, field.name)
-        if field.name not in SERVED and value != getattr(plain, field.name):
+        if field.name not in served and value != getattr(plain, field.name):
             raise ConfigError(
                 "settings that a training loop of your own can have",
                 f"{field.name}={value!r}",
                 where="kagome.shard(parallel=...)",
                 hint=NEAREST.get(field.name, "Parallel(graph=...); kagome.Trainer takes all settings"),
             )
-    if parallel.sync_every == "auto":
+    if parallel.sync_every == "auto" and not is_staged(parallel):
         raise ConfigError(
             "settings that a training loop of your own can have",
             "sync_every='auto', which a Trainer decides from epoch to epoch",
             where="kagome.shard(parallel=...)",
             hint="sync_every=4, a number of training steps",
         )
+
+
+def refuse_beside_stages(
+    beside: Sequence[object], mesh: object | None, *, recompute: bool, tensor: int
+) -> None:
+    """Refuse what a pipeline of the user's own loop cannot have.
+
+    Raises:
+        ConfigError: Naming the first of it.
+    """
+    clashes = {
+        "beside=[...], whose gradients no stage computes": bool(beside),
+        "mesh=..., one axis of a DeviceMesh": mesh is not None,
+        "recompute=True, where a layer's rows have gone on by then": recompute,
+        f"tensor={tensor}": tensor > 1,
+    }
+    for clash, found in clashes.items():
+        if found:
+            raise ConfigError(
+                "a pipe axis or chunks by themselves, or with graph=...",
+                clash,
+                where="kagome.shard(...)",
+                hint="Parallel(graph=...), which takes all of these",
+            )
 
 
 def exchange_of(

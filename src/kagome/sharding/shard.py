@@ -15,16 +15,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch_geometric.data import Data
 
-from kagome.comm.mesh import open_mesh
+from kagome.comm.mesh import Mesh, open_mesh
 from kagome.components.model_setup import broadcast_weights, materialise
 from kagome.components.parallelize import PartOptions, parallelize
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
+from kagome.graph.partition.partition import Partition
 from kagome.report.progress import warn
 from kagome.sharding.module import ShardedModel
-from kagome.sharding.policies import exchange_of, refuse_unserved
+from kagome.sharding.pipelined import PipelinedModel
+from kagome.sharding.policies import exchange_of, is_staged, refuse_beside_stages, refuse_unserved
 from kagome.train import data as source
 
 
@@ -41,7 +43,7 @@ def shard(
     recompute: bool = False,
     timeout: float = 300.0,
     log: Callable[[str], None] = warn,
-) -> ShardedModel:
+) -> ShardedModel | PipelinedModel:
     """Put a model on this rank's part of a graph, as a module for your own training loop.
 
     All ranks call it alike, under ``torchrun`` or Slurm; in one process it is the plain model on the whole
@@ -64,7 +66,8 @@ def shard(
         log: Called with each note.
 
     Returns:
-        A module that takes what the model takes, and gives this rank's rows.
+        A module that takes what the model takes, and gives this rank's rows. With stages or chunks
+        (``Parallel(pipe=2)``) it has ``train_step`` and ``eval_step`` in place of ``net(...)``.
 
     Raises:
         ConfigError: If the settings need what only :class:`kagome.Trainer` does.
@@ -95,6 +98,8 @@ def shard(
     group = _group_of(mesh)
     parallel = parallel or Parallel()
     refuse_unserved(parallel)
+    if is_staged(parallel):
+        refuse_beside_stages(beside, mesh, recompute=recompute, tensor=parallel.tensor)
     model = unwrapped(model)
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:
@@ -106,16 +111,18 @@ def shard(
             method = parallel.cutter(channel.size)
             return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
 
-        part, meta = source.for_all_stages(take, ranks)
+        fitted = parallel.fit(ranks.size)
+        part, meta = source.for_all_stages(take, ranks, fitted.chunks)
         for note in (*ranks.notes, *meta.notes):
             log(note)
         model = model.to(ranks.device)
         materialise(model, part, ranks.device)
         for module in (model, *beside):
             broadcast_weights(module.to(ranks.device), ranks.world)
-        fitted = parallel.fit(ranks.size)
-        exchange, steps = exchange_of(fitted, ranks, seed, log)
         given = graph if isinstance(graph, Data) else None
+        if is_staged(fitted):
+            return _in_stages(model, part, ranks, fitted, train, given, stack, fast=fast, log=log)
+        exchange, steps = exchange_of(fitted, ranks, seed, log)
         options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
         stack.enter_context(net)
@@ -130,6 +137,27 @@ def shard(
             steps=steps,
             codec_weights=fitted.codec_weights,
         )
+
+
+def _in_stages(
+    model: nn.Module,
+    part: Partition,
+    ranks: Mesh,
+    parallel: Parallel,
+    train: Train,
+    given: Data | None,
+    stack: ExitStack,
+    *,
+    fast: bool,
+    log: Callable[[str], None],
+) -> PipelinedModel:
+    """Return a model in stages; what is open closes with it."""
+    inner = ExitStack()
+    net = PipelinedModel(model, part, ranks, parallel, train, given, inner, fast=fast)
+    for note in net.take_notes():
+        log(note)
+    inner.push(stack.pop_all())
+    return net
 
 
 def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:

@@ -1,0 +1,192 @@
+"""``net.train_step``: one loop for a graph axis and for a pipe axis, compared with plain PyG."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from test_shard import C, F, N, grads, graph
+from torch import Tensor, nn
+
+import kagome
+from kagome.comm.channel import Channel
+
+LAYOUTS = {
+    "graph": (2, {}),
+    "pipe": (2, {"pipe": 2, "chunks": 2}),
+    "chunks": (2, {"graph": 2, "chunks": 3}),
+    "hybrid": (4, {"pipe": 2, "graph": 2, "chunks": 2}),
+    "dealt": (2, {"pipe": 2, "stages_per_rank": 2, "chunks": 2}),
+}
+
+
+class Deep(nn.Module):
+    """Four layers, of which the first and the last share a weight; stages are cut between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(F, 8)
+        self.layers = nn.ModuleList([pyg.GCNConv(8, 8), pyg.SAGEConv(8, 8), pyg.GATConv(8, 8)])
+        self.tied = nn.Linear(8, 8)
+        self.last = nn.Linear(8, C)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.tied(self.first(x)).tanh()
+        for layer in self.layers:
+            h = h + layer(h, edge_index).tanh()
+        return self.last(self.tied(h))
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(5)
+    return Deep().double()
+
+
+def error(out: Tensor, y: Tensor, area: Tensor) -> tuple[Tensor, Tensor]:
+    return (out - y) ** 2, area
+
+
+def plain(steps: int) -> dict[str, Tensor]:
+    """A plain loop on the whole graph: the weighted mean of squares, two backwards before each update."""
+    data, model = graph(), deep()
+    area = torch.linspace(0.0, 2.0, N, dtype=torch.float64)
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.05), {}
+    for step in range(steps):
+        for scale in (1.0, 0.5):
+            values = (model(data.x, data.edge_index) - scale * data.y) ** 2
+            loss = (values * area[:, None]).sum() / area.sum() / C
+            loss.backward()
+        found |= {f"{name} {step}": g for name, g in grads(model).items()} | {f"loss {step}": loss.detach()}
+        found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    return (
+        found
+        | {f"weight {n}": v.clone() for n, v in model.state_dict().items()}
+        | {"scores": model(data.x, data.edge_index).detach()}
+    )
+
+
+def stepped(channel: Channel, settings: dict[str, Any], steps: int) -> tuple[dict[str, Any], bool]:
+    """The same by ``train_step``; whether the model has all weights after ``close``."""
+    data, model = graph(), deep()
+    area = torch.linspace(0.0, 2.0, N, dtype=torch.float64)
+    cut = kagome.Parallel(**settings, **({"cross_chunk": "exact"} if settings else {}))
+    with kagome.shard(model, data, parallel=cut, log=str) as net:
+        optimizer, found = torch.optim.Adam(net.parameters(), lr=0.05), {}
+        for step in range(steps):
+            for scale in (1.0, 0.5):
+                y = net.place(scale * data.y)
+                loss = net.train_step(data.x, data.edge_index, target=(y, area), loss=error)
+            found |= {f"{name} {step}": g for name, g in grads(model).items()} | {f"loss {step}": loss}
+            found[f"norm {step}"] = net.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found |= {f"weight {n}": v.clone() for n, v in net.state_dict().items()}
+        scores = net.gather(net.eval_step(data.x, data.edge_index))
+    whole = all(torch.equal(found[f"weight {n}"], v) for n, v in model.state_dict().items())
+    return found | ({} if scores is None else {"scores": scores}), whole
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_are_those_of_the_whole_graph(ranks: Any, layout: str) -> None:
+    """Each gradient is on the ranks of its stages, and equal there; losses and weights are on all."""
+    world, settings = LAYOUTS[layout]
+    expected, told = plain(2), ranks(world, stepped, settings, 2)
+    everywhere = {name for name in expected if name.startswith(("loss", "norm", "weight"))}
+    for rank, (found, whole) in enumerate(told):
+        assert whole
+        assert everywhere <= found.keys()
+        assert ("scores" in found) == (rank == 0)
+        for name, value in found.items():
+            torch.testing.assert_close(
+                value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    assert expected.keys() == set().union(*(found for found, _ in told))
+    if settings.get("pipe", 1) > 1:
+        first, last = ({n for n in found if n.startswith("first")} for found, _ in (told[0], told[-1]))
+        assert first
+        assert not last  # a rank has gradients of its own stages alone
+
+
+def with_history(channel: Channel) -> list[float]:
+    """Losses of GCN2 in two stages, whose chunks read rows of the steps before."""
+    data = kagome.load("digits")
+    torch.manual_seed(3)
+
+    class Gcn2(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+            self.layers = nn.ModuleList(pyg.GCN2Conv(16, 0.1, 0.5, n + 1) for n in range(4))
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            h = start = self.first(x).relu()
+            for layer in self.layers:
+                h = layer(h, start, edge_index).relu()
+            return self.last(h)
+
+    model, losses = Gcn2(), []
+    loss = nn.CrossEntropyLoss(reduction="none")
+    with kagome.shard(model, data, parallel=kagome.Parallel(pipe=2, chunks=3), log=str) as net:
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        for _ in range(25):
+            losses.append(net.train_step(data.x, data.edge_index, target=data.y, loss=loss).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        right = (net.eval_step(data.x, data.edge_index).argmax(1) == net.place(data.y)).double().mean()
+    return [*losses, float(right)]
+
+
+def test_history_learns(ranks: Any) -> None:
+    first, second = ranks(2, with_history)
+    assert first == second
+    *losses, right = first
+    assert losses[-1] < 0.5 * losses[0]
+    assert right > 0.8
+
+
+def refused(channel: Channel, case: str) -> str:
+    data, model = graph(), deep()
+    settings: dict[str, Any] = {"beside": {"beside": [nn.Linear(2, 2)]}, "recompute": {"recompute": True}}
+    cut = kagome.Parallel() if case == "graph" else kagome.Parallel(pipe=2, chunks=2, cross_chunk="exact")
+    try:
+        with kagome.shard(model, data, parallel=cut, log=str, **settings.get(case, {})) as net:
+            if case == "call":
+                net(data.x, data.edge_index)
+            elif case == "input":
+                net.train_step(data.x * 2, data.edge_index, target=data.y, loss=nn.MSELoss(reduction="none"))
+            elif case == "no_sync":
+                net.no_sync()
+            elif case in ("mean", "graph"):
+                net.train_step(data.x, data.edge_index, target=data.y, loss=nn.MSELoss())
+            elif case == "rows":
+                net.train_step(data.x, data.edge_index, target=data.y[:3], loss=nn.MSELoss(reduction="none"))
+        net.train_step(data.x, data.edge_index, target=data.y, loss=nn.MSELoss(reduction="none"))
+    except kagome.KagomeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("call", "use net.train_step"),
+        ("input", "another value for 'x'"),
+        ("no_sync", "several net.train_step"),
+        ("mean", "one number"),
+        ("graph", "one number"),
+        ("rows", "shape [3, 3]"),
+        ("beside", "beside=[...]"),
+        ("recompute", "recompute=True"),
+        ("closed", "one that is closed"),
+    ],
+)
+def test_refused(ranks: Any, case: str, words: str) -> None:
+    for message in ranks(2, refused, case, spoils=True):
+        assert words in message
