@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -80,7 +81,8 @@ def stepped(channel: Channel, settings: dict[str, Any], steps: int) -> tuple[dic
         for step in range(steps):
             for scale in (1.0, 0.5):
                 y = net.place(scale * data.y)
-                loss = net.train_step(data.x, data.edge_index, target=(y, area), loss=error)
+                x = data.x if step else data.x.clone()  # by its values
+                loss = net.train_step(x, data.edge_index, target=(y, area), loss=error)
             found |= {f"{name} {step}": g for name, g in grads(model).items()} | {f"loss {step}": loss}
             found[f"norm {step}"] = net.clip_grad_norm_(0.1)
             optimizer.step()
@@ -150,6 +152,44 @@ def test_history_learns(ranks: Any) -> None:
     assert right > 0.8
 
 
+STAGED = {"pipe": 2, "chunks": 2, "guard": False}
+
+
+def losses_by_trainer(channel: Channel, settings: dict[str, Any]) -> list[float]:
+    """The losses of epochs of a Trainer that probes nothing."""
+    data, model = graph(), deep()
+    data.train_mask = torch.ones(N, dtype=torch.bool)
+    train = kagome.Train(epochs=5, lr=0.05, weight_decay=0.0, check=False, loss="mse")
+    cut, report = kagome.Parallel(**STAGED, **settings), kagome.Report(progress=False)
+    with kagome.Trainer(model, data, parallel=cut, train=train, report=report) as trainer:
+        trainer.fit()
+        return [record.loss for record in trainer.records]
+
+
+def losses_by_loop(channel: Channel, settings: dict[str, Any]) -> list[float]:
+    """The same of a loop of one's own."""
+    data, model, losses = graph(), deep(), []
+    with kagome.shard(model, data, parallel=kagome.Parallel(**STAGED, **settings), log=str) as net:
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+        for _ in range(5):
+            by_row = nn.MSELoss(reduction="none")
+            losses.append(net.train_step(data.x, data.edge_index, target=data.y, loss=by_row).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"cross_chunk": "drop"}, {"codec_stage": "int8"}],
+    ids=lambda settings: "-".join(settings),
+)
+def test_a_step_is_an_epoch_of_the_trainer(ranks: Any, settings: dict[str, Any]) -> None:
+    trained = ranks(2, losses_by_trainer, settings)[0]
+    for found in ranks(2, losses_by_loop, settings):
+        torch.testing.assert_close(found, trained, rtol=1e-10, atol=1e-10)
+
+
 def refused(channel: Channel, case: str) -> str:
     data, model = graph(), deep()
     settings: dict[str, Any] = {"beside": {"beside": [nn.Linear(2, 2)]}, "recompute": {"recompute": True}}
@@ -160,6 +200,11 @@ def refused(channel: Channel, case: str) -> str:
                 net(data.x, data.edge_index)
             elif case == "input":
                 net.train_step(data.x * 2, data.edge_index, target=data.y, loss=nn.MSELoss(reduction="none"))
+            elif case == "changed":
+                data.x.mul_(2)
+                net.train_step(data.x, data.edge_index, target=data.y, loss=nn.MSELoss(reduction="none"))
+            elif case == "copy":
+                copy.deepcopy(net)
             elif case == "no_sync":
                 net.no_sync()
             elif case in ("mean", "graph"):
@@ -178,6 +223,8 @@ def refused(channel: Channel, case: str) -> str:
     [
         ("call", "use net.train_step"),
         ("input", "another value for 'x'"),
+        ("changed", "changed in place"),
+        ("copy", "net.state_dict()"),
         ("no_sync", "several net.train_step"),
         ("mean", "one number"),
         ("graph", "one number"),

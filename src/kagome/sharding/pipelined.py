@@ -96,6 +96,7 @@ class PipelinedModel(nn.Module):
         )
         self.__dict__["_engine"] = engine
         self._names = ForwardCall.of(model, set(part.names)).wants(part.names)
+        self._versions = {} if given is None else _versions(given)
         self._known_code: object = None
         self.step = 0
         """The number of training steps so far. Dropout draws other numbers in each; set it when a run
@@ -137,6 +138,18 @@ class PipelinedModel(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model's own ``state_dict``; all ranks load the same."""
         return self.model.load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse a copy, which would have old weights of other stages.
+
+        Raises:
+            ModelError: Always.
+        """
+        raise ModelError(
+            "weights of all stages by net.state_dict()",
+            "a copy of a model in stages",
+            hint="net.state_dict()",
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a single forward pass.
@@ -224,21 +237,29 @@ class PipelinedModel(nn.Module):
                 "an open sharded model", "one that is closed", hint="kagome.shard(model, graph) again"
             )
         bound = signature(self.model.forward).bind(*args, **kwargs).arguments if args or kwargs else {}
-        for (name, value), known in zip(bound.items(), self._attributes(tuple(bound)), strict=True):
-            if not _same(value, known):
+        # Arguments of forward by the names that the graph has for them: forward(h, edges) gets x, edge_index.
+        names = dict(zip(signature(self.model.forward).parameters, self._names, strict=False))
+        for name, value in bound.items():
+            if not self._is_given(value, name if name in self._part.names else names.get(name, name)):
                 raise ModelError(
                     "inputs of a pipeline to be attributes of the graph, which its chunks hold",
-                    f"another value for {name!r} of forward",
+                    f"another value for {name!r} of forward, or one that was changed in place",
                     where="net.train_step",
                     hint=f"data.{name} = ... before kagome.shard; or Parallel(graph=...), for other inputs "
                     "in each step",
                 )
 
-    def _attributes(self, names: Sequence[str]) -> list[Any]:
-        """Return what the graph has for arguments of forward; what it was read from cannot be compared."""
-        given = {} if self._given is None else self._given.to_dict()
-        places = dict(zip(signature(self.model.forward).parameters, self._names, strict=False))
-        return [given.get(name, given.get(places.get(name, ""), _UNKNOWN)) for name in names]
+    def _is_given(self, value: Any, name: str) -> bool:
+        """Return whether an argument is what the graph had when its parts were taken."""
+        if value is self._given:
+            return True
+        known = {} if self._given is None else self._given.to_dict()
+        if name not in known or (name in self._versions and self._versions[name] != known[name]._version):
+            return False
+        if isinstance(value, Tensor) and isinstance(known[name], Tensor) and value is not known[name]:
+            same = value.shape == known[name].shape and value.dtype == known[name].dtype
+            return same and torch.equal(value, known[name])
+        return value is known[name] or (isinstance(value, str | int | float) and bool(value == known[name]))
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages down to a norm, as a whole, and return it. All ranks call it.
@@ -342,16 +363,9 @@ class _Untimed:
         return nullcontext()
 
 
-_UNKNOWN: Final = object()
-
-
-def _same(value: Any, known: Any) -> bool:
-    """Return whether an argument is an attribute of the graph."""
-    if known is _UNKNOWN or value is known:
-        return known is not _UNKNOWN or not isinstance(value, Tensor)
-    if isinstance(value, Tensor) and isinstance(known, Tensor):
-        return value.shape == known.shape and value.dtype == known.dtype and torch.equal(value, known)
-    return bool(value == known) if not isinstance(known, Tensor) else False
+def _versions(data: Data) -> dict[str, int]:
+    """Return the version of each tensor of a graph, which a change in place raises."""
+    return {name: value._version for name, value in data.to_dict().items() if isinstance(value, Tensor)}
 
 
 def _marked(model: nn.Module, part: Partition) -> Partition:

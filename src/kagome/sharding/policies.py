@@ -57,7 +57,7 @@ NEAREST: Final = {
     "allow": "Parallel(graph=...), or kagome.Trainer",
 }
 """For settings that are refused, the nearest that works."""
-WATCHED: Final = ("codec", "codec_backward", "max_age", "halo_sample")
+WATCHED: Final = ("codec", "codec_backward", "codec_stage", "max_age", "halo_sample")
 """Settings whose effect on the gradient a ``Trainer`` measures."""
 
 
@@ -116,6 +116,24 @@ def refuse_beside_stages(
             )
 
 
+def note_unwatched(parallel: Parallel, log: Callable[[str], None]) -> None:
+    """Note the settings that make gradients approximate, as nothing measures by how much.
+
+    Args:
+        parallel: The settings, fitted to the ranks.
+        log: Called with the note, unless ``guard=False`` says that it is known.
+    """
+    plain = Parallel()
+    named = [name for name in WATCHED if getattr(parallel, name) != getattr(plain, name)]
+    if (parallel.chunks or 1) > 1 and parallel.cross_chunk != "exact":
+        named.append(f"cross_chunk={parallel.cross_chunk!r}")
+    if named and parallel.guard:
+        log(
+            f"{', '.join(named)}: gradients are approximate, and no probe measures how far they are off, as "
+            "kagome.Trainer does; guard=False leaves this note out."
+        )
+
+
 def exchange_of(
     parallel: Parallel, ranks: Mesh, seed: int, log: Callable[[str], None]
 ) -> tuple[CompressedExchange | TrainingSteps, TrainingSteps | None]:
@@ -130,12 +148,6 @@ def exchange_of(
     exchange = CompressedExchange(ranks.graph, parallel, seed, late=ranks.graph.patient)
     if exchange.exact:
         return exchange, None
-    if parallel.guard:
-        plain = Parallel()
-        named = [name for name in WATCHED if getattr(parallel, name) != getattr(plain, name)]
-        log(
-            f"{', '.join(named)}: gradients are approximate, and no probe measures how far they are off, as "
-            "kagome.Trainer does; guard=False leaves this note out."
-        )
+    note_unwatched(parallel, log)
     steps = TrainingSteps(exchange)
     return steps, steps

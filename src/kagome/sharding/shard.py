@@ -26,7 +26,13 @@ from kagome.graph.partition.partition import Partition
 from kagome.report.progress import warn
 from kagome.sharding.module import ShardedModel
 from kagome.sharding.pipelined import PipelinedModel
-from kagome.sharding.policies import exchange_of, is_staged, refuse_beside_stages, refuse_unserved
+from kagome.sharding.policies import (
+    exchange_of,
+    is_staged,
+    note_unwatched,
+    refuse_beside_stages,
+    refuse_unserved,
+)
 from kagome.train import data as source
 
 
@@ -156,6 +162,7 @@ def _in_stages(
     net = PipelinedModel(model, part, ranks, parallel, train, given, inner, fast=fast)
     for note in net.take_notes():
         log(note)
+    note_unwatched(parallel, log)
     inner.push(stack.pop_all())
     return net
 
