@@ -15,7 +15,7 @@ from torch.nn import functional
 import kagome
 from kagome.comm.channel import Channel
 
-STEPS = 5
+STEPS, LAYERS = 5, 15
 
 
 def losses_by_trainer(channel: Channel, settings: dict[str, Any]) -> list[float]:
@@ -262,6 +262,7 @@ def sent(channel: Channel, axes: tuple[int, ...], settings: dict[str, Any]) -> d
     torch.manual_seed(5)
     data = simulation.mesh(6)
     model = simulation.MeshNet()
+    model.layers = nn.ModuleList(simulation.Processor() for _ in range(LAYERS))
     with kagome.shard(model, data, parallel=kagome.Parallel(guard=False, **settings), log=str) as net:
         for _ in range(3):
             x = torch.randn(*axes, data.num_nodes, 2)
@@ -283,12 +284,12 @@ def sent(channel: Channel, axes: tuple[int, ...], settings: dict[str, Any]) -> d
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_step_sends_the_halo_and_nothing_more(ranks: Any, batch: int) -> None:
     """A batch of four is one message a layer and peer, not four."""
-    layers, hidden = 3, 32
+    hidden = 32
     for found in ranks(3, sent, (batch,), {}):
         send, recv = found["counts"]
         # Each layer sends the rows of ``h`` to their readers, and in backward gradients to the owners.
-        assert found["bytes"]["halo"] == layers * (sum(send) + sum(recv)) * batch * hidden * 4
-        assert found["messages"]["halo"] == layers * (sum(map(bool, send)) + sum(map(bool, recv)))
+        assert found["bytes"]["halo"] == LAYERS * (sum(send) + sum(recv)) * batch * hidden * 4
+        assert found["messages"]["halo"] == LAYERS * (sum(map(bool, send)) + sum(map(bool, recv)))
         assert {kind for kind, count in found["bytes"].items() if count} == {"halo", "weights", "statistics"}
 
 

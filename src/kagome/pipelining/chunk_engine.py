@@ -381,6 +381,7 @@ class ChunkEngine:
             The mean loss over all rows.
         """
         assert not self.parallel.guard
+        # The first rows of each new loss are tried: it may average by itself, which chunks would change.
         self._checked = self._checked and not fresh
         # Weights that a loss gives with its values may be others in each step.
         self._weighed = LossWeights(self.criteria.objective, self.mesh.graph)

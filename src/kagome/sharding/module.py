@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data
@@ -38,14 +37,14 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
-from kagome.sharding.collectives import Collectives
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
-from kagome.sharding.step_loss import Loss, values_of
+from kagome.sharding.results import gathered, written
+from kagome.sharding.train_step import GraphSteps
 from kagome.sharding.training_steps import TrainingSteps
 
 
-class ShardedModel(Collectives):
+class ShardedModel(GraphSteps):
     """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
 
     Its parameters, buffers and ``state_dict`` are the model's own objects, under the same names. All ranks
@@ -317,16 +316,9 @@ class ShardedModel(Collectives):
         Cost:
             All rows and their ids are sent to rank 0.
         """
-        channel, own = self._mesh.graph, self.own(rows)
         front = self._own_rows_first(value, rows, axis, "net.gather")
-        found = channel.gather_rows(front, action=f"gather of {rows}", dst=0)
-        ids = channel.gather_rows(own, action=f"gather of {rows}: ids", dst=0)
-        if found is None or ids is None or channel.rank:
-            return None
-        joined = torch.cat(found)
-        out = torch.empty_like(joined)
-        out[torch.cat(ids)] = joined
-        return out.movedim(0, range(value.dim())[axis])
+        out = gathered(self._mesh.graph, front, self.own(rows), rows)
+        return None if out is None else out.movedim(0, range(value.dim())[axis])
 
     def save(self, value: Tensor, folder: str | Path, rows: Rows = "vertices", *, axis: int = 0) -> Path:
         """Write own rows and their ids to a file of this rank, for results that no rank can hold.
@@ -343,11 +335,8 @@ class ShardedModel(Collectives):
         Raises:
             ModelError: If the axis has another number of rows than this rank owns.
         """
-        front = self._own_rows_first(value, rows, axis, "net.save").cpu()
-        path = Path(folder) / f"rows-{self.rank:05}-of-{self.ranks:05}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"ids": self.own(rows).cpu().contiguous(), "rows": front}, path)
-        return path
+        front = self._own_rows_first(value, rows, axis, "net.save")
+        return written(folder, self.rank, self.ranks, front, self.own(rows))
 
     def _own_rows_first(self, value: Tensor, rows: Rows, axis: int, where: str) -> Tensor:
         """Return own rows along axis 0, without gradient.
@@ -365,67 +354,6 @@ class ShardedModel(Collectives):
         return value.detach().movedim(axis, 0).contiguous()
 
     # Training -------------------------------------------------------------------------------------
-
-    def train_step(
-        self, *args: Any, target: Tensor | Sequence[Tensor] = (), loss: Loss, **kwargs: Any
-    ) -> Tensor:
-        """Run forward, loss and backward. All ranks call it.
-
-        It is ``net(...)``, ``net.mean(...)`` and ``backward()`` in one, with the signature that a pipe axis
-        needs, so that one loop serves both.
-
-        Args:
-            args: What the model's ``forward`` takes.
-            target: One tensor or several with a row a vertex: all of the graph's rows, or own rows.
-            loss: ``loss(out, *targets)`` of own rows: a value a row, or ``(values, weights)``.
-            kwargs: The same as ``args``, by name.
-
-        Returns:
-            The mean loss over all rows of all ranks, on every rank, without gradient.
-
-        Raises:
-            ModelError: If the loss gives one number.
-
-        Shapes:
-            ``[]``.
-
-        Example:
-            >>> import torch, kagome
-            >>> from torch_geometric.nn import GCN
-            >>> data = kagome.load("digits")
-            >>> model = GCN(64, 16, num_layers=2, out_channels=10)
-            >>> optimizer = torch.optim.Adam(model.parameters())
-            >>> by_row = torch.nn.CrossEntropyLoss(reduction="none")
-            >>> with kagome.shard(model, data) as net:
-            ...     for _ in range(2):
-            ...         loss = net.train_step(data.x, data.edge_index, target=data.y, loss=by_row)
-            ...         optimizer.step()
-            ...         optimizer.zero_grad()
-            ...     net.eval_step(data.x, data.edge_index).shape
-            torch.Size([1797, 10])
-        """
-        targets = [self.place(each) for each in ((target,) if isinstance(target, Tensor) else target)]
-        total = self.mean(*values_of(loss, self(*args, **kwargs), targets))
-        total.backward()
-        return total.detach()
-
-    def eval_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output for own rows in evaluation mode, without gradient. All ranks call it.
-
-        Args:
-            args: What the model's ``forward`` takes.
-            kwargs: The same by name.
-        """
-        training = self.training
-        try:
-            with torch.no_grad():
-                return self.eval()(*args, **kwargs)
-        finally:
-            self.train(training)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients down to a norm, as a whole, and return it, as torch's function does."""
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Put off the sum of gradients over ranks within a block.
@@ -464,6 +392,7 @@ class _Ending:
         self.error: BaseException | None = None
 
     def __call__(self) -> None:
+        # Dropped, because an error keeps the frames alive in which it was raised.
         error, self.error = self.error, None
         self.stack.__exit__(None if error is None else type(error), error, None)
 

@@ -18,12 +18,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
@@ -37,12 +35,13 @@ from kagome.model.forward_call import ForwardCall
 from kagome.objective.metrics import metric_of
 from kagome.objective.optimizers import Criteria
 from kagome.pipelining.chunk_engine import ChunkEngine
-from kagome.sharding.step_loss import PLACES, Loss, StepObjective, no_step
+from kagome.sharding.results import PartRows
+from kagome.sharding.train_step import PLACES, Loss, StepObjective, no_step, tensors_of
 
 SINGLE: Final = "on a pipe axis a step is a schedule of many passes, and no rank has the whole output"
 
 
-class PipelinedModel(nn.Module):
+class PipelinedModel(PartRows):
     """A model whose stages lie on several ranks; :func:`kagome.shard` makes one. All ranks call it alike.
 
     ``net(...)`` is refused; :meth:`train_step` trains and :meth:`eval_step` evaluates. Between steps a rank
@@ -75,12 +74,15 @@ class PipelinedModel(nn.Module):
         fast: bool,
     ) -> None:
         super().__init__()
+        # The same dicts, so that parameters(), state_dict() and to() are the model's.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
+        # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.training = model.training
-        self._mesh, self._part, self._given = mesh, part, given
-        self._own = part.own.to(mesh.device)
+        # Without attributes: a rank holds those that its stages read alone, in chunks.
+        self._mesh, self._part, self._given = mesh, replace(part, nodes={}, edges={}), given
+        self._attributes = frozenset(part.names)
         self._call = no_step()
         objective = StepObjective.of(self._call)
         engine = ChunkEngine(
@@ -112,7 +114,7 @@ class PipelinedModel(nn.Module):
 
     @property
     def ranks(self) -> int:
-        """The number of parts."""
+        """The number of parts of the graph."""
         return self._mesh.graph.size
 
     @property
@@ -194,18 +196,21 @@ class PipelinedModel(nn.Module):
             ``[]``, float64.
         """
         self._prepare(args, kwargs)
-        targets = (target,) if isinstance(target, Tensor) else tuple(target)
-        self._call.loss, self._call.targets = loss, [self.place(each) for each in targets]
+        self._call.loss = loss
+        self._call.targets = [self.place(each) for each in tensors_of(target)]
+        # A lambda in a loop is another object in each step, with the same code.
         code = getattr(loss, "__code__", loss)
         fresh, self._known_code = code is not self._known_code, code
         self.step += 1
         parameters = self._engine.gradients.parameters
+        # The engine drops old gradients before its backward, so that they do not stay in memory beside the
+        # sums over parts. Here they may be those of an earlier step of the same update, which count.
         before = [p.grad for p in parameters]
         value = self._engine.gradient(self.step, fresh=fresh)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, before, strict=True):
                 if gradient is not None:
-                    found = parameter.grad
+                    found = parameter.grad  # None where this step's loss does not depend on the weight
                     parameter.grad = gradient if found is None else gradient.add_(found)
         return torch.tensor(value, dtype=torch.float64, device=self._mesh.device)
 
@@ -220,6 +225,7 @@ class PipelinedModel(nn.Module):
             ``[n, ...]``, as the model returns it.
         """
         self._prepare(args, kwargs)
+        # The engine sets evaluation mode, and would leave it so.
         training = self.training
         try:
             return self._engine.evaluate(self.step)
@@ -240,7 +246,7 @@ class PipelinedModel(nn.Module):
         # Arguments of forward by the names that the graph has for them: forward(h, edges) gets x, edge_index.
         names = dict(zip(signature(self.model.forward).parameters, self._names, strict=False))
         for name, value in bound.items():
-            if not self._is_given(value, name if name in self._part.names else names.get(name, name)):
+            if not self._is_given(value, name if name in self._attributes else names.get(name, name)):
                 raise ModelError(
                     "inputs of a pipeline to be attributes of the graph, which its chunks hold",
                     f"another value for {name!r} of forward, or one that was changed in place",
@@ -253,7 +259,9 @@ class PipelinedModel(nn.Module):
         """Return whether an argument is what the graph had when its parts were taken."""
         if value is self._given:
             return True
+        # A graph that was read from a folder cannot be compared: its steps take no inputs at all.
         known = {} if self._given is None else self._given.to_dict()
+        # Chunks hold what the graph had. A tensor that was written to since has a later version.
         if name not in known or (name in self._versions and self._versions[name] != known[name]._version):
             return False
         if isinstance(value, Tensor) and isinstance(known[name], Tensor) and value is not known[name]:
@@ -283,61 +291,14 @@ class PipelinedModel(nn.Module):
             hint="several net.train_step before optimizer.step() add up in .grad",
         )
 
-    # Rows -----------------------------------------------------------------------------------------
-
-    def own(self) -> Tensor:
-        """Return the ids of this rank's own vertices in the whole graph: ``[n]``, int64, ascending."""
-        return self._own
-
-    def place(self, value: Tensor) -> Tensor:
-        """Return this rank's rows of a tensor.
-
-        Args:
-            value: All rows of the graph, or this rank's own, along axis 0.
-
-        Raises:
-            ModelError: If it has another number of rows.
-        """
-        own, count = self._own.numel(), self._part.num_nodes
-        if value.dim() == 0 or value.size(0) not in (own, count):
-            raise ModelError(
-                f"{own:,} rows along axis 0, this rank's own vertices, or {count:,}, all of the graph",
-                f"shape {list(value.shape)}",
-                where=f"net.place, rank {self._mesh.rank}",
-            )
-        value = value.to(self._mesh.device)
-        return value if value.size(0) == own else value[self._own]
-
-    def gather(self, value: Tensor) -> Tensor | None:
-        """Return the rows of all ranks in the graph's own order on rank 0; None on the others.
-
-        Args:
-            value: Own rows, such as those of :meth:`eval_step`. All ranks call it.
-        """
-        channel = self._mesh.graph
-        rows = channel.gather_rows(self.place(value).detach(), action="gather of vertices", dst=0)
-        ids = channel.gather_rows(self._own, action="gather of vertices: ids", dst=0)
-        if rows is None or ids is None or self._mesh.rank:
-            return None
-        joined = torch.cat(rows)
-        out = torch.empty_like(joined)
-        out[torch.cat(ids)] = joined
-        return out
-
-    def save(self, value: Tensor, folder: str | Path) -> Path:
-        """Write own rows and their ids to a file of this part: ``rows-PART-of-PARTS.safetensors``."""
-        path = Path(folder) / f"rows-{self.rank:05}-of-{self.ranks:05}.safetensors"
-        if self._mesh.stage == 0:  # other stages have the same rows
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"ids": self._own.cpu(), "rows": self.place(value).detach().cpu().contiguous()}, path)
-        return path
-
     # End ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give the model back, with the weights of all stages, and end what the ranks share."""
         if self._closing.alive:
+            # Late rows that no step will read: peers wait until they are taken.
             self._engine.exchange.settle()
+            # The model is the user's again, who may evaluate it whole.
             self._engine.join_weights()
         self._closing()
 
@@ -350,16 +311,17 @@ class PipelinedModel(nn.Module):
         if error is None:
             self.close()
             return
+        # Peers may be gone: weights are not joined, and nothing is waited for.
         if self._closing.alive:
             self._mesh.world.report_error(error)
         self._closing()
 
 
 class _Untimed:
-    """Phases that nobody times."""
+    """Phases of a step, which nobody times here."""
 
     def phase(self, name: str, epoch: int | None = None) -> AbstractContextManager[Any]:
-        """Return an empty context."""
+        """Return a context that does nothing."""
         return nullcontext()
 
 
@@ -380,6 +342,7 @@ def _marked(model: nn.Module, part: Partition) -> Partition:
             "one that reads it",
             hint="another name for the attribute that forward reads",
         )
+    # The engine computes losses on the rows of this mask, and finds their targets by their numbers.
     count = part.own.numel()
     marks = {"train_mask": torch.ones(count, dtype=torch.bool), PLACES: torch.arange(count)}
     return replace(part, nodes={**part.nodes, **marks})

@@ -19,12 +19,14 @@ from kagome.sharding.training_steps import TrainingSteps
 
 SERVED: Final = frozenset(
     [
+        # How the graph and the features are cut.
         "graph",
         "tensor",
         "partitioner",
         "reuse",
         "shared_memory",
         "memory_gib",
+        # How rows and gradients are sent: by the Trainer's own exchange.
         "codec",
         "codec_backward",
         "codec_weights",
@@ -33,6 +35,7 @@ SERVED: Final = frozenset(
         "sync_every",
         "smoothing",
         "halo_sample",
+        # Nothing is guarded; if off, no note says so.
         "guard",
     ]
 )
@@ -145,6 +148,7 @@ def exchange_of(
         seed: The seed of the codecs' draws.
         log: Called with a note where rows are inexact and nothing measures what that costs.
     """
+    # Late rows are waited for in the next step. On a channel of their own they hold up no other message.
     exchange = CompressedExchange(ranks.graph, parallel, seed, late=ranks.graph.patient)
     if exchange.exact:
         return exchange, None

@@ -158,6 +158,8 @@ def _in_stages(
     log: Callable[[str], None],
 ) -> PipelinedModel:
     """Return a model in stages; what is open closes with it."""
+    # The model holds the stack that closes it before the mesh is moved there: until then an error closes the
+    # mesh here.
     inner = ExitStack()
     net = PipelinedModel(model, part, ranks, parallel, train, given, inner, fast=fast)
     for note in net.take_notes():

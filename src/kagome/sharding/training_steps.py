@@ -28,6 +28,18 @@ from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 from kagome.halo.compressed_exchange import CompressedExchange
 
+# [Note: why by calls] Late rows are kept by site, and a site is a module and the number of its call in one
+# forward pass. A step of several forward passes would meet a site several times:
+#
+#     roll-out of two, by forward passes       by calls of a step
+#     forward 1   reads rows of 0              step 1, call 1   reads rows of step 0, call 1
+#     forward 2   reads rows of 1: the field   step 1, call 2   reads rows of step 0, call 2
+#                 of a moment before
+#     backward 2, then backward 1: older       each call's gradients wait for those of the same call
+#                 than what was read last
+#
+# So each call of a step has sites of its own. If a step has fewer calls than the one before, the rows of the
+# others grow too old, and the next step that has such calls waits for its own.
 REMEMBERED: Final = 10_000
 """Number of forward passes whose backward may still come."""
 
@@ -91,10 +103,12 @@ class TrainingSteps:
             self.settle()
             self._calls[forward] = None
             return
+        # Before the first forward pass there may have been backward passes of other losses.
         last, ended = self._last, backwards > self._backwards and self._last.number > 0
         self._last = Call(last.step + 1, 1) if ended else Call(last.step, last.number + 1)
         self._backwards = backwards
         self._calls[forward] = self._last
+        # By their number, not by what the garbage collector has freed: all ranks must forget alike.
         while len(self._calls) > REMEMBERED:
             self._calls.popitem(last=False)
 
@@ -118,6 +132,7 @@ class TrainingSteps:
                 where=site.name,
             )
         call = self._calls[site.epoch]
+        # A derivative in evaluation, such as forces: forward and backward are exact.
         if call is None:
             return self.inner.start(rows, replace(request, site=replace(site, training=False)))
         if not self._ages:
