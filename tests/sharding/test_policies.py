@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -205,6 +206,29 @@ def test_each_call_of_a_step_reads_the_rows_of_the_same_call_a_step_before(ranks
                 )
 
 
+def irregular(channel: Channel) -> list[float]:
+    """Steps of one to four late forwards, with others that nobody differentiates, and a sum put off."""
+    data, model = graph(), model_of("gcn")
+    cut = kagome.Parallel(max_age=1, guard=False)
+    with kagome.shard(model, data, parallel=cut, log=str) as net:
+        losses = []
+        for step, count in enumerate([1, 3, 1, 2, 4, 1]):
+            outs = [net(data.x, data.edge_index) for _ in range(count)]
+            loss = net.mean(torch.stack([out**2 for out in outs]))
+            with net.no_sync() if step == 2 else nullcontext():
+                loss.backward()
+            if step % 2:
+                net(data.x, data.edge_index)
+            losses.append(loss.item())
+    return losses
+
+
+def test_late_rows_of_steps_unlike_each_other(ranks: Any) -> None:
+    """No message stays behind. With the weights of the first step late rows are the same as exact ones."""
+    for losses in ranks(3, irregular):
+        torch.testing.assert_close(losses, [losses[0]] * 6, rtol=1e-10, atol=1e-10)
+
+
 def refused(channel: Channel, case: str) -> str:
     data, model = graph(), model_of("gcn")
     cuts: dict[str, dict[str, Any]] = {
@@ -251,6 +275,40 @@ def refused(channel: Channel, case: str) -> str:
 def test_refused(ranks: Any, case: str, words: str) -> None:
     for message in ranks(2, refused, case, spoils=True):
         assert words in message
+
+
+def curved(channel: Channel, settings: dict[str, Any]) -> tuple[float, float]:
+    """A second derivative along two directions, by autograd and by differences of the first."""
+    data = graph()
+    torch.manual_seed(5)
+    model = Hop().double()
+    with kagome.shard(model, data, parallel=kagome.Parallel(guard=False, **settings), log=str) as net:
+        along, other = (net.place(data.x.roll(shift, 0)) for shift in (1, 2))
+
+        def first(rows: Tensor) -> tuple[Tensor, Tensor]:
+            net.step = 0  # the same draws each time
+            x = net.place(rows).clone().requires_grad_()
+            energy = net.sum(net(net.place(x), data.edge_index).sin())
+            (by_x,) = torch.autograd.grad(energy, x, create_graph=True)
+            return x, net.sum(by_x * along)
+
+        x, slope = first(net.place(data.x))
+        (by_x,) = torch.autograd.grad(slope, x)
+        step = 1e-5
+        after, before = (first(net.place(data.x) + sign * step * other)[1].item() for sign in (1, -1))
+        found = net.sum(by_x * other).item()
+    return found, (after - before) / (2 * step)
+
+
+def test_second_derivatives_of_sampled_rows(ranks: Any) -> None:
+    exact = ranks(2, curved, {})[0]
+    assert abs(exact[0] - exact[1]) < 1e-6 * abs(exact[0])
+    for found, differences in ranks(2, curved, {"halo_sample": 0.5}):
+        assert abs(found - differences) < 1e-6 * abs(found)
+        assert abs(found - exact[0]) > 1e-3 * abs(exact[0])
+    # Rounding has no derivative; it counts as if rows were sent unchanged.
+    for found, _ in ranks(2, curved, {"codec": "int8"}):
+        assert 1e-9 < abs(found - exact[0]) / abs(exact[0]) < 0.1
 
 
 # What is sent ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 from test_shard import C, F, N, grads, graph
 from torch import Tensor, nn
+from torch_geometric.data import Data
 
 import kagome
 from kagome.comm.channel import Channel
@@ -113,6 +114,55 @@ def test_steps_are_those_of_the_whole_graph(ranks: Any, layout: str) -> None:
         first, last = ({n for n in found if n.startswith("first")} for found, _ in (told[0], told[-1]))
         assert first
         assert not last  # a rank has gradients of its own stages alone
+
+
+class Normed(nn.Module):
+    """A norm between two layers, and a forward that takes the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = pyg.GCNConv(F, 8), nn.BatchNorm1d(8), pyg.SAGEConv(8, C)
+
+    def forward(self, data: Data) -> Tensor:
+        return self.two(self.norm(self.one(data.x, data.edge_index)).relu(), data.edge_index)
+
+
+def of_several_losses(channel: Channel | None) -> dict[str, Tensor]:
+    """Another loss and other targets in each step, one with a mask, and buffers of a norm."""
+    data = graph()
+    torch.manual_seed(1)
+    model = Normed().double()
+    mask = torch.arange(N) % 3 > 0
+    given: list[tuple[Any, Any]] = [
+        (data.y, lambda out, y: (out - y) ** 2),
+        ((data.y, mask), lambda out, y, some: ((out - y).abs(), some)),
+        ((), lambda out: out.sum(1)),
+    ]
+    if channel is None:
+        found = []
+        for target, loss in given:
+            values = loss(model(data), *((target,) if isinstance(target, Tensor) else target))
+            if isinstance(values, tuple):
+                values = values[0][values[1]]
+            found.append(values.mean())
+            found[-1].backward()
+        state = model.state_dict()
+    else:
+        cut = kagome.Parallel(pipe=2, chunks=2, cross_chunk="exact")
+        with kagome.shard(model, data, parallel=cut, log=str) as net:
+            found = [net.train_step(data, target=target, loss=loss) for target, loss in given]
+            state = net.state_dict()
+    by_weight = {f"gradient of {name}": gradient for name, gradient in grads(model).items()}
+    return {f"loss {n}": each.detach() for n, each in enumerate(found)} | state | by_weight
+
+
+def test_other_losses_and_buffers(ranks: Any) -> None:
+    expected = of_several_losses(None)
+    told = ranks(2, of_several_losses)
+    for found in told:
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=name)
+    assert expected.keys() == set().union(*told)
 
 
 def with_history(channel: Channel) -> list[float]:
