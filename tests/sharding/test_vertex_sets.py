@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from test_shard import WORLDS, grads
+from test_shard import WORLDS, both, grads
 from torch import Tensor, nn
 from torch_geometric.data import HeteroData
 
 import kagome
 from kagome.comm.channel import Channel
+from kagome.errors import DataError, ModelError
 
 SIZES = {"paper": 23, "author": 17, "field": 3}
 LINKS = {

@@ -21,14 +21,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.mesh import Mesh
+from kagome.comm.stats import Traffic
 from kagome.components.parallelize import ParallelModel
 from kagome.components.task import draws_of
+from kagome.config import SumCodec
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
 from kagome.graph.sets import Graph
@@ -36,14 +37,16 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
-from kagome.sharding.collectives import Collectives
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.kept_edges import KeptEdges
 from kagome.sharding.placing import Placer, edges_of
+from kagome.sharding.results import gathered, written
 from kagome.sharding.row_sets import RowSets
+from kagome.sharding.train_step import GraphSteps
+from kagome.sharding.training_steps import TrainingSteps
 
 
-class ShardedModel(Collectives):
+class ShardedModel(GraphSteps):
     """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
 
     Its parameters, buffers and ``state_dict`` are the model's own objects, under the same names. All ranks
@@ -56,6 +59,8 @@ class ShardedModel(Collectives):
         given: The graph as the user gave it; None if it was read from files.
         beside: Modules that run outside of the model.
         stack: What is closed at the end.
+        steps: The training steps by which inexact rows age; None where all rows are exact.
+        codec_weights: How gradients are encoded while they are summed.
     """
 
     model: nn.Module
@@ -69,6 +74,9 @@ class ShardedModel(Collectives):
         given: Data | HeteroData | Graph | None,
         beside: Sequence[nn.Module],
         stack: ExitStack,
+        *,
+        steps: TrainingSteps | None = None,
+        codec_weights: SumCodec = "none",
     ) -> None:
         super().__init__()
         # The same dicts, so that parameters(), state_dict() and to() are the model's.
@@ -76,7 +84,7 @@ class ShardedModel(Collectives):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
         self._mesh, self._rows = mesh, RowSets(parallel.scope)
-        self._sync = GradientSync((model, *beside), mesh.weights)
+        self._sync = GradientSync((model, *beside), mesh.weights, codec_weights)
         owned = tuple(each.count for each in self._rows.vertices)
         self._boundary = Boundary(self._sync, mesh.graph, owned)
         self._placer = Placer(parallel.scope, self._rows, mesh.graph, self._boundary, given)
@@ -90,13 +98,14 @@ class ShardedModel(Collectives):
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
-        self._reads = {}
+        self._reads, self._steps = {}, steps
         self._known_modules = tuple(map(id, model.modules()))
         self._checked: set[bool] = set()
         self.step = 0
         """The number of forward passes with gradient so far. Dropout draws other numbers in each; set it when
         a run continues."""
-        self._closing = weakref.finalize(self, Finalizer(stack.close, _nothing))
+        self._ending = _Ending(stack)
+        self._closing = weakref.finalize(self, Finalizer(self._ending, _nothing))
 
     @property
     def rank(self) -> int:
@@ -115,6 +124,25 @@ class ShardedModel(Collectives):
         They may be given to the model; a graph that was read from a folder is nowhere else.
         """
         return self._parallel.scope.inputs
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent since the start: bytes and messages by kind, and the time of waits.
+
+        ``halo`` are rows of neighbours and their gradients, ``weights`` the sums of gradients. Each call
+        returns a copy of its own.
+
+        Example:
+            >>> import kagome
+            >>> from torch_geometric.nn import GCN
+            >>> data = kagome.load("digits")
+            >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=1), data) as net:
+            ...     before = net.traffic
+            ...     out = net(data.x, data.edge_index)
+            ...     net.traffic.since(before).bytes["halo"]  # one rank sends nothing
+            0
+        """
+        return self._mesh.world.traffic.copy()
 
     # The model's own face -------------------------------------------------------------------------
 
@@ -180,6 +208,8 @@ class ShardedModel(Collectives):
         training = torch.is_grad_enabled()
         self._sync.refresh()
         self.step += training
+        if self._steps is not None:
+            self._begin_step(self._steps, training=training)
         checked = training in self._checked
         try:
             args, kwargs = self._placer.arguments(args, kwargs)
@@ -204,6 +234,13 @@ class ShardedModel(Collectives):
     def _called(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self._kept.put_in():
             return tree_map(_computed, function(*args, **kwargs), is_leaf=_is_lazy)
+
+    def _begin_step(self, steps: TrainingSteps, *, training: bool) -> None:
+        """Note a forward pass; in evaluation, by mode or without gradient, its rows are exact."""
+        if not training:
+            steps.settle()
+            return
+        steps.begin(self.step, self._sync.backwards, trains=self.model.training)
 
     def _left(self, leaf: Any, forward_pass: ForwardPass) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
@@ -294,16 +331,9 @@ class ShardedModel(Collectives):
         Cost:
             All rows and their ids are sent to rank 0.
         """
-        channel, own = self._mesh.graph, self.own(rows)
         front = self._own_rows_first(value, rows, axis, "net.gather")
-        found = channel.gather_rows(front, action="net.gather", dst=0)
-        ids = channel.gather_rows(own, action="net.gather: ids", dst=0)
-        if found is None or ids is None or channel.rank:
-            return None
-        joined = torch.cat(found)
-        out = torch.empty_like(joined)
-        out[torch.cat(ids)] = joined
-        return out.movedim(0, range(value.dim())[axis])
+        out = gathered(self._mesh.graph, front, self.own(rows), rows or "rows")
+        return None if out is None else out.movedim(0, range(value.dim())[axis])
 
     def save(self, value: Tensor, folder: str | Path, rows: str | None = None, *, axis: int = 0) -> Path:
         """Write own rows and their ids to a file of this rank, for results that no rank can hold.
@@ -320,11 +350,8 @@ class ShardedModel(Collectives):
         Raises:
             ModelError: If the axis has another number of rows than this rank owns.
         """
-        front = self._own_rows_first(value, rows, axis, "net.save").cpu()
-        path = Path(folder) / f"rows-{self.rank:05}-of-{self.ranks:05}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"ids": self.own(rows).cpu().contiguous(), "rows": front}, path)
-        return path
+        front = self._own_rows_first(value, rows, axis, "net.save")
+        return written(folder, self.rank, self.ranks, front, self.own(rows))
 
     def _own_rows_first(self, value: Tensor, rows: str | None, axis: int, where: str) -> Tensor:
         """Return own rows along axis 0, without gradient.
@@ -352,6 +379,8 @@ class ShardedModel(Collectives):
 
     def close(self) -> None:
         """Give the model back untouched, and end what the ranks share. All ranks call it."""
+        if self._steps is not None and self._closing.alive:
+            self._steps.settle()
         self._closing()
 
     def __enter__(self) -> Self:
@@ -362,7 +391,25 @@ class ShardedModel(Collectives):
     ) -> None:
         if error is not None and self._closing.alive:
             self._mesh.graph.report_error(error)
+            self._ending.error = error
+            self._closing()
         self.close()
+
+
+class _Ending:
+    """Closes what a sharded model has opened, and says whether an error ends it.
+
+    After an error nobody reads what is still under way, such as late rows, so nobody waits for that.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        # Dropped, because an error keeps the frames alive in which it was raised.
+        error, self.error = self.error, None
+        self.stack.__exit__(None if error is None else type(error), error, None)
 
 
 def _nothing() -> None:

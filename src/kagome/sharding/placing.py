@@ -116,6 +116,12 @@ class Placer:
         axis = range(value.dim())[axis]
         return self._share(value, RowAxis(rows.name, axis), "the tensor")
 
+    def target(self, value: Tensor) -> Tensor:
+        """Return own rows of a target: a row a vertex; of several vertex sets, its sizes say which."""
+        if len(self._sets.vertices) == 1:
+            return self.place(value, self._sets.vertices[0], 0)
+        return self._tensor("target", value, "")
+
     def is_rows(self, value: Tensor) -> bool:
         """Return whether a tensor of the running forward has rows of vertices or edges."""
         placement = self._scope.placements.get(value)
