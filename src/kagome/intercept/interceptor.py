@@ -303,7 +303,7 @@ class Interceptor(TorchFunctionMode):
             ModelError: If it is unknown which rows a kept tensor holds.
         """
         if self.parted:
-            self.edge_tables = edge_tables.tables_of(model, self.edges, self.vertices)
+            self.edge_tables = edge_tables.tables_of(model, self.edges, self.vertices, self.placements)
             self.keeping.look(self, model, (self.vertices, self.edges))
 
     def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -208,7 +208,9 @@ def own_edges(scope: Cutter, table: Tensor, axis: int, like: Placement) -> Tenso
     return scope.placements.put(own, Placement(PlacementKind.PAIRS, like.view, axis, edges=view.given))
 
 
-def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
+def tables_of(
+    model: nn.Module, edges: int, vertices: int, placements: Placements | None = None
+) -> EdgeTables | None:
     """Return the tensors that a model keeps with a row for each edge; None if there are none.
 
     Weights of torch's and PyG's own layers do not count, whatever their sizes.
@@ -217,13 +219,14 @@ def tables_of(model: nn.Module, edges: int, vertices: int) -> EdgeTables | None:
         model: The user's module.
         edges: Number of edges of the whole graph.
         vertices: Number of vertices of the whole graph.
+        placements: Those of the part; a tensor that has one holds own rows already.
 
     Raises:
         ModelError: If there are as many vertices as edges, so that it is ambiguous which rows they are, or if
             the model keeps a sparse matrix of the vertices.
     """
     names: WeakTensorMap[str] = WeakTensorMap()
-    for name, tensor in _tables_among(model, edges, vertices):
+    for name, tensor in _tables_among(model, edges, vertices, placements):
         names[tensor] = name
     return EdgeTables(names) if len(names) else None
 
@@ -253,8 +256,12 @@ def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
     return bool(found)
 
 
-def _tables_among(model: nn.Module, edges: int, vertices: int) -> Iterator[tuple[str, Tensor]]:
+def _tables_among(
+    model: nn.Module, edges: int, vertices: int, placements: Placements | None = None
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors_of(model):
+        if placements is not None and placements.get(tensor) is not None:
+            continue
         if tensor.layout is not torch.strided and vertices in tensor.shape:
             raise ModelError(
                 "an adjacency to come with the data, so that each part has its own rows",

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data
 
@@ -35,8 +36,11 @@ from kagome.graph.partition.partition import Partition
 from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
+from kagome.sharding import optimizer_states
 from kagome.sharding.boundary import Boundary
 from kagome.sharding.collectives import Collectives
+from kagome.sharding.cut_tables import CutTables
+from kagome.sharding.gradient_norm import clip, refuse_apart
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.placing import Placer, Rows
 
@@ -55,6 +59,7 @@ class ShardedModel(Collectives):
         given: The graph as the user gave it; None if it was read from files.
         beside: Modules that run outside of the model.
         stack: What is closed at the end.
+        tables: Parameters of which this rank has its own rows.
     """
 
     model: nn.Module
@@ -69,6 +74,7 @@ class ShardedModel(Collectives):
         given: Data | None,
         beside: Sequence[nn.Module],
         stack: ExitStack,
+        tables: CutTables,
     ) -> None:
         super().__init__()
         # The same dicts, so that parameters(), state_dict() and to() are the model's.
@@ -76,9 +82,13 @@ class ShardedModel(Collectives):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
         self._mesh, self._part = mesh, part
-        self._sync = GradientSync((model, *beside), mesh.weights)
+        self._sync = GradientSync((model, *beside), mesh.weights, tables.parameters)
         self._boundary = Boundary(self._sync, mesh.graph, part.own.numel())
         self._placer = Placer(parallel.scope, part, mesh.graph, self._boundary, given)
+        self._tables = tables
+        tables.keep()
+        if tables:
+            tables.watch(model, self)
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
@@ -122,7 +132,10 @@ class ShardedModel(Collectives):
         return f"ShardedModel({share}): {self.model!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the plain model, as an average of weights keeps."""
+        """Return a copy of the plain model, as an average of weights keeps.
+
+        A cut table has own rows in the copy too, so that an average takes them; its ``state_dict`` is whole.
+        """
         return copied(self.model)
 
     def train(self, mode: bool = True) -> Self:
@@ -131,13 +144,52 @@ class ShardedModel(Collectives):
         self.training = mode
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own ``state_dict``: whole on every rank."""
-        return self.model.state_dict(*args, **kwargs)
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> Any:
+        """Return the model's own ``state_dict``: whole, with rows in the graph's order.
+
+        All ranks call it if a table is cut.
+
+        Args:
+            args: What the model's ``state_dict`` takes.
+            rank0_only: Whether rank 0 alone gets it; others get an empty dict.
+            kwargs: The same by name.
+
+        Cost:
+            All rows of a cut table, on every rank that gets them.
+        """
+        if not rank0_only:
+            return self.model.state_dict(*args, **kwargs)
+        with self._tables.on_first_rank():
+            found = self.model.state_dict(*args, **kwargs)
+        return {} if self.rank else found
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own ``state_dict``; all ranks load the same."""
+        """Load a whole ``state_dict``; all ranks load the same, and keep own rows of a cut table."""
         return self.model.load_state_dict(*args, **kwargs)
+
+    def optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        """Return an optimizer's state with all rows of cut tables, in the graph's order. All ranks call it.
+
+        Args:
+            optimizer: The optimizer of this model's parameters.
+            rank0_only: Whether rank 0 alone gets it; others get an empty dict.
+
+        Cost:
+            All rows of each moment of a cut table, on every rank that gets them.
+        """
+        return optimizer_states.whole(self._tables, optimizer, rank0_only=rank0_only)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`optimizer_state_dict` returned, on any number of ranks.
+
+        Args:
+            optimizer: The optimizer of this model's parameters, in the same order.
+            state: The whole state, the same on all ranks.
+
+        Raises:
+            CheckpointError: If a state has rows of another graph.
+        """
+        optimizer_states.load(self._tables, optimizer, state)
 
     # Forward --------------------------------------------------------------------------------------
 
@@ -173,6 +225,9 @@ class ShardedModel(Collectives):
         training = torch.is_grad_enabled()
         self._sync.refresh()
         self.step += training
+        # At steps 2, 4, 8, ...: a wrong norm may part the ranks' weights at any step.
+        if training and self._tables and self.step > 1 and not self.step & (self.step - 1):
+            refuse_apart(self._sync.shared, self._mesh.graph)
         checked = training in self._checked
         try:
             args, kwargs = self._placer.arguments(args, kwargs)
@@ -335,8 +390,34 @@ class ShardedModel(Collectives):
         """
         return self._sync.deferred()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients in place so that their norm is at most ``max_norm``. All ranks call it.
+
+        It is ``torch.nn.utils.clip_grad_norm_`` of the whole parameters, cut tables among them. Those of
+        modules ``beside`` the model count too.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: Its order, such as 2 or ``float("inf")``.
+
+        Returns:
+            The norm before, the same on all ranks.
+
+        Shapes:
+            -> ``[]``.
+
+        Cost:
+            One number is summed over the ranks, if a table is cut.
+        """
+        return clip(self._sync, self._mesh.graph, max_norm, norm_type)
+
     def close(self) -> None:
-        """Give the model back untouched, and end what the ranks share. All ranks call it."""
+        """Give the model back, with all rows of cut tables, and end what the ranks share.
+
+        All ranks call it. After an error of one rank, cut tables stay with own rows: load a checkpoint then.
+        """
+        if self._closing.alive:
+            self._tables.join()
         self._closing()
 
     def __enter__(self) -> Self:
@@ -347,6 +428,7 @@ class ShardedModel(Collectives):
     ) -> None:
         if error is not None and self._closing.alive:
             self._mesh.graph.report_error(error)
+            self._tables.release()  # other ranks may not come to gather rows
         self.close()
 
 

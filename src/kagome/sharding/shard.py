@@ -25,6 +25,7 @@ from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.report.progress import warn
+from kagome.sharding.cut_tables import tables_in
 from kagome.sharding.module import ShardedModel
 from kagome.train import data as source
 
@@ -51,6 +52,7 @@ def shard(
     parallel: Parallel | None = None,
     mesh: DeviceMesh | None = None,
     beside: Sequence[nn.Module] = (),
+    cut: bool | Sequence[str] = False,
     seed: int = 0,
     fast: bool = True,
     recompute: bool = False,
@@ -72,6 +74,10 @@ def shard(
             ``mesh["graph"]``. ``DistributedDataParallel`` may stand around the result, over the other axis.
         beside: Modules of your loop that run outside of the model on its rows, such as a predictor of pairs:
             they get rank 0's weights, and their gradients are summed too.
+        cut: Names of parameters with a row for each vertex or edge, such as ``("embedding.weight",)``: each
+            rank holds, trains and saves its own rows alone. True takes all embeddings, and parameters of your
+            own modules, with so many rows. On other ranks than 0 they may be on the ``meta`` device. Norms
+            of their gradients are taken by :meth:`ShardedModel.clip_grad_norm_`, not by torch's.
         seed: The seed of dropout and of the partition.
         fast: Whether kernels reduce messages; if off, all runs as PyG runs it.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
@@ -82,7 +88,8 @@ def shard(
         A module that takes what the model takes, and gives this rank's rows.
 
     Raises:
-        ConfigError: If the settings need what only :class:`kagome.Trainer` does.
+        ConfigError: If the settings need what only :class:`kagome.Trainer` does, or a name in ``cut`` is of
+            no parameter with the graph's rows.
         DataError: If the graph is invalid.
         ModelError: If the model is sharded already, or has a layer that no split supports.
 
@@ -124,17 +131,21 @@ def shard(
         part, meta = source.for_all_stages(take, ranks)
         for note in (*ranks.notes, *meta.notes):
             log(note)
+        tables = tables_in(model, cut, part, ranks.graph)
+        stack.callback(tables.undo)
+        tables.cut(ranks.device)
         model = model.to(ranks.device)
         materialise(model, part, ranks.device)
         for module in (model, *beside):
-            broadcast_weights(module.to(ranks.device), ranks.world)
+            broadcast_weights(module.to(ranks.device), ranks.world, tables.parameters)
         fitted = parallel.fit(ranks.size)
         exchange = CompressedExchange(ranks.graph, fitted, seed)
         given = graph if isinstance(graph, Data) else None
         options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
+        tables.place(net.scope)
         stack.enter_context(net)
-        return ShardedModel(model, net, ranks, part, given, beside, stack.pop_all())
+        return ShardedModel(model, net, ranks, part, given, beside, stack.pop_all(), tables)
 
 
 def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
