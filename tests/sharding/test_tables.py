@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +85,7 @@ def bpr(channel: Channel | None, net: Any, model: LightGCN, data: Data, step: in
     size, rank = (1, 0) if channel is None else (channel.size, channel.rank)
     drawn = torch.randint(0, N, (2, 31), generator=torch.Generator().manual_seed(step))
     h = net(data.edge_index, data.n_id)
-    (user, item), other = net.pairs(h, drawn[:, rank::size]), net.read(h, net.negatives(31, step=step)[1])
+    (user, item), other = net.pairs(h, drawn[:, rank::size]), net.read(h, net.negatives(31, seed=7, step=step)[1])
     first = net.read(model.table.weight, drawn[0, rank::size])
     score = (user * item).sum(1) - (user * other).sum(1)
     return 0.1 * net.mean(first**2) - net.mean(functional.logsigmoid(score))
@@ -114,11 +118,13 @@ def trained(channel: Channel | None, read: str) -> dict[str, Tensor]:
     return found | grads(model) | {name: p.detach().clone() for name, p in model.state_dict().items()}
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("world", WORLDS)
 def test_training_is_that_of_one_process(ranks: Any, world: int) -> None:
     both(ranks, world, trained, "weight")
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("read", ["arange", "buffer", "n_id", "index", "select", "edges", "batch", "slices"])
 def test_reads_of_a_table(ranks: Any, read: str) -> None:
     both(ranks, 3, trained, read)
@@ -127,35 +133,27 @@ def test_reads_of_a_table(ranks: Any, read: str) -> None:
 def on_no_part(channel: Channel | None, folder: str) -> dict[str, Tensor]:
     """Two backward passes, the first within ``no_sync``, on parts of very different sizes; one is empty."""
     data, model = fed(), made()
-    found = {}
     with opened(channel, model, data if channel is None else folder) as net:
         edges = data.edge_index if channel is None else net.inputs["edge_index"]
-        run = (lambda: net(edges)) if channel is None else (lambda: net(edges))
-        if channel is None:
-            net.mean(run() ** 2).backward()
-        else:
-            with net.no_sync():
-                net.mean(run() ** 2).backward()
+        with nullcontext() if channel is None else net.no_sync():
+            net.mean(net(edges) ** 2).backward()
+        if channel is not None:
             assert model.table.weight.grad is None
             assert model.table.weight.size(0) == [20, 3, 0][channel.rank]
-        net.mean(run().tanh()).backward()
-        norms = [float("inf"), 1.0]
-        for norm in norms:
-            clip = (
-                net.clip_grad_norm_
-                if channel is not None
-                else lambda most, norm_type: torch.nn.utils.clip_grad_norm_(
-                    model.parameters(), most, norm_type
-                )
-            )
+        net.mean(net(edges).tanh()).backward()
+        found = {}
+        for norm in (float("inf"), 1.0):
+            plain = partial(torch.nn.utils.clip_grad_norm_, model.parameters())
+            clip = plain if channel is None else net.clip_grad_norm_
             found[f"norm {norm}"] = clip(0.01, norm_type=norm)
     return found | grads(model)
 
 
-def test_uneven_and_empty_parts(ranks: Any, tmp_path: Any) -> None:
-    data = validate(fed())
-    assignment = (torch.arange(N) >= 20).long()
-    store.save(tmp_path, split_all(data, assignment, 3), torch.bincount(assignment, minlength=3).tolist(), ())
+def test_uneven_and_empty_parts(ranks: Any, tmp_path: Path) -> None:
+    clean, _ = validate(fed())
+    owner = (torch.arange(N) >= 20).long()
+    meta, _ = store.measure(clean, owner, 3, fingerprint="test", method="test", seed=0)
+    store.save(split_all(clean, owner, 3, fingerprint="test"), tmp_path, meta)
     both(ranks, 3, on_no_part, str(tmp_path))
 
 
@@ -186,6 +184,7 @@ def half(channel: Channel, saved: dict[str, Any] | None) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("worlds", [(4, 2), (1, 3)])
 def test_resume_on_other_ranks(ranks: Any, worlds: tuple[int, int]) -> None:
     expected = ranks(1, half, ranks(1, half, None)[0])[0]
@@ -261,6 +260,7 @@ def refusal(channel: Channel, case: str) -> str:
     return ""
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("case", "words"),
     [
@@ -275,7 +275,5 @@ def refusal(channel: Channel, case: str) -> str:
     ],
 )
 def test_refusals(ranks: Any, case: str, words: str) -> None:
-    import re
-
     for told in ranks(2, refusal, case):
         assert re.search(words, told), told

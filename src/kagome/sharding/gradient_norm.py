@@ -69,9 +69,10 @@ def refuse_apart(shared: Sequence[nn.Parameter], channel: Channel) -> None:
     mine = [[float(p.detach().abs().double().sum()), float(p.detach().double().sum())] for p in shared]
     told: Any = channel.gather_objects(mine, "weights that all ranks share")
     for place, (size, total) in enumerate(mine):
+        rounding = max(1e-12, 8 * torch.finfo(shared[place].dtype).eps)
         for each in told:
             theirs = each[place]
-            if max(abs(size - theirs[0]), abs(total - theirs[1])) > 1e-6 * max(size, theirs[0]):
+            if max(abs(size - theirs[0]), abs(total - theirs[1])) > rounding * max(size, theirs[0]):
                 raise ModelError(
                     "weights that are the same on all ranks",
                     f"one of shape {list(shared[place].shape)} and sum {total:.9g} here, of sum "

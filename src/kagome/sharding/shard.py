@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from kagome.comm.mesh import open_mesh
 from kagome.components.model_setup import broadcast_weights, materialise
 from kagome.components.parallelize import PartOptions, parallelize
-from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
+from kagome.components.wrappers import as_written, refuse_empty, refuse_no_module, unwrapped
 from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
@@ -117,7 +117,7 @@ def shard(
     group = _group_of(mesh)
     parallel = parallel or Parallel()
     _refuse_unserved(parallel)
-    model = unwrapped(model)
+    model = unwrapped(model, empty=cut is not False)
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:
         ranks = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log, group=group))
@@ -132,6 +132,7 @@ def shard(
         for note in (*ranks.notes, *meta.notes):
             log(note)
         tables = tables_in(model, cut, part, ranks.graph)
+        refuse_empty(model, tables.parameters)
         stack.callback(tables.undo)
         tables.cut(ranks.device)
         model = model.to(ranks.device)
