@@ -9,6 +9,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -85,7 +86,10 @@ def bpr(channel: Channel | None, net: Any, model: LightGCN, data: Data, step: in
     size, rank = (1, 0) if channel is None else (channel.size, channel.rank)
     drawn = torch.randint(0, N, (2, 31), generator=torch.Generator().manual_seed(step))
     h = net(data.edge_index, data.n_id)
-    (user, item), other = net.pairs(h, drawn[:, rank::size]), net.read(h, net.negatives(31, seed=7, step=step)[1])
+    (user, item), other = (
+        net.pairs(h, drawn[:, rank::size]),
+        net.read(h, net.negatives(31, seed=7, step=step)[1]),
+    )
     first = net.read(model.table.weight, drawn[0, rank::size])
     score = (user * item).sum(1) - (user * other).sum(1)
     return 0.1 * net.mean(first**2) - net.mean(functional.logsigmoid(score))
@@ -277,3 +281,24 @@ def refusal(channel: Channel, case: str) -> str:
 def test_refusals(ranks: Any, case: str, words: str) -> None:
     for told in ranks(2, refusal, case):
         assert re.search(words, told), told
+
+
+def as_shown(channel: Channel, folder: str) -> tuple[float, list[int]]:
+    """The loop of the page about own loops, with its checkpoint in a folder."""
+    page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
+    (script,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "cut=" in each)
+    script, shard = script.replace("checkpoint.pt", f"{folder}/checkpoint.pt"), partial(kagome.shard, log=str)
+    names: dict[str, Any] = {}
+    with patch.object(kagome, "shard", shard):
+        exec(compile(script, "own-loop.md", "exec"), names)
+    return names["loss"].item(), list(names["model"].embedding.weight.shape)
+
+
+def test_the_loop_of_the_page(ranks: Any, tmp_path: Path) -> None:
+    found = [*ranks(1, as_shown, str(tmp_path)), *ranks(2, as_shown, str(tmp_path))]
+    for loss, shape in found:
+        assert loss == pytest.approx(found[0][0], abs=1e-5)
+        assert loss < 1.0
+        assert shape == [1797, 32]
+    saved = torch.load(tmp_path / "checkpoint.pt")
+    assert saved["model"]["embedding.weight"].shape == saved["optimizer"]["state"][0]["exp_avg"].shape
