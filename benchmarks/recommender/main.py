@@ -105,13 +105,14 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
-    weight = model.table.weight
+    weight, gradient = model.table.weight, model.table.weight.grad
+    assert gradient is not None
     moments = sum(v.nbytes for v in optimizer.state[weight].values() if v.dim())
     return {
         "seconds": seconds[SETTLED:],
         "loss": loss.item(),
         "rows": weight.size(0),
-        "learned": weight.nbytes + weight.grad.nbytes + moments,
+        "learned": weight.nbytes + gradient.nbytes + moments,
         "peak of the start": before,
         "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

@@ -571,8 +571,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_RECKON, _number),
 }
 """Handlers asked after those of ``model.exact``."""
-_FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)
-"""Handlers asked before :data:`HANDLERS`."""
+_FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)  # asked before HANDLERS
 
 
 def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[str, list[Handler]]:

@@ -46,6 +46,7 @@ def read(scope: CutScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
         return NotImplemented
     if name == "embedding":
         _refuse_options(scope, args, kwargs)
+    # A mask selects among own rows, as it does of any rows.
     if ids.dtype not in (torch.int64, torch.int32):
         return NotImplemented
     numbers = _own_numbers(scope, held, ids)
@@ -87,10 +88,12 @@ def _own_numbers(scope: CutScope, held: Placement, ids: Tensor) -> Tensor | None
     placement = scope.placements.get(ids)
     vertices = held.kind is PlacementKind.ROWS
     if placement is None:
+        # As many numbers as the graph has rows: a constant, or a buffer, with one for each of them.
         count = scope.vertices if vertices else scope.edges
         with torch._C.DisableTorchFunction():
             own = ids.dim() == 1 and ids.numel() == count
             return ids[_ids(scope, held)] if own else None
+    # Numbers that came with the data are this rank's already.
     same = placement.kind is held.kind and placement.is_complete and ids.dim() == 1
     return ids if same else None
 

@@ -103,6 +103,7 @@ class CutTables:
                     where=name,
                 )
             own = spread(self.channel, p, table.ids, device, f"rows of {name}")
+            # Torch refuses a gradient of another shape than its parameter, so it is taken off meanwhile.
             gradient = p.grad
             self._whole.append((table, p.data, gradient))
             p.grad = None
@@ -142,6 +143,7 @@ class CutTables:
         for table in self.tables:
             p, gradient = table.parameter, table.parameter.grad
             values = self.whole(table, p.detach(), f"all rows of {table.names[0]}")
+            # A gradient may be there on some ranks alone, if the user set it: then it is dropped.
             has = torch.tensor(float(gradient is not None), device=self.channel.device)
             every = float(self.channel.all_reduce(has, "min", action="gradients of tables"))
             if gradient is not None:
@@ -199,6 +201,7 @@ class CutTables:
             ModelError: If the ranks have parted already.
         """
         for table in self.tables:
+            # Tied layers have one table under several names: it is gathered once.
             found = [f"{prefix}{name}" for name in table.names if f"{prefix}{name}" in state]
             if not found:
                 continue
@@ -224,6 +227,7 @@ class CutTables:
         for table in self.tables:
             for name in (f"{prefix}{each}" for each in table.names):
                 value = state.get(name)
+                # A missing key is torch's to report, by ``strict``.
                 if not isinstance(value, Tensor):
                     continue
                 if value.shape != table.shape or assigned:
@@ -281,6 +285,7 @@ def tables_in(model: nn.Module, cut: bool | Sequence[str], part: Partition, chan
     for name in names:
         rows = _rows_of(name, held, sizes)
         p = held[name]
+        # ``named_parameters`` without duplicates would know the first name of a tied parameter only.
         every = tuple(each for each, other in held.items() if other is p)
         tables[id(p)] = Table(p, every, rows, own[rows], p.shape)
     return CutTables(tuple(tables.values()), channel)

@@ -45,6 +45,7 @@ def clip(sync: GradientSync, channel: Channel, max_norm: float, norm_type: float
         else:
             powers = channel.all_reduce(part**norm_type, action=action)
             norm = (norm**norm_type + powers) ** (1 / norm_type)
+    # As torch's: 1e-6 keeps a norm of zero from a division by zero.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in (*shared, *cut):
         gradient.mul_(factor.to(gradient.dtype))
@@ -70,6 +71,7 @@ def refuse_apart(shared: Sequence[nn.Parameter], channel: Channel) -> None:
     told: Any = channel.gather_objects(mine, "weights that all ranks share")
     for place, (size, total) in enumerate(mine):
         rounding = max(1e-12, 8 * torch.finfo(shared[place].dtype).eps)
+        # GPUs of several kinds may round otherwise, so equal bits are not asked for.
         for each in told:
             theirs = each[place]
             if max(abs(size - theirs[0]), abs(total - theirs[1])) > rounding * max(size, theirs[0]):

@@ -23,7 +23,6 @@ from typing import Any, Self
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data
 
@@ -36,16 +35,15 @@ from kagome.graph.partition.partition import Partition
 from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
-from kagome.sharding import optimizer_states
 from kagome.sharding.boundary import Boundary
-from kagome.sharding.collectives import Collectives
 from kagome.sharding.cut_tables import CutTables
-from kagome.sharding.gradient_norm import clip, refuse_apart
+from kagome.sharding.gradient_norm import refuse_apart
 from kagome.sharding.gradient_sync import GradientSync
+from kagome.sharding.model_state import ModelState
 from kagome.sharding.placing import Placer, Rows
 
 
-class ShardedModel(Collectives):
+class ShardedModel(ModelState):
     """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
 
     Its parameters, buffers and ``state_dict`` are the model's own objects, under the same names. All ranks
@@ -144,53 +142,6 @@ class ShardedModel(Collectives):
         self.training = mode
         return self
 
-    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> Any:
-        """Return the model's own ``state_dict``: whole, with rows in the graph's order.
-
-        All ranks call it if a table is cut.
-
-        Args:
-            args: What the model's ``state_dict`` takes.
-            rank0_only: Whether rank 0 alone gets it; others get an empty dict.
-            kwargs: The same by name.
-
-        Cost:
-            All rows of a cut table, on every rank that gets them.
-        """
-        if not rank0_only:
-            return self.model.state_dict(*args, **kwargs)
-        with self._tables.on_first_rank():
-            found = self.model.state_dict(*args, **kwargs)
-        return {} if self.rank else found
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a whole ``state_dict``; all ranks load the same, and keep own rows of a cut table."""
-        return self.model.load_state_dict(*args, **kwargs)
-
-    def optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """Return an optimizer's state with all rows of cut tables, in the graph's order. All ranks call it.
-
-        Args:
-            optimizer: The optimizer of this model's parameters.
-            rank0_only: Whether rank 0 alone gets it; others get an empty dict.
-
-        Cost:
-            All rows of each moment of a cut table, on every rank that gets them.
-        """
-        return optimizer_states.whole(self._tables, optimizer, rank0_only=rank0_only)
-
-    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`optimizer_state_dict` returned, on any number of ranks.
-
-        Args:
-            optimizer: The optimizer of this model's parameters, in the same order.
-            state: The whole state, the same on all ranks.
-
-        Raises:
-            CheckpointError: If a state has rows of another graph.
-        """
-        optimizer_states.load(self._tables, optimizer, state)
-
     # Forward --------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +176,8 @@ class ShardedModel(Collectives):
         training = torch.is_grad_enabled()
         self._sync.refresh()
         self.step += training
-        # At steps 2, 4, 8, ...: a wrong norm may part the ranks' weights at any step.
+        # At steps 2, 4, 8, ...: torch's norm over cut tables may part the ranks' weights at any step, and the
+        # check reads all of them.
         if training and self._tables and self.step > 1 and not self.step & (self.step - 1):
             refuse_apart(self._sync.shared, self._mesh.graph)
         checked = training in self._checked
@@ -389,27 +341,6 @@ class ShardedModel(Collectives):
         ``.grad`` stays as it is; the first backward after the block adds all of them.
         """
         return self._sync.deferred()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients in place so that their norm is at most ``max_norm``. All ranks call it.
-
-        It is ``torch.nn.utils.clip_grad_norm_`` of the whole parameters, cut tables among them. Those of
-        modules ``beside`` the model count too.
-
-        Args:
-            max_norm: The largest norm.
-            norm_type: Its order, such as 2 or ``float("inf")``.
-
-        Returns:
-            The norm before, the same on all ranks.
-
-        Shapes:
-            -> ``[]``.
-
-        Cost:
-            One number is summed over the ranks, if a table is cut.
-        """
-        return clip(self._sync, self._mesh.graph, max_norm, norm_type)
 
     def close(self) -> None:
         """Give the model back, with all rows of cut tables, and end what the ranks share.

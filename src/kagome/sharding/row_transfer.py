@@ -1,6 +1,6 @@
 """Row transfer: rank 0's tensor to the owners of its rows, and the owners' rows back into one tensor.
 
-Where it sits: ``cut_tables`` and ``optimizer_states`` use it. Rows travel in blocks, so that beside the whole
+Where it sits: ``cut_tables`` uses it. Rows travel in blocks, so that beside the whole
 tensor a rank holds one block.
 
 ::
@@ -42,6 +42,7 @@ def spread(channel: Channel, whole: Tensor, ids: Tensor, device: torch.device, a
         return whole.detach().index_select(0, ids.to(whole.device)).to(device)
     wanted = channel.gather_rows(ids, action=f"{action}: ids", dst=0)
     own = torch.empty(ids.numel(), *whole.shape[1:], dtype=whole.dtype, device=device)
+    # Rank 0 makes a copy of the rows that it sends: one of all rows would be a second table.
     size = _block(channel, own)
     none = own.new_empty((0, *own.shape[1:]), device=channel.send_device)
     for start in range(0, _most(channel, ids.numel(), action), size):
@@ -50,7 +51,7 @@ def spread(channel: Channel, whole: Tensor, ids: Tensor, device: torch.device, a
             asked = [each[start : start + size].to(whole.device) for each in wanted]
             parts = [whole.detach().index_select(0, each).to(channel.send_device) for each in asked]
         mine = own[start : start + size]
-        counts[0] = mine.size(0)
+        counts[0] = mine.size(0)  # all rows come from rank 0
         mine.copy_(channel.start_parts(parts, counts, action, "other").wait())
     return own
 
@@ -78,6 +79,7 @@ def joined(
         Each row and its id, to one rank or to all others.
     """
     rows = rows.detach()
+    # All ranks take part in each exchange, also those that get no rows.
     gets = dst in (None, channel.rank)
     whole = rows.new_empty((count, *rows.shape[1:])) if gets else None
     size = _block(channel, rows)
