@@ -13,10 +13,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_geometric.nn as pyg
 from test_shard import WORLDS, N, both, grads, graph, net_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.data import Data
 
 import kagome
@@ -302,3 +305,72 @@ def test_the_loop_of_the_page(ranks: Any, tmp_path: Path) -> None:
         assert shape == [1797, 32]
     saved = torch.load(tmp_path / "checkpoint.pt")
     assert saved["model"]["embedding.weight"].shape == saved["optimizer"]["state"][0]["exp_avg"].shape
+
+
+def copied(channel: Channel, copies: int) -> dict[str, Tensor]:
+    """Copies of parts under ``DistributedDataParallel``, which loads and gives whole tensors, too."""
+    mesh = init_device_mesh(
+        "cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("data", "graph")
+    )
+    data, model = fed(), made()
+    before = {name: value.clone() * 2 for name, value in model.state_dict().items()}
+    with kagome.shard(model, data, mesh=mesh["graph"], cut=CUT, log=str) as net:
+        wrapped = DistributedDataParallel(net, process_group=mesh.get_group("data"), broadcast_buffers=False)
+        wrapped.load_state_dict({f"module.{name}": value for name, value in before.items()})
+        loss = net.mean(wrapped(data.edge_index) ** 2) * (1 + mesh.get_local_rank("data"))
+        loss.backward()
+        state = wrapped.state_dict()
+    assert {name: value.shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in before.items()
+    }
+    return grads(model) | {name: state[f"module.{name}"].clone() for name in before}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("world", "copies"), [(4, 2), (3, 1)])
+def test_copies_of_parts(ranks: Any, world: int, copies: int) -> None:
+    data, model = fed(), made()
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    ((model(data.edge_index) ** 2).mean() * (1 + copies) / 2).backward()
+    expected = grads(model) | model.state_dict()
+    for found in ranks(world, copied, copies):
+        torch.testing.assert_close(found, dict(expected), rtol=1e-10, atol=1e-10)
+
+
+def sliced(channel: Channel | None, more: dict[str, Any]) -> dict[str, Tensor]:
+    """One backward pass with other settings of the split."""
+    data, model = fed(), made()
+    with opened(channel, model, data, **more) as net:
+        net.mean(net(data.edge_index).tanh() ** 2).backward()
+    return grads(model)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parallel": kagome.Parallel(tensor=2)},
+        {"fast": False},
+        {"recompute": True},
+        {"parallel": kagome.Parallel(partitioner="contiguous")},
+    ],
+)
+def test_other_settings(ranks: Any, more: dict[str, Any]) -> None:
+    expected = sliced(None, {})
+    for found in ranks(2, sliced, more):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def refused_late(channel: Channel) -> str:
+    """A model that is on a part already, which is found after its table was cut."""
+    data, model = fed(), made()
+    before = model.table.weight.detach().clone()
+    with kagome.shard(model, data, log=str):
+        with pytest.raises(kagome.KagomeError) as error:
+            kagome.shard(model, data, cut=CUT, log=str)
+        assert torch.equal(before, model.table.weight)
+    return str(error.value)
+
+
+def test_a_refused_model_has_its_table(ranks: Any) -> None:
+    assert all("a model that runs nowhere else" in told for told in ranks(2, refused_late))
