@@ -42,6 +42,7 @@ def read(scope: CutScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     if type(table) is not nn.Parameter or not isinstance(ids, Tensor):
         return NotImplemented
     held = scope.placements.get(table)
+    # A table that is whole on all ranks has no placement: ``vertex_tables`` and ``edge_tables`` read it.
     if held is None or held.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS) or held.axis:
         return NotImplemented
     if name == "embedding":
@@ -60,6 +61,7 @@ def read(scope: CutScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     scope.numbered = True
     with torch._C.DisableTorchFunction():
         if not torch.equal(numbers.to(torch.int64), _ids(scope, held)):
+            # An exchange could bring such rows; but mostly a table in another order is a mistake.
             raise refused(
                 scope,
                 f"a cut table of shape {list(table.shape)} read by numbers of other rows, by each row",

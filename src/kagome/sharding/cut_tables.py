@@ -152,6 +152,7 @@ class CutTables:
             p.grad = None
             p.data = values
             p.grad = gradient
+        # A closed model is the user's own: no hook of its state dict may wait for other ranks.
         self.release()
 
     def release(self) -> None:
@@ -180,6 +181,9 @@ class CutTables:
         def take(state: Any, prefix: str, metadata: Any, *_: Any) -> None:
             self._take(state, prefix, assigned=bool(metadata.get("assign_to_params_buffers")))
 
+        # The model's hook serves net.state_dict() too, which calls the model's. A state dict is loaded into
+        # either: a wrapper such as DistributedDataParallel loads into ``net`` by its layers, not by its
+        # ``load_state_dict``.
         # Functions, which deepcopy leaves as they are: a copy of the model has a whole state dict too.
         self._handles.append(modules[0].register_state_dict_post_hook(give))
         for module in modules:
@@ -213,6 +217,7 @@ class CutTables:
                     hint="state_dict() of the copy before net.close()",
                 )
             action, dst = f"state dict: {found[0]}", 0 if self._first_only else None
+            # Rows of the state dict, not of the parameter: in a copy they are the copy's own.
             whole = self.whole(table, state[found[0]], action, dst=dst)
             state.update(dict.fromkeys(found, state[found[0]] if whole is None else whole))
 
@@ -276,6 +281,7 @@ def tables_in(model: nn.Module, cut: bool | Sequence[str], part: Partition, chan
             what = "a parameter with a row for each vertex or edge"
             raise ConfigError(what, _sizes(sizes), where=WHERE, hint=_known(held))
         return CutTables((), channel)
+    # One part has all rows. Only a saved partition may have them in another order, and then they are cut too.
     if channel.size == 1 and bool((part.own[1:] > part.own[:-1]).all()):
         for name in names:
             _rows_of(name, held, sizes)
@@ -309,6 +315,7 @@ def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Mapping[Rows, i
     if name not in held:
         raise ConfigError("the name of a parameter of the model", repr(name), where=WHERE, hint=_known(held))
     count = held[name].size(0) if held[name].dim() else -1
+    # A graph with as many edges as vertices leaves it open whose rows they are.
     fits: list[Rows] = [rows for rows, size in sizes.items() if size == count]
     if len(fits) != 1:
         raise ConfigError(

@@ -38,6 +38,7 @@ def clip(sync: GradientSync, channel: Channel, max_norm: float, norm_type: float
     shared = [p.grad for p in sync.shared if p.grad is not None]
     cut = [p.grad for p in sync.cut if p.grad is not None]
     norm = _norm(shared, norm_type, channel.device)
+    # Each rank has all entries of shared gradients, and other entries of cut ones: the latter are added up.
     if sync.cut:
         part, action = _norm(cut, norm_type, channel.device), "norm of gradients of tables"
         if norm_type == inf:
@@ -67,6 +68,7 @@ def refuse_apart(shared: Sequence[nn.Parameter], channel: Channel) -> None:
     Raises:
         ModelError: If they differ by more than rounding.
     """
+    # Two numbers a parameter, not its entries: a difference that keeps both sums is no fault of a norm.
     mine = [[float(p.detach().abs().double().sum()), float(p.detach().double().sum())] for p in shared]
     told: Any = channel.gather_objects(mine, "weights that all ranks share")
     for place, (size, total) in enumerate(mine):

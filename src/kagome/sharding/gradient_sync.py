@@ -179,6 +179,7 @@ class GradientSync:
         """
         if not self.cut or self._channel.size == 1:
             return
+        # Shared parameters need no such message: theirs travels in front of their gradients.
         held = torch.tensor([float(p.grad is not None) for p in self.cut], device=self._channel.device)
         anywhere = self._channel.all_reduce(held, "max", action=f"gradients of tables, {self._passes}")
         for parameter, some in zip(self.cut, anywhere.tolist(), strict=True):

@@ -43,6 +43,7 @@ class ModelState(Collectives):
         Cost:
             All rows of a cut table, on every rank that gets them.
         """
+        # The model's own hook gathers the rows: see ``CutTables.watch``.
         if not rank0_only:
             return self.model.state_dict(*args, **kwargs)
         with self._tables.on_first_rank():
@@ -62,6 +63,28 @@ class ModelState(Collectives):
 
         Cost:
             All rows of each moment of a cut table, on every rank that gets them.
+
+        Example:
+            >>> import torch, kagome
+            >>> from torch import nn
+            >>> data = kagome.load("digits")
+            >>> class Smoothed(nn.Module):
+            ...     def __init__(self):
+            ...         super().__init__()
+            ...         self.table = nn.Embedding(data.num_nodes, 8)
+            ...     def forward(self, edge_index):
+            ...         return torch.zeros_like(self.table.weight).index_add(
+            ...             0, edge_index[1], self.table.weight[edge_index[0]]
+            ...         )
+            >>> model = Smoothed()
+            >>> optimizer = torch.optim.Adam(model.parameters())
+            >>> with kagome.shard(model, data, cut=("table.weight",)) as net:
+            ...     net.mean(net(data.edge_index) ** 2).backward()
+            ...     optimizer.step()
+            ...     state = net.optimizer_state_dict(optimizer)
+            ...     net.load_optimizer_state_dict(optimizer, state)
+            >>> state["state"][0]["exp_avg"].shape
+            torch.Size([1797, 8])
         """
         return _whole(self._tables, optimizer, rank0_only=rank0_only)
 
@@ -95,6 +118,16 @@ class ModelState(Collectives):
 
         Cost:
             One number is summed over the ranks, if a table is cut.
+
+        Example:
+            >>> import torch, kagome
+            >>> from torch_geometric.nn import GCN
+            >>> data, model = kagome.load("digits"), GCN(64, 16, num_layers=2, out_channels=1)
+            >>> with kagome.shard(model, data) as net:
+            ...     net.mean(net(data.x, data.edge_index) ** 2).backward()
+            ...     norm = net.clip_grad_norm_(1e-3)
+            ...     float(net.clip_grad_norm_(1.0)) < 1.1e-3
+            True
         """
         return clip(self._sync, self._mesh.graph, max_norm, norm_type)
 
@@ -145,6 +178,7 @@ def _load(tables: CutTables, optimizer: Optimizer, given: Mapping[str, Any]) -> 
 def _own_rows(table: Table, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return value
+    # Moments of other shapes, such as Adafactor's of rows and columns, are no entries of the parameter.
     if value.shape != table.shape:
         raise CheckpointError(
             f"optimizer state with all rows, of shape {list(table.shape)}",

@@ -132,8 +132,10 @@ def shard(
         for note in (*ranks.notes, *meta.notes):
             log(note)
         tables = tables_in(model, cut, part, ranks.graph)
+        # Tables have rank 0's numbers soon; other weights must have their own.
         refuse_empty(model, tables.parameters)
         stack.callback(tables.undo)
+        # Before the model moves: a table that does not fit on one device is never there as a whole.
         tables.cut(ranks.device)
         model = model.to(ranks.device)
         materialise(model, part, ranks.device)
