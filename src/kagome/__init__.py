@@ -19,16 +19,22 @@ _FACE = {
     "load": "kagome.train.load",
     "plan": "kagome.autoplan.plan",
     "shard": "kagome.sharding.shard",
+    "Edges": "kagome.graph.sets",
+    "Graph": "kagome.graph.sets",
+    "Vertices": "kagome.graph.sets",
     "pipeline": "kagome.pipelining.dag.pipeline",
     "KagomeError": "kagome.errors",
 }
 
 __all__ = [
+    "Edges",
+    "Graph",
     "KagomeError",
     "Parallel",
     "Report",
     "Train",
     "Trainer",
+    "Vertices",
     "__version__",
     "check",
     "load",

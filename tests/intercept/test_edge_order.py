@@ -99,12 +99,12 @@ def test_all_parts_without_an_edge_but_one() -> None:
 def test_as_many_edges_as_vertices_are_refused_by_the_table_s_name() -> None:
     model = TABLES["by hand"]()
     with pytest.raises(ModelError, match=r"w of shape \[120\] in a graph with as many edges") as caught:
-        tables_of(model, EDGES, EDGES)
+        tables_of(model, [EDGES], [EDGES])
     assert caught.value.where == "w"
 
 
 def test_weights_of_layers_are_no_tables() -> None:
-    assert tables_of(nn.Sequential(nn.Linear(8, EDGES), nn.BatchNorm1d(EDGES)), EDGES, NODES) is None
+    assert tables_of(nn.Sequential(nn.Linear(8, EDGES), nn.BatchNorm1d(EDGES)), [EDGES], [NODES]) is None
 
 
 def test_what_is_written_to_a_table_in_forward_is_refused() -> None:

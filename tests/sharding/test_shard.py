@@ -493,7 +493,7 @@ def refused(channel: Channel, case: str) -> str:
     outside = nn.Linear(F, F).double()
     try:
         if case == "settings":
-            kagome.shard(model, data, parallel=kagome.Parallel(max_age=1))
+            kagome.shard(model, data, parallel=kagome.Parallel(max_age=2, skip_drift=0.1))
         with kagome.shard(model, data, log=str) as net:
             if case == "twice":
                 kagome.shard(model, data, log=str)
@@ -538,7 +538,7 @@ def refused(channel: Channel, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("settings", "max_age=1"),
+        ("settings", "skip_drift=0.1"),
         ("twice", "on a part of a graph already"),
         ("trainer", "on a part of a graph already"),
         ("rows", "22 in shape"),

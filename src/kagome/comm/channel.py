@@ -377,7 +377,8 @@ class Channel(PeerGroup):
             fill(self.rank, 0)
         slots[self.rank].copy_(parts[self.rank])
         pending = ChannelWork(received, self, action, kind, kept=parts)
-        self._add(kind, sum(part.nbytes for peer, part in enumerate(parts) if peer != self.rank))
+        sent_bytes = [part.nbytes for peer, part in enumerate(parts) if peer != self.rank]
+        self._add(kind, sum(sent_bytes), sum(map(bool, sent_bytes)))
         out, into = segments or ([(part.nbytes,) for part in parts], [(slot.nbytes,) for slot in slots])
         sent, come = _cut(parts, out), _cut(slots, into)
         assert self._transport is not None

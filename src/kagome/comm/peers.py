@@ -122,8 +122,9 @@ class PeerGroup:
         """Return the context in which an exchange of a kind is timed."""
         return nullcontext() if self.timer is None or kind in ("weights", "other") else self.timer("exchange")
 
-    def _add(self, kind: Kind, count: int) -> None:
+    def _add(self, kind: Kind, count: int, messages: int = 1) -> None:
         self.traffic.bytes[kind] += count
+        self.traffic.messages[kind] += messages
 
     def finish(self, pending: ChannelWork, most: int | None = None) -> None:
         """Wait for the remaining messages of an exchange.

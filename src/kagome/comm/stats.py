@@ -31,6 +31,9 @@ class Traffic:
 
     bytes: dict[str, int] = field(default_factory=_counts)
     """Bytes sent by this rank."""
+    messages: dict[str, int] = field(default_factory=_counts)
+    """Messages sent by this rank: for each exchange, one to each peer that gets a byte; 1 for a collective of
+    torch's."""
     waited: dict[str, float] = field(default_factory=_seconds)
     """Seconds spent blocked until messages from peers had arrived."""
     under_way: dict[str, float] = field(default_factory=_seconds)
@@ -42,6 +45,7 @@ class Traffic:
         """Add another object's counts to these."""
         for kind in KINDS:
             self.bytes[kind] += other.bytes[kind]
+            self.messages[kind] += other.messages[kind]
             self.waited[kind] += other.waited[kind]
             self.under_way[kind] += other.under_way[kind]
 
@@ -60,6 +64,24 @@ class Traffic:
 
     def take(self) -> Traffic:
         """Return the counts since the last call and reset them."""
-        taken = Traffic(self.bytes, self.waited, self.under_way)
-        self.bytes, self.waited, self.under_way = _counts(), _seconds(), _seconds()
+        taken = Traffic(self.bytes, self.messages, self.waited, self.under_way)
+        self.bytes, self.messages, self.waited, self.under_way = _counts(), _counts(), _seconds(), _seconds()
         return taken
+
+    def copy(self) -> Traffic:
+        """Return the counts so far, without resetting them."""
+        copied = Traffic()
+        copied.add(self)
+        return copied
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """Return what was counted after an earlier copy.
+
+        Args:
+            earlier: What :meth:`copy` returned then.
+        """
+        found = Traffic()
+        for name in ("bytes", "messages", "waited", "under_way"):
+            before, after = getattr(earlier, name), getattr(self, name)
+            setattr(found, name, {kind: after[kind] - before[kind] for kind in KINDS})
+        return found

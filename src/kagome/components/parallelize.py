@@ -31,6 +31,7 @@ from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import KagomeError, ModelError
 from kagome.feature_parallel.tiled_reduce import TileBound
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.halo.exchange import HaloExchange
 from kagome.halo.forward_pass import ForwardPass
 from kagome.intercept.gather_scatter import Handler
@@ -94,7 +95,7 @@ class PartOptions:
 
 def parallelize(
     model: nn.Module,
-    part: Partition,
+    part: Partition | SetsPartition,
     channel: Exchange,
     options: PartOptions,
     *,
@@ -116,7 +117,7 @@ def parallelize(
 
 
 def interceptor_of(
-    part: Partition,
+    part: Partition | SetsPartition,
     channel: Exchange,
     options: PartOptions,
     *,

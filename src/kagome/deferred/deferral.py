@@ -21,6 +21,7 @@ from kagome.halo.forward_pass import RunningForward, transformed
 from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
+from kagome.placement.symbolic_size import SymbolicSize
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
@@ -36,7 +37,6 @@ class Deferral:
     """The deferred messages of one part.
 
     Args:
-        own: The number of vertices that this rank owns.
         views: The part's in-edges, and its out-edges once they were fetched.
         axes: The rows of tensors.
         forward: The running forward.
@@ -48,7 +48,6 @@ class Deferral:
 
     def __init__(
         self,
-        own: int,
         views: Sequence[EdgeView],
         axes: Axes,
         forward: RunningForward,
@@ -57,13 +56,7 @@ class Deferral:
         reads: NeighborReads,
         sliced: SlicedReads,
     ) -> None:
-        self.own, self._views, self.axes, self.placements, self.forward = (
-            own,
-            views,
-            axes,
-            axes.placements,
-            forward,
-        )
+        self._views, self.axes, self.placements, self.forward = views, axes, axes.placements, forward
         self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
         self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
 
@@ -105,13 +98,43 @@ class Deferral:
             ends = self.placements.get(edges)
             assert ends is not None
             # ``swapped`` edges hold targets in row 0, as an adjacency matrix does.
-            halo_exchange = self._views[ends.view].rows
+            view = self._views[ends.view]
+            halo_exchange, own = view.rows, self.axes.sets[view.targets].own
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
-            structure = Structure(source, target, halo_exchange.own, halo_exchange.own + halo_exchange.halo)
+            structure = Structure(
+                source,
+                target,
+                own,
+                halo_exchange.own + halo_exchange.halo,
+                None if view.sources == view.targets else halo_exchange.own,
+            )
             sources = Placement(PlacementKind.SOURCE, ends.view, edges=edges)
-            self._edge_sets[edges] = message.EdgeSet(structure, halo_exchange, sources, self)
+            self._edge_sets[edges] = message.EdgeSet(
+                structure, halo_exchange, sources, self, view.sources, view.targets
+            )
         found: message.EdgeSet = self._edge_sets[edges]
         return found
+
+    def written(self, index: Tensor) -> int:
+        """Return the number of own vertices that are written by targets of edges; of any, for other ids."""
+        placement = self.placements.get(index)
+        view = self._views[0 if placement is None else placement.view]
+        return self.axes.sets[view.targets].own
+
+    def writes_all(self, index: Tensor, rows: int | None) -> bool:
+        """Return whether a reduction by targets of edges has a row for each own vertex of their set.
+
+        Args:
+            index: The targets.
+            rows: The number of rows of the result, as it was asked for.
+        """
+        placement = self.placements.get(index)
+        view = self._views[0 if placement is None else placement.view]
+        # Of a concatenation, rows of the receivers alone are asked for by the whole graph's number, which
+        # may be this part's number of both.
+        if self.axes.sets[view.targets].members and not isinstance(rows, SymbolicSize):
+            return False
+        return rows is None or rows == self.axes.sets[view.targets].own
 
     def drops_shares(self, value: Any) -> bool:
         """Return True if a tensor is deferred attention, so that its dropout is deferred too."""
@@ -148,7 +171,10 @@ class Deferral:
         """Return ``base[index]`` as a deferred message if the ids are one end of graph edges; else None."""
         edges = self.edge_set(placement)
         # Rows of another number, such as an embedding's, are no rows of vertices: torch gathers them.
-        if edges is None or base.size(0) != self.own or not supports(base) or base.dim() == 0:
+        if edges is None or not supports(base) or base.dim() == 0:
+            return None
+        s = edges.structure
+        if base.size(0) != (s.own if placement.kind is PlacementKind.TARGET else s.first_halo):
             return None
         # Ids of some edges only, ``edge_index[0][mask]``: the kernels sum over all edges of the structure.
         if index.numel() != edges.structure.edges:
@@ -165,7 +191,9 @@ class Deferral:
             or weight.dim() != 2
         ):
             return False
-        fits = self.axes.of_each_vertex(x) and self.axes.of(x) == 0 and x.size(0) == self.own and supports(x)
+        fits = self.axes.of_each_vertex(x) and self.axes.of(x) == 0 and supports(x)
+        placement = self.placements.get(x)
+        fits = fits and placement is not None and x.size(0) == self.axes.sets.of(placement).own
         # Under autocast torch would multiply in another type than that of the rows.
         if not fits or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
             return False

@@ -43,12 +43,16 @@ class EdgeSet:
         halo_exchange: The provider of halo rows.
         placement: The placement of their source ids.
         deferral: The deferral that made it.
+        sources: The number of the vertex set that they read.
+        targets: The number of the vertex set that they write.
     """
 
     structure: Structure
     halo_exchange: HaloExchange
     placement: Placement
     deferral: Deferral
+    sources: int = 0
+    targets: int = 0
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per edge."""
@@ -57,8 +61,12 @@ class EdgeSet:
         )
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Place a tensor as having one row per vertex."""
-        return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS))
+        """Place a tensor as having one row per vertex that the edges write."""
+        return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS, vertex_set=self.targets))
+
+    def source_rows(self, tensor: Tensor) -> Tensor:
+        """Place a tensor as having one row per vertex that the edges read."""
+        return self.deferral.placements.put(tensor, Placement(PlacementKind.ROWS, vertex_set=self.sources))
 
     def factors(self, weight: Tensor | None) -> Tensor | None:
         """Return factors of rows that edges read, whose products are the weights; else None.
@@ -125,9 +133,7 @@ class Linear(Versioned):
     def compute(self) -> Tensor:
         """Compute the product of rows and weight."""
         self.check()
-        return self.deferral.placements.put(
-            linear.linear(self.deferral.as_sparse(self.x), self.weight), Placement(PlacementKind.ROWS)
-        )
+        return self.deferral.axes.like(linear.linear(self.deferral.as_sparse(self.x), self.weight), self.x)
 
 
 # [Note: life of a message] The logits of GAT, as PyG writes them, and the weighted sum that follows:
@@ -338,7 +344,7 @@ def with_rows(message: Message, target: Tensor | None, source: Tensor | None) ->
     if target is not None:
         message.edges.rows(target)
     if place is not None and source is not None and not place.has_halo:
-        message.edges.rows(source)
+        message.edges.source_rows(source)
     ends = None if place is None or source is None else replace(place, rows=source)
     return replace(message, target=target, source=ends, versions=())
 

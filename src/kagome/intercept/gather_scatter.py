@@ -171,16 +171,14 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         else None
     )
     if late is not None:
-        return scope.placements.put(late, Placement(PlacementKind.ROWS, placement.view, axis))
+        return scope.placements.put(late, _written(scope, placement, base, axis))
     args, kwargs = all_computed(args, kwargs)
     base, value = args[0], now(value)
     if placement.kind is PlacementKind.TARGET:
-        return scope.placements.put(
-            func(*args, **kwargs), Placement(PlacementKind.ROWS, placement.view, axis)
-        )
+        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, base, axis))
     if placement.kind is PlacementKind.SOURCE and scope.size == 1:
         scope.reads.report_global_read("sums for neighbours' rows")
-        return scope.placements.put(func(*args, **kwargs), Placement(PlacementKind.ROWS, 0, axis))
+        return scope.placements.put(func(*args, **kwargs), _written(scope, placement, base, axis))
     if scope.size == 1 or placement.kind is PlacementKind.LOCAL:
         return NotImplemented
     reduce = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
@@ -213,15 +211,31 @@ def _add_at_sources(
     shape[axis] = halo_exchange.own + halo_exchange.halo
     sums = _plain_sum(value.new_zeros(shape), axis, index, value, name)
     return scope.placements.put(
-        _add(base, scope.reads.write(sums, axis, placement), name), Placement(PlacementKind.ROWS, 0, axis)
+        _add(base, scope.reads.write(sums, axis, placement), name),
+        _written(scope, placement, base, axis),
     )
+
+
+def _written(scope: Reader, index: Placement, base: Tensor, axis: int) -> Placement:
+    """Return the placement of rows that were written by one end of edges."""
+    number = vertex_tables.end_of(scope, index)
+    named, held = scope.sets[number], scope.placements.get(base)
+    # cat([receivers, senders]) is read, and rows of the receivers alone are written. On a rank without
+    # senders the number of rows does not tell which.
+    if held is not None and held.kind in VERTICES:
+        number = held.vertex_set
+    elif named.members and base.size(axis) != named.own:
+        number = named.members[0]
+    return Placement(PlacementKind.ROWS, axis=axis, vertex_set=number)
 
 
 def _by_place(
     scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace ``arange(x.size(0))`` in a write's arguments by the positions of own rows on this part."""
-    own = scope.placements.put(scope.ids.local_of(index), Placement(PlacementKind.TARGET))
+    held = scope.placements.get(index)
+    number = 0 if held is None else held.vertex_set
+    own = scope.placements.put(scope.ids.local_of(index, number), Placement(PlacementKind.TARGET))
     args = tuple(own if value is index else value for value in args)
     return args, {key: own if value is index else value for key, value in kwargs.items()}
 
@@ -285,9 +299,7 @@ def _linear_of_rows(
         return out if bias is None else call(Tensor.add, (), (out, bias))
     # PyG's convolutions add their bias after the aggregation: a map with a bias is not one before a sum.
     if bias is None and scope.deferral.sums_late(args[0], weight):
-        return scope.placements.put(
-            LazyTensor(Linear(args[0], weight, scope.deferral)), Placement(PlacementKind.ROWS)
-        )
+        return scope.axes.like(LazyTensor(Linear(args[0], weight, scope.deferral)), args[0])
     if scope.deferral.maps_late(args[0], weight):
         return scope.axes.like(LazyTensor(EdgeMap(args[0], weight, bias, (weight.size(0),))), args[0])
     rows = _factor(scope, args[0], weight)
@@ -363,7 +375,7 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     # A flipped in-edge belongs to the owner of its source, so a part needs edges that its peers hold.
     if edges is scope.inputs.get("edge_index"):
         return scope.reads.out_edges().edge_index
-    if len(scope.views) > 1 and edges is scope.views[1].edge_index:
+    if scope.reads.turned is not None and edges is scope.reads.turned.edge_index:
         return scope.views[0].edge_index
     return NotImplemented
 
@@ -377,6 +389,10 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     placement = scope.placements.get(args[0])
     if placement is None or placement.kind is not PlacementKind.EDGES or len(args) > 1 or kwargs:
         return NotImplemented
+    if scope.ids.last_vertex is None:
+        raise refused(
+            scope, f"{name} of ids of one of several edge sets", hint="x.size(0) of rows of that set"
+        )
     if not from_library() and scope.parted:
         return torch.tensor(scope.ids.last_vertex, device=scope.device)
     return torch.tensor(scope.ids.last_row() - 1, device=scope.device)
@@ -421,7 +437,8 @@ def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: d
     # GATConv returns early if ``index.numel() == 0``. A rank without edges must not skip its peers'
     # collectives.
     if from_library():
-        return NoneHere(0) if placement.kind in IDS and not func(tensor) else NotImplemented
+        kinds = (*IDS, *VERTICES)  # HANConv returns early without rows of a vertex type
+        return NoneHere(0) if placement.kind in kinds and not func(tensor) else NotImplemented
     size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
     at = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None) if size else None
     if at is None:

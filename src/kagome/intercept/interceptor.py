@@ -29,6 +29,7 @@ from kagome.deferred.deferral import Deferral
 from kagome.deferred.lazy_tensor import refuse_in_function, refuse_transform
 from kagome.deferred.sliced_reduce import SlicedReads
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.graph.structure.sparse_adjacency import adjacency_of
 from kagome.halo.comm_recorder import RecordedRows
 from kagome.halo.exchange import HaloExchange
@@ -38,6 +39,7 @@ from kagome.intercept.gather_scatter import HANDLERS, Handler, by_call
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Placement, PlacementKind, Placements
 from kagome.placement.symbolic_size import Shown, SymbolicSize, behind
+from kagome.placement.vertex_sets import VertexSet, VertexSets
 from kagome.positions import edge_alignment, edge_tables, id_values, vertex_tables
 from kagome.positions.kept_tensors import KeptTensors
 from kagome.positions.row_copies import RowCopies
@@ -47,7 +49,7 @@ from kagome.replay.recorded_ops import CallRecorder
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes, VertexIds
-from kagome.sparse_ops.edge_view import EdgeView, in_view
+from kagome.sparse_ops.edge_view import EdgeView, in_view, joined_view
 from kagome.user_code import opaque_calls
 from kagome.user_code.functional import opened
 
@@ -73,7 +75,7 @@ class Interceptor(TorchFunctionMode):
 
     def __init__(
         self,
-        part: Partition,
+        part: Partition | SetsPartition,
         channel: Exchange,
         *,
         device: torch.device | str = "cpu",
@@ -85,12 +87,17 @@ class Interceptor(TorchFunctionMode):
         sums_only: bool = False,
     ) -> None:
         super().__init__()
-        self.part, self.channel, self.seed = part, RecordedRows(channel), seed
+        self.channel, self.seed = RecordedRows(channel), seed
+        # With several sets, the part of the first edge set: what asks for it knows graphs of one set only.
+        self.part = part if isinstance(part, Partition) else part.edges[0].part
+        self._parts = part
         self.device, self.size = torch.device(device), channel.size
-        self.views: list[EdgeView] = [in_view(part, self.channel, self.device, rows)]
-        self.own, self.vertices, self.edges = self.views[0].rows.own, part.num_nodes, part.num_edges
-        ascending = bool((part.own[1:] > part.own[:-1]).all())
-        self.parted = not ascending or part.own.numel() < part.num_nodes or self.size > 1
+        self.views, self.sets = _views_and_sets(part, self.channel, self.device, rows)
+        ascending = bool((self.sets[0].ids[1:] > self.sets[0].ids[:-1]).all())
+        self.own = self.sets[0].own
+        """The number of own vertices of the first vertex set."""
+        whole = all(each.own == each.size for each in self.sets)
+        self.parted = not (ascending and whole) or self.size > 1
         """Whether a position in a tensor of own rows differs from the vertex's number in the whole graph."""
         self.runs_once = self.parted
         """Whether a result is kept where a model would recompute it in backward: see ``torch_checkpoint``."""
@@ -102,7 +109,7 @@ class Interceptor(TorchFunctionMode):
         """Whether forward has distinguished vertices by their positions."""
         self._wire(min(tensor, self.size), fast=fast, sums_only=sums_only and self.size > 1)
         self.edge_tables: edge_tables.EdgeTables | None = None
-        matrix = adjacency_of(part.edges) is not None
+        matrix = isinstance(part, Partition) and adjacency_of(part.edges) is not None
         self._handlers = by_call(handlers or {}, parted=self.parted, matrix=matrix)
         self.copies, self.keeping = RowCopies(), KeptTensors()
         self.propagate_cache, self.layer_replay = PropagateCache(self), LayerReplay(self)
@@ -116,22 +123,23 @@ class Interceptor(TorchFunctionMode):
         self.placements = placements = Placements(all_local=not self.parted)
         self.forward = forward = RunningForward(self.device, fast=fast)
         self.where = forward.where
-        self.axes = axes = Axes(placements, self.vertices, forward)
-        self.ids = VertexIds(self.part, views, placements)
+        self.axes = axes = Axes(placements, self.sets, forward)
+        last = self.part.last_vertex if isinstance(self._parts, Partition) else None
+        self.ids = VertexIds(self.sets, views, placements, last)
         self.constants = constants = Constants(channel, forward)
-        self.ranks = RankSums(channel, forward, axes, views[0], self.edges, slices=tensor > 1)
+        self.ranks = RankSums(channel, forward, axes, views, slices=tensor > 1)
         self.reads = self.reads_of(
             channel, forward, views, self.ids, placements, constants, sums_only=sums_only
         )
         self.sliced = SlicedReads(tensor, channel, forward, constants, self.reads)
-        self.deferral = Deferral(
-            self.own, views, axes, forward, constants, self.ranks, self.reads, self.sliced
-        )
+        self.deferral = Deferral(views, axes, forward, constants, self.ranks, self.reads, self.sliced)
 
     # What the model is given ---------------------------------------------------------------------
 
     def _inputs(self) -> dict[str, Any]:
         """Return all inputs that the model may ask for by name; those without graph rows get no placement."""
+        if isinstance(self._parts, SetsPartition):
+            return self._inputs_of_sets()
         view = self.views[0]
         given = self.part.shared
         shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
@@ -152,8 +160,42 @@ class Interceptor(TorchFunctionMode):
             del inputs[self.matrix.adjacency.name]
             inputs["adj_t"] = self.matrix.given
         # A tensor made with this many rows has one row per vertex of this part.
-        count = SymbolicSize(self.own, Placement(PlacementKind.ROWS), lambda: self.vertices)
+        count = SymbolicSize(self.own, Placement(PlacementKind.ROWS), lambda: self.sets[0].size)
         return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
+
+    def _inputs_of_sets(self) -> dict[str, Any]:
+        """Return the edges of each edge set by its name, and their attribute as ``NAME.edge_attr``."""
+        inputs: dict[str, Any] = {}
+        for number, view in enumerate(self.views):
+            placement = Placement(PlacementKind.EDGES, number)
+            inputs[view.name] = self.placements.put(view.edge_index, placement)
+            for name, value in view.attributes.items():
+                placed = Placement(PlacementKind.PAIRS, number, edges=view.edge_index)
+                inputs[f"{view.name}.{name}"] = self.placements.put(value, placed)
+        for value in inputs.values():
+            self.constants.add(value)
+        return inputs
+
+    def joined_view(self, number: int, *, targets_first: bool) -> Tensor:
+        """Return the edges of an edge set whose ids count the rows of both its vertex sets, concatenated.
+
+        Args:
+            number: The number of the edge set's view.
+            targets_first: Whether the rows of the target's set come first.
+
+        Shapes:
+            ``[2, e]``.
+        """
+        view = self.views[number]
+        order = (view.targets, view.sources) if targets_first else (view.sources, view.targets)
+        rows = self.sets.joined(order)
+        known = [at for at, each in enumerate(self.views) if (each.name, each.sources) == (view.name, rows)]
+        if not known:
+            self.views.append(joined_view(view, self.sets[view.targets], rows, targets_first=targets_first))
+            known = [len(self.views) - 1]
+            edges = self.views[-1].edge_index
+            self.constants.add(self.placements.put(edges, Placement(PlacementKind.EDGES, known[0])))
+        return self.views[known[0]].edge_index
 
     # Forward passes ------------------------------------------------------------------------------
 
@@ -236,7 +278,11 @@ class Interceptor(TorchFunctionMode):
         if isinstance(func, FunctionType) and func.__globals__ is vars(functional):
             with self:  # normalize, gumbel_softmax, multi_head_attention_forward: run call by call
                 return opened(func)(*args, **kwargs)
-        if self.parted and self.own == 1 and (met := vertex_tables.met(self, name, args, kwargs)) is not None:
+        if (
+            self.parted
+            and any(each.own == 1 for each in self.sets)
+            and (met := vertex_tables.met(self, name, args, kwargs)) is not None
+        ):
             return self.__torch_function__(func, types, *met)  # torch would broadcast the only row
         try:
             result = func(*args, **kwargs)
@@ -264,7 +310,7 @@ class Interceptor(TorchFunctionMode):
             return args, kwargs  # asks about a tensor's properties, not its values
         opaque_calls.refuse_operator(self, func, args, kwargs)
         # Out-edges have been fetched, so rows of in-edges and of out-edges may meet in one call.
-        if len(self.views) > 1:
+        if self.reads.turned is not None:
             args, kwargs = edge_alignment.aligned(self, name, args, kwargs)
         self.keeping.meet(self, name, func, args, kwargs)
         self.copies.meet(name, args)
@@ -303,8 +349,10 @@ class Interceptor(TorchFunctionMode):
             ModelError: If it is unknown which rows a kept tensor holds.
         """
         if self.parted:
-            self.edge_tables = edge_tables.tables_of(model, self.edges, self.vertices, self.placements)
-            self.keeping.look(self, model, (self.vertices, self.edges))
+            counts = [view.count for view in self.views]
+            sizes = [each.size for each in self.sets]
+            self.edge_tables = edge_tables.tables_of(model, counts, sizes, self.placements)
+            self.keeping.look(self, model, (*sizes, *counts))
 
     def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the result of ``torch.zeros`` or the like for a symbolic size; None for any other size."""
@@ -324,3 +372,18 @@ class Interceptor(TorchFunctionMode):
             yield
         finally:
             self.within_once -= 1
+
+
+def _views_and_sets(
+    part: Partition | SetsPartition, channel: Exchange, device: torch.device, rows: HaloExchange | None
+) -> tuple[list[EdgeView], VertexSets]:
+    """Return the in-edges of a part, and its vertex sets."""
+    if isinstance(part, Partition):
+        view = in_view(part, channel, device, rows)
+        return [view], VertexSets([VertexSet("", view.ids[: view.rows.own], part.num_nodes)])
+    views = [
+        in_view(each.part, channel, device, name=each.name, sources=each.source, targets=each.target)
+        for each in part.edges
+    ]
+    given = zip(part.names, part.own, part.sizes, strict=True)
+    return views, VertexSets([VertexSet(name, own.to(device), size) for name, own, size in given])

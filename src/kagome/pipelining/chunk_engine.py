@@ -347,13 +347,7 @@ class ChunkEngine:
         Raises:
             ModelError: If the loss is not finite.
         """
-        self.model.train(True)
-        plan = self.controller.plan()
-        lost = self._gradient(epoch, plan) if plan.guess is None else self._probed(epoch, plan)
-        self.activations.done()
-        self._checked = True
-        value, stops = self._summed(epoch, lost, stop=stop)
-        task.check_finite(value, epoch)
+        plan, value, stops = self._passed(epoch, stop=stop)
         weights = self.controller.observe(epoch, plan, value)
         # A rollback takes the place of this epoch's step.
         if not self.rollback.apply(weights, optimizer):
@@ -361,6 +355,40 @@ class ChunkEngine:
         with self.phases.phase("optimizer", epoch):
             self._step(optimizer)
         return value, stops
+
+    def _passed(self, epoch: int, *, stop: bool = False) -> tuple[EpochPlan, float, bool]:
+        """Run forward and backward of all chunks as the controller plans; return the mean loss."""
+        self.model.train(True)
+        plan = self.controller.plan()
+        lost = self._gradient(epoch, plan) if plan.guess is None else self._probed(epoch, plan)
+        self.activations.done()
+        self._checked = True
+        value, stops = self._summed(epoch, lost, stop=stop)
+        task.check_finite(value, epoch)
+        return plan, value, stops
+
+    @while_attached
+    def gradient(self, step: int, *, fresh: bool) -> float:
+        """Compute the gradient of one step of the user's own loop, which makes the update itself.
+
+        All ranks call it. The guard must be off, because a rollback needs the update.
+
+        Args:
+            step: The step, counted from 1.
+            fresh: Whether the loss is another one than in the last step, so that it is checked.
+
+        Returns:
+            The mean loss over all rows.
+        """
+        assert not self.parallel.guard
+        # The first rows of each new loss are tried: it may average by itself, which chunks would change.
+        self._checked = self._checked and not fresh
+        # Weights that a loss gives with its values may be others in each step.
+        self._weighed = LossWeights(self.criteria.objective, self.mesh.graph)
+        self._settle()
+        plan, value, _ = self._passed(step)
+        self.controller.observe(step, plan, value)
+        return value
 
     def _summed(self, epoch: int, lost: float, *, stop: bool) -> tuple[float, bool]:
         """Return the loss over all ranks and whether any was asked to stop; sum how far rows moved."""

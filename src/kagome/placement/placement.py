@@ -68,6 +68,7 @@ class Placement:
         subset: ROWS: which own vertices have rows; None for all.
         each: ROWS: how many consecutive entries along the axis belong to one vertex.
         origin: LOST: the call that lost it, and the line of that call.
+        vertex_set: ROWS, NUMBERS: the number of their vertex set.
     """
 
     kind: PlacementKind
@@ -79,6 +80,7 @@ class Placement:
     subset: RowSubset | None = None
     each: int = 1
     origin: str = ""
+    vertex_set: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -88,7 +90,16 @@ class Placement:
     @property
     def fields(self) -> tuple[Any, ...]:
         """All fields but ``edges`` and ``subset``, for comparison."""
-        return self.kind, self.view, self.axis, self.swapped, self.both, self.each, self.origin
+        return (
+            self.kind,
+            self.view,
+            self.axis,
+            self.swapped,
+            self.both,
+            self.each,
+            self.origin,
+            self.vertex_set,
+        )
 
     def along(self, axis: int) -> Placement:
         """Return the placement of the same rows along another axis."""
@@ -527,11 +538,14 @@ def _unlike(
 ) -> bool:
     """Return True if the arguments' rows belong to different vertices."""
     others = [m for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES]
-    if placement.is_complete and all(other.is_complete for other in others):
+    if placement.is_complete and all(
+        other.is_complete and other.vertex_set == placement.vertex_set for other in others
+    ):
         return False
     subset = placement.subset
     return any(
         other.each != placement.each
+        or other.vertex_set != placement.vertex_set
         or (other.subset is not subset and not (subset is not None and subset.same(other.subset)))
         for other in others
     )

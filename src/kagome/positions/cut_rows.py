@@ -28,7 +28,6 @@ class CutScope(PositionScope, Protocol):
     """The interface of the running interceptor that this module uses."""
 
     views: list[EdgeView]
-    edges: int
 
 
 def read(scope: CutScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -91,7 +90,7 @@ def _own_numbers(scope: CutScope, held: Placement, ids: Tensor) -> Tensor | None
     vertices = held.kind is PlacementKind.ROWS
     if placement is None:
         # As many numbers as the graph has rows: a constant, or a buffer, with one for each of them.
-        count = scope.vertices if vertices else scope.edges
+        count = scope.sets[held.vertex_set].size if vertices else scope.views[held.view].count
         with torch._C.DisableTorchFunction():
             own = ids.dim() == 1 and ids.numel() == count
             return ids[_ids(scope, held)] if own else None
@@ -103,7 +102,7 @@ def _own_numbers(scope: CutScope, held: Placement, ids: Tensor) -> Tensor | None
 def _ids(scope: CutScope, held: Placement) -> Tensor:
     """Return the numbers of own vertices, or of own edges."""
     if held.kind is PlacementKind.ROWS:
-        return scope.ids.own()
+        return scope.ids.own(held.vertex_set)
     return scope.views[held.view].edge_ids.to(scope.device)
 
 

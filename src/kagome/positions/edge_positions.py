@@ -207,16 +207,16 @@ def _sliced(scope: Edges, base: Tensor, axis: int, placement: Placement, items: 
         return NotImplemented
     if ids is None:
         raise refused(scope, "a slice that counts edges of a list made in forward")
-    items[at] = _own_slice(scope, ids, item)
+    items[at] = _own_slice(scope, ids, item, scope.views[placement.view].count)
     return _placed(scope, base[tuple(items)], base, placement, items, at)
 
 
-def _own_slice(scope: Edges, ids: Tensor, item: slice) -> slice | Tensor:
+def _own_slice(scope: Edges, ids: Tensor, item: slice, count: int) -> slice | Tensor:
     """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
     # ``edge_ids`` ascends, so a slice of the whole list is one run of own edges:
     #   edge_ids  1 3 4 7     edge_index[:, 2:6]     own edges 1:3, the graph's edges 3 and 4
     # A count of edges among its bounds is the whole graph's.
-    whole = range(scope.edges)[slice(as_place(item.start), as_place(item.stop), item.step)]
+    whole = range(count)[slice(as_place(item.start), as_place(item.stop), item.step)]
     if whole.step < 0:
         raise refused(scope, "a slice that turns the order of edges round")
     with torch._C.DisableTorchFunction():
@@ -239,7 +239,7 @@ def _chosen(
         if item.dim() != 1:
             return NotImplemented
         # One flag for each edge of the graph, equal on all ranks, selects among own edges.
-        if held is None and item.numel() == scope.edges != base.size(axis):
+        if held is None and item.numel() == scope.views[placement.view].count != base.size(axis):
             if _ids(scope, base, axis, placement) is None:
                 raise refused(scope, "flags of the graph's edges that choose among edges made in forward")
             items[at] = own_edges(scope, item, 0, placement)
@@ -306,7 +306,7 @@ def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     if not isinstance(start, SymbolicSize):
         # narrow(0, -4, 4): from the end of the whole list, where a slice -4:0 would be empty.
         start = int(start)
-        start += scope.edges if start < 0 else 0
+        start += scope.views[found[1].view].count if start < 0 else 0
         # narrow(0, 0, edge_index.size(1)) ends at the count itself; a sum would be a plain number.
         if start == 0:
             return _cut(scope, base, *found, slice(0, length))
@@ -333,7 +333,7 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     with torch._C.DisableTorchFunction():
         # torch itself says where the pieces of the whole list end. Each becomes a slice of own edges.
         places = getattr(torch, name.replace("split_with_sizes", "split"))(
-            torch.arange(scope.edges), as_place(how)
+            torch.arange(scope.views[found[1].view].count), as_place(how)
         )
     ends = [(int(piece[0]), int(piece[-1]) + 1) if piece.numel() else (0, 0) for piece in places]
     return tuple(_cut(scope, base, *found, slice(*each)) for each in ends)
@@ -352,13 +352,14 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     view = _view(scope, count.placement.edges)
     if view is None or int(count) != scope.views[view].edge_ids.numel():
         raise refused(scope, f"{name}, which counts edges of a list made in forward")
-    given = [scope.edges if isinstance(each, SymbolicSize) else each for each in args]
-    named = {key: scope.edges if isinstance(each, SymbolicSize) else each for key, each in kwargs.items()}
+    edges = scope.views[view].count
+    given = [edges if isinstance(each, SymbolicSize) else each for each in args]
+    named = {key: edges if isinstance(each, SymbolicSize) else each for key, each in kwargs.items()}
     with torch._C.DisableTorchFunction():
         # All E numbers, of which own ones are kept: linspace and logspace cannot start in the middle.
         every: Tensor = func(*given, **named)
-    if every.numel() != scope.edges:
-        raise refused(scope, f"{name} with {every.numel():,} numbers for {scope.edges:,} edges")
+    if every.numel() != edges:
+        raise refused(scope, f"{name} with {every.numel():,} numbers for {edges:,} edges")
     return own_edges(scope, every, 0, Placement(PlacementKind.PAIRS, view))
 
 
@@ -409,7 +410,7 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     ids = _ids(scope, base, axis, placement)
     if not isinstance(item, slice) or ids is None:
         raise refused(scope, "edges written to by their places")
-    items[at] = _own_slice(scope, ids, item)
+    items[at] = _own_slice(scope, ids, item, scope.views[placement.view].count)
     return func(base, tuple(items), args[2])
 
 
@@ -468,7 +469,7 @@ def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     # As many rows as ids: nothing to cut.
     if value.dim() <= axis or value.size(axis) == index.size(0 if index.dim() == 1 else axis):
         return NotImplemented
-    if scope.placements.get(value) is not None or value.size(axis) != scope.edges:
+    if scope.placements.get(value) is not None or value.size(axis) != scope.views[placement.view].count:
         raise refused(scope, f"{name} with {value.size(axis):,} rows for {index.size(0):,} edges")
     own = own_edges(scope, value, axis, placement)
     # The call is made again, so that the handler of scatters answers it with own rows.

@@ -12,7 +12,7 @@ gradients: each rank contributes those of its own edges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -88,7 +88,6 @@ class Cutter(Protocol):
     constants: Constants
     keeping: KeptTensors
     parted: bool
-    edges: int
 
     def where(self) -> str:
         """Return the path of the module whose forward is running."""
@@ -118,7 +117,7 @@ class EdgeTables:
         if first in self and writes(name):
             raise ModelError(
                 "a tensor that the model keeps for the edges to stay unchanged in forward",
-                f"{name}, which writes to {self.names[first]} with a row for each of {scope.edges:,} edges",
+                f"{name}, which writes to {self.names[first]} with a row for each edge of the graph",
                 where="; ".join(filter(None, (scope.where(), user_line()))),
                 hint="compute a new tensor from it, or train on one rank",
             )
@@ -184,7 +183,8 @@ class EdgeTables:
         # Cut once per forward. An in-place write changes the version; rows cut under no_grad have no graph.
         version, grad, own = self._own.get(value, (-1, False, value))
         if version != value._version or grad != torch.is_grad_enabled():
-            own = own_edges(scope, value, _axis(value, scope.edges), Placement(PlacementKind.PAIRS))
+            at, axis = _view_of(scope, value)
+            own = own_edges(scope, value, axis, Placement(PlacementKind.PAIRS, at))
             scope.keeping.copy(scope, value, own)
             self._own[value] = value._version, torch.is_grad_enabled(), own
         return own
@@ -209,7 +209,10 @@ def own_edges(scope: Cutter, table: Tensor, axis: int, like: Placement) -> Tenso
 
 
 def tables_of(
-    model: nn.Module, edges: int, vertices: int, placements: Placements | None = None
+    model: nn.Module,
+    edges: Sequence[int],
+    vertices: Sequence[int],
+    placements: Placements | None = None,
 ) -> EdgeTables | None:
     """Return the tensors that a model keeps with a row for each edge; None if there are none.
 
@@ -217,8 +220,8 @@ def tables_of(
 
     Args:
         model: The user's module.
-        edges: Number of edges of the whole graph.
-        vertices: Number of vertices of the whole graph.
+        edges: The number of edges of each edge set of the whole graph.
+        vertices: The number of vertices of each vertex set.
         placements: Those of the part; a tensor that has one holds own rows already.
 
     Raises:
@@ -226,8 +229,19 @@ def tables_of(
             the model keeps a sparse matrix of the vertices.
     """
     names: WeakTensorMap[str] = WeakTensorMap()
-    for name, tensor in _tables_among(model, edges, vertices, placements):
-        names[tensor] = name
+    for each in edges:
+        for name, tensor in _tables_among(model, each, vertices, placements):
+            if tensor in names:
+                continue
+            if sum(count in tensor.shape for count in edges) > 1:
+                raise ModelError(
+                    "a tensor in the model whose sizes say to which edge set it belongs",
+                    f"{name} of shape {list(tensor.shape)}, and edge sets of "
+                    f"{', '.join(map(str, edges))} edges",
+                    where=name,
+                    hint="give it to forward, placed by net.place(tensor, edge_set)",
+                )
+            names[tensor] = name
     return EdgeTables(names) if len(names) else None
 
 
@@ -246,7 +260,7 @@ def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
     Shapes:
         places ``[e]``.
     """
-    found = {id(tensor): tensor for _, tensor in _tables_among(model, edges, vertices)}
+    found = {id(tensor): tensor for _, tensor in _tables_among(model, edges, [vertices])}
     # All edges stay, in their order.
     if places.numel() == edges:
         return False
@@ -257,12 +271,12 @@ def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
 
 
 def _tables_among(
-    model: nn.Module, edges: int, vertices: int, placements: Placements | None = None
+    model: nn.Module, edges: int, vertices: Sequence[int], placements: Placements | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors_of(model):
         if placements is not None and placements.get(tensor) is not None:
             continue
-        if tensor.layout is not torch.strided and vertices in tensor.shape:
+        if tensor.layout is not torch.strided and any(each in tensor.shape for each in vertices):
             raise ModelError(
                 "an adjacency to come with the data, so that each part has its own rows",
                 f"{name} in the model, a sparse matrix of {list(tensor.shape)}",
@@ -273,8 +287,8 @@ def _tables_among(
         places = [axis for axis, size in enumerate(tensor.shape) if size == edges]
         if edges < 2 or not places or tensor.layout is not torch.strided:
             continue
-        if edges == vertices or len(places) > 1:
-            what = "as many edges as vertices" if edges == vertices else "one axis of edges"
+        if edges in vertices or len(places) > 1:
+            what = "as many edges as vertices" if edges in vertices else "one axis of edges"
             raise ModelError(
                 f"a tensor of {edges:,} rows in the model to belong to the vertices or to the edges",
                 f"{name} of shape {list(tensor.shape)} in a graph with {what}",
@@ -300,6 +314,7 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
         return None
     # Axis of the edges from the right, as broadcasting aligns them.
     right, cut = found[1].axis - found[0].dim(), False
+    edges = scope.views[found[1].view].count
     # The result of an operator like += takes the place of its operand, so that is not a write to a table.
     targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
 
@@ -311,14 +326,14 @@ def met(scope: Cutter, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
             return value
         axis = value.dim() + right
         # A mask of all edges, as in messages[mask], need not align: it selects along an axis of its own size.
-        if value.size(axis) != scope.edges:
-            axis = _axis(value, scope.edges) if value.dtype == torch.bool else -1
+        if value.size(axis) != edges:
+            axis = _axis(value, edges) if value.dtype == torch.bool else -1
         if axis < 0:
             return value
         if any(value is target for target in targets):
             raise ModelError(
                 "a row for each edge that forward was given in a tensor that it writes rows of edges into",
-                f"{name}, which writes into a tensor of shape {list(value.shape)}, all {scope.edges:,} edges",
+                f"{name}, which writes into a tensor of shape {list(value.shape)}, all {edges:,} edges",
                 where="; ".join(filter(None, (scope.where(), user_line()))),
                 hint="make it with a row for each of them: x.new_zeros(edge_index.size(1), ...)",
             )
@@ -348,6 +363,14 @@ def edge_axis(tensor: Tensor, placement: Placement) -> int | None:
     if placement.kind is PlacementKind.EDGES:
         return tensor.dim() - 1
     return 0 if placement.kind in IDS else None
+
+
+def _view_of(scope: Cutter, table: Tensor) -> tuple[int, int]:
+    """Return the number of the edges that a kept tensor has a row for each of, and its row axis."""
+    for at, view in enumerate(scope.views):
+        if (axis := _axis(table, view.count)) >= 0:
+            return at, axis
+    raise AssertionError("only tensors with a row for each edge are tables")
 
 
 def _axis(tensor: Tensor, edges: int) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from kagome.placement.placement import IDS, NO_IDS, Placement, PlacementKind, tensors
 from kagome.placement.symbolic_size import SymbolicSize
 from kagome.positions.position_scope import FULL, Args, Func, Kwargs, PositionScope
+from kagome.positions.vertex_tables import end_of
 from kagome.scope.rows import refused
 from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import from_library
@@ -220,7 +221,7 @@ def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
     edges = ids if placement.kind is PlacementKind.EDGES else placement.edges
     # ``with_halo`` lists the original numbers of own and halo rows, [n + H], in the order of local ids.
     with torch._C.DisableTorchFunction():
-        values = scope.ids.with_halo(placement)[ids.long()].to(ids.dtype)
+        values = scope.ids.numbers(ids.long(), placement).to(ids.dtype)
     count = edges.size(-1) if edges is not None else None
     return scope.placements.put(
         values, Placement(PlacementKind.PAIRS, placement.view, _axis(values, placement, count), edges)
@@ -246,7 +247,10 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
     least: Any = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     whole = isinstance(least, SymbolicSize) and least.of_vertices and least.placement.is_complete
     # Without it torch returns max(ids) + 1 counts, a number that differs between parts.
-    if not whole and int(least) != scope.vertices:
+    held = scope.placements.get(ids)
+    assert held is not None
+    number = end_of(scope, held)
+    if not whole and int(least) != scope.sets[number].size:
         raise refused(
             scope,
             f"bincount of the ids of edges with minlength={least}, and as many counts as there happen to be",
@@ -255,10 +259,11 @@ def bincount(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: K
     # A count is a sum of ones over edges. The handler of scatters sends counts of halo rows to their owners.
     each = torch.ones(ids.shape, dtype=torch.float64, device=ids.device) if weights is None else weights
     with torch._C.DisableTorchFunction():
-        none = torch.zeros(scope.own, dtype=each.dtype, device=ids.device)
-    scope.placements.put(none, Placement(PlacementKind.ROWS))
+        none = torch.zeros(scope.sets[number].own, dtype=each.dtype, device=ids.device)
+    rows = Placement(PlacementKind.ROWS, vertex_set=number)
+    scope.placements.put(none, rows)
     sums = scope.__torch_function__(Tensor.scatter_add, (), (none, 0, ids, each))
-    return sums if weights is not None else scope.placements.put(sums.long(), Placement(PlacementKind.ROWS))
+    return sums if weights is not None else scope.placements.put(sums.long(), rows)
 
 
 def refuse_rows_by_value(

@@ -13,7 +13,7 @@ Where it sits: ``intercept.interceptor`` passes each call that may write, and ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -66,13 +66,13 @@ class KeptTensors:
         self.shown = False
         """Whether forward took the data of a constant tensor: a write to it changes no version."""
 
-    def look(self, scope: Keeper, model: nn.Module, sizes: tuple[int, int]) -> None:
+    def look(self, scope: Keeper, model: nn.Module, sizes: Sequence[int]) -> None:
         """Record which tensors of a model are tables before its first forward.
 
         Args:
             scope: The running interceptor.
             model: The user's module.
-            sizes: The numbers of vertices and edges of the whole graph.
+            sizes: The numbers of vertices and edges of the whole graph, of each set.
         """
         named = tensors_of(model)
         # An axis of N or E entries marks a table. Tensors with a placement already are rows of this part.

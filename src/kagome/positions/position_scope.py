@@ -15,8 +15,10 @@ from torch import Tensor
 from kagome.halo.forward_pass import RunningForward
 from kagome.placement.placement import VERTICES, Placement, Placements
 from kagome.placement.symbolic_size import as_place
+from kagome.placement.vertex_sets import VertexSets
 from kagome.scope.exchanges import RankSums
 from kagome.scope.rows import Axes, LocatedScope, VertexIds, refused
+from kagome.sparse_ops.edge_view import EdgeView
 
 if TYPE_CHECKING:
     from kagome.positions.kept_tensors import KeptTensors
@@ -38,8 +40,8 @@ class PositionScope(LocatedScope, Protocol):
     ranks: RankSums
     forward: RunningForward
     parted: bool
-    own: int
-    vertices: int
+    sets: VertexSets
+    views: list[EdgeView]
     numbered: bool
     device: torch.device
     copies: RowCopies
@@ -67,7 +69,7 @@ def span_of(scope: PositionScope, placement: Placement, item: slice) -> range:
     held = (
         placement.subset.span
         if placement.subset is not None and placement.subset.span is not None
-        else range(scope.vertices)
+        else range(scope.sets.of(placement).size)
     )
     return held[span.start : span.stop : span.step] if span else range(0)
 

@@ -40,6 +40,10 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
     )
     dims = max(value.dim() for value in values)
     dim = {"hstack": 1, "vstack": 0}.get(name, kwargs.get("dim", args[1] if len(args) > 1 else 0)) % dims
+    if scope.sets.several and dim == first.axis:
+        joined = _sets_joined(scope, values, placements, dim)
+        if joined is not None:
+            return joined
     # Along another axis the rows stay apart. PyG's own code concatenates rows of this part.
     if dim != first.axis or (not scope.parted and first.subset is None) or from_library():
         return NotImplemented
@@ -67,18 +71,43 @@ def cat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs)
         # Own rows in the order of the pieces. They are out of place where own rows do not ascend (merged
         # chunks): each piece has its rows in own order, and the pieces follow in the graph's.
         at = torch.cat([subset.places() for subset in subsets if subset is not None])
-        if len(whole) < scope.vertices:
+        if len(whole) < scope.sets.of(first).size:
             placement = replace(first, subset=RowSubset(at, whole))
         elif not torch.equal(at, torch.arange(at.numel(), device=at.device)):
             laid = rows_at(laid, placement, at.argsort(), whole=False)
     return scope.placements.put(laid, placement)
 
 
+def _sets_joined(
+    scope: PositionScope, values: Sequence[Any], placements: Sequence[Placement | None], dim: int
+) -> Tensor | None:
+    """Concatenate rows of several vertex sets; None if a piece has not all rows of one."""
+    members, pieces = [], []
+    for value, placement in zip(values, placements, strict=True):
+        if placement is None and (number := has_all(scope, value, dim)) is not None:
+            # A learned table of the set's vertices, or what was made from one.
+            value, placement = own_rows(scope, value, dim, number), Placement(PlacementKind.ROWS, axis=dim)
+            placement = replace(placement, vertex_set=number)
+        if placement is None or placement.kind not in VERTICES or not placement.is_complete:
+            return None
+        if placement.axis != dim:
+            return None
+        members.append(placement.vertex_set)
+        pieces.append(now(value))
+    if len(members) < 2:
+        return None
+    with torch._C.DisableTorchFunction():
+        out = torch.cat(pieces, dim)
+    placement = Placement(PlacementKind.ROWS, axis=dim, vertex_set=scope.sets.joined(members))
+    return scope.placements.put(out, placement)
+
+
 def _subset_of(scope: PositionScope, placement: Placement) -> RowSubset:
     """Return the vertices that a placement's rows belong to: all own ones if it names no subset."""
     if placement.subset is not None:
         return placement.subset
-    return RowSubset(torch.arange(scope.own, device=scope.device), range(scope.vertices))
+    named = scope.sets.of(placement)
+    return RowSubset(torch.arange(named.own, device=scope.device), range(named.size))
 
 
 def _with_edges(
@@ -108,7 +137,9 @@ def _with_edges(
     elif pairs is not None:
         axis = pairs.axis
         local = [
-            own_rows(scope, value, axis) if placement is None and has_all(scope, value, axis) else value
+            own_rows(scope, value, axis, number)
+            if placement is None and (number := has_all(scope, value, axis)) is not None
+            else value
             for value, placement in given
         ]
     else:
@@ -130,7 +161,8 @@ def _loops(scope: PositionScope, value: Tensor, placement: Placement | None, lea
     """
     # Made of torch.arange(x.size(0)): both ends of a loop are an own vertex.
     if placement is not None and placement.kind is PlacementKind.NUMBERS:
-        return scope.placements.put(scope.ids.local_of(value), replace(lead, edges=None))
+        local = scope.ids.local_of(value, placement.vertex_set)
+        return scope.placements.put(local, replace(lead, edges=None))
     if placement is not None or not scope.parted or not value.numel():
         return value
     # Ids without a placement are understood only as 0, 1, ... of all vertices, the loops of
@@ -138,9 +170,10 @@ def _loops(scope: PositionScope, value: Tensor, placement: Placement | None, lea
     with torch._C.DisableTorchFunction():
         row = value.reshape(-1, value.size(-1))
         every = torch.arange(row.size(1), device=value.device).expand_as(row)
-        numbered = row.size(1) in (scope.own, scope.vertices) and torch.equal(row, every)
-        if numbered and row.size(1) == scope.vertices:
-            own = torch.arange(scope.own, device=value.device).expand(*value.shape[:-1], -1)
+        named = scope.sets[scope.views[lead.view].targets]
+        numbered = row.size(1) in (named.own, named.size) and torch.equal(row, every)
+        if numbered and row.size(1) == named.size:
+            own = torch.arange(named.own, device=value.device).expand(*value.shape[:-1], -1)
             return scope.placements.put(own.to(value.dtype), replace(lead, edges=None))
     if not numbered and not from_library():
         raise refused(
@@ -175,9 +208,10 @@ def numbers(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     # The whole list, [N], is made on each rank: own entries depend on its ends and its length.
     with torch._C.DisableTorchFunction():
         every = func(*map(as_place, args), **{key: as_place(value) for key, value in kwargs.items()})
-    if every.dim() != 1 or every.numel() != scope.vertices:
+    number = counts[0].placement.vertex_set
+    if every.dim() != 1 or every.numel() != scope.sets[number].size:
         return every
-    return own_rows(scope, every, 0)
+    return own_rows(scope, every, 0, number)
 
 
 def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -197,7 +231,7 @@ def arange(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     if not end.placement.is_complete:
         raise refused(scope, "an arange that counts rows of some vertices, or several a vertex")
     named = {key: value for key, value in kwargs.items() if key in ("dtype", "device")}
-    placement = Placement(PlacementKind.NUMBERS)
+    placement = Placement(PlacementKind.NUMBERS, vertex_set=end.placement.vertex_set)
     # The check then compares on a sample in which every vertex has its own number.
     scope.numbered = scope.parted or scope.numbered
     with torch._C.DisableTorchFunction():
@@ -331,7 +365,7 @@ def of_list(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
     if not scope.parted or not isinstance(values, (list, tuple)) or from_library():
         return NotImplemented
     # On a rank that owns all vertices, or few, the length says nothing.
-    if len(values) != scope.own or scope.own == scope.vertices or scope.own < FEWEST:
+    if all(len(values) != each.own or each.own == each.size or each.own < FEWEST for each in scope.sets):
         return NotImplemented
     out = func(*args, **kwargs)
     line = f"{name} ({user_line()}), which makes as many rows as this part has"

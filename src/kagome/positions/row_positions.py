@@ -88,7 +88,7 @@ def _chosen(
     # x[arange(x.size(0))]: the index holds original numbers of own vertices, so no other rank is asked.
     if held is not None and held.kind is PlacementKind.NUMBERS:
         scope.numbered = True
-        places = scope.ids.local_of(item)
+        places = scope.ids.local_of(item, placement.vertex_set)
         out = (
             rows_at(now(base), placement, places, whole=False)
             if placement.is_complete and item.dim() == 1
@@ -125,14 +125,20 @@ def _noted(
     numbers = slice(as_place(item.start), as_place(item.stop), as_place(item.step))
     out = func(base, index)
     held = (
-        range(scope.vertices)
+        range(scope.sets.of(placement).size)
         if placement.subset is None or placement.subset.span is None
         else placement.subset.span
     )
     span = held[numbers]
+    member = None if placement.subset is not None else scope.sets.span(placement.vertex_set, span)
+    if member is not None:
+        return scope.placements.put(out, replace(placement, vertex_set=member))
     with torch._C.DisableTorchFunction():
         return scope.placements.put(
-            out, replace(placement, subset=RowSubset(torch.arange(scope.own)[list(span)], span))
+            out,
+            replace(
+                placement, subset=RowSubset(torch.arange(scope.sets.of(placement).own)[list(span)], span)
+            ),
         )
 
 
@@ -144,7 +150,8 @@ def _known(scope: PositionScope, item: Tensor) -> bool:
         return placement.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS) or item.dtype == torch.bool
     # A mask without a placement has an entry per own row, or, as a constant of the model, one per vertex.
     if item.dtype in (torch.bool, torch.uint8):
-        return not scope.parted or item.dim() != 1 or item.numel() != scope.vertices
+        whole = item.dim() == 1 and any(item.numel() == each.size for each in scope.sets)
+        return not scope.parted or not whole
     return not scope.parted
 
 
@@ -199,6 +206,8 @@ def _spanned(scope: PositionScope, base: Tensor, placement: Placement, span: ran
         # The rows were copied, because they are not contiguous here. A write to the copy would not reach x.
         if out._base is None:
             scope.copies.note(out)
+    if held is None and (member := scope.sets.span(placement.vertex_set, span)) is not None:
+        return scope.placements.put(out, replace(placement, vertex_set=member))  # cat([a, b])[: len(a)]
     subset = RowSubset(chosen if held is None else held[chosen], span)
     return scope.placements.put(out, replace(placement, subset=subset))
 
@@ -226,7 +235,9 @@ def _masked(scope: PositionScope, base: Tensor, placement: Placement, mask: Tens
     if placement.subset is not None or placement.each > 1:
         raise refused(scope, "a mask of all vertices that chooses among some of them")
     # [N] -> [n]
-    own = scope.placements.put(mask.bool()[scope.ids.of(placement)], Placement(PlacementKind.ROWS))
+    own = scope.placements.put(
+        mask.bool()[scope.ids.of(placement)], Placement(PlacementKind.ROWS, vertex_set=placement.vertex_set)
+    )
     with torch._C.DisableTorchFunction():
         chosen = own.nonzero().view(-1)
         out = base.index_select(placement.axis, chosen)
@@ -389,7 +400,7 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
             wanted = torch.as_tensor(item, device=ids.device).reshape(-1)
             wanted = torch.where(wanted < 0, wanted + whole, wanted)
         # [N]: own local row of each vertex, -1 for rows of other ranks. Each rank writes only what it owns.
-        known = torch.full((scope.vertices,), -1, device=ids.device)
+        known = torch.full((scope.sets.of(placement).size,), -1, device=ids.device)
         known[ids] = torch.arange(ids.numel(), device=ids.device)
         local = known[wanted]
         mine = local >= 0

@@ -41,11 +41,11 @@ def of_table(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
             return NotImplemented
         placement = head.stop.placement
         # A table may be longer than the graph, as one of positional encodings is.
-        if not placement.is_complete or base.size(0) < scope.vertices:
+        if not placement.is_complete or base.size(0) < scope.sets.of(placement).size:
             return NotImplemented
         scope.numbered = True
         own = func(base, scope.ids.of(placement)) if scope.parted else func(base, head)
-        scope.placements.put(own, Placement(PlacementKind.ROWS))
+        scope.placements.put(own, Placement(PlacementKind.ROWS, vertex_set=placement.vertex_set))
         # In plain PyTorch these rows are a view. Here a write to them would be lost, so it is watched: by
         # ``keeping`` if the model keeps the table, else by ``copies``.
         if scope.parted and not scope.keeping.copy(scope, base, own):
@@ -62,7 +62,7 @@ def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
     """
     base, index, value = args
     held = scope.placements.get(value)
-    if has_all(scope, base, 0) and not from_library():
+    if has_all(scope, base, 0) is not None and not from_library():
         # Each rank would write its own rows only, and the tables of the ranks would differ.
         if held is not None and held.kind in VERTICES:
             raise all_rows_written(scope, name)
@@ -71,36 +71,60 @@ def set_rows(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kw
         if (
             type(head) is slice
             and isinstance(head.stop, SymbolicSize)
-            and head.stop.placement == Placement(PlacementKind.ROWS)
+            and head.stop.of_vertices
+            and head.stop.placement.is_complete
         ):
-            whole = slice(head.start, scope.vertices, head.step)
+            whole = slice(head.start, scope.sets.of(head.stop.placement).size, head.step)
             return func(base, (whole, *rest), value)
     placement = scope.placements.get(index) if isinstance(index, Tensor) else None
-    if placement is None or placement.kind not in IDS or base.dim() == 0 or not has_all(scope, base, 0):
+    if placement is None or placement.kind not in IDS or base.dim() == 0:
+        return NotImplemented
+    if has_all(scope, base, 0, end_of(scope, placement)) is None:
         return NotImplemented
     numbers = original(scope, base, 0, index, placement)
     return NotImplemented if numbers is None else func(base, numbers, value)
 
 
-def own_rows(scope: PositionScope, table: Tensor, axis: int) -> Tensor:
-    """Return own rows of a tensor that has a row for each vertex of the graph, the same on all ranks.
+def end_of(scope: PositionScope, ids: Placement) -> int:
+    """Return the number of the vertex set that ids of edges name; of both ends, that of the sources."""
+    view = scope.views[ids.view]
+    return view.targets if ids.kind is PlacementKind.TARGET else view.sources
+
+
+def own_rows(scope: PositionScope, table: Tensor, axis: int, vertex_set: int) -> Tensor:
+    """Return own rows of a tensor that has a row for each vertex of a set, the same on all ranks.
 
     Shapes:
         table ``[..., N, ...]`` -> ``[..., n, ...]``.
     """
     scope.numbered = True
-    placement = Placement(PlacementKind.ROWS, axis=axis)
+    placement = Placement(PlacementKind.ROWS, axis=axis, vertex_set=vertex_set)
     with torch._C.DisableTorchFunction():
         out = table.index_select(axis, scope.ids.of(placement).to(table.device))
     return scope.placements.put(out, placement)
 
 
-def has_all(scope: PositionScope, value: Any, axis: int) -> bool:
-    """Return True if an unmarked tensor has a row for each vertex of the graph along an axis."""
+def has_all(scope: PositionScope, value: Any, axis: int, vertex_set: int | None = None) -> int | None:
+    """Return the vertex set for each of whose vertices an unmarked tensor has a row along an axis.
+
+    Args:
+        scope: The running interceptor.
+        value: The tensor.
+        axis: The axis.
+        vertex_set: The only set that is asked for; by default the one of that size, if there is only one.
+
+    Returns:
+        The number of the set; None if there is none.
+    """
     if not scope.parted or not isinstance(value, Tensor) or scope.placements.get(value) is not None:
-        return False
+        return None
     with torch._C.DisableTorchFunction():
-        return -value.dim() <= axis < value.dim() and value.size(axis) == scope.vertices
+        if not -value.dim() <= axis < value.dim():
+            return None
+        size = value.size(axis)
+    if vertex_set is None:
+        return scope.sets.of_size(size)
+    return vertex_set if scope.sets[vertex_set].size == size else None
 
 
 def original(scope: PositionScope, table: Any, axis: int, ids: Tensor, placement: Placement) -> Tensor | None:
@@ -126,22 +150,30 @@ def original(scope: PositionScope, table: Any, axis: int, ids: Tensor, placement
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.is_complete:
         raise refused(scope, "edges that read rows of some vertices only, by ids of all of them")
-    # Rows of vertices, or a tensor with as many rows as own vertices: the part's ids index it.
-    if held is not None or table.size(axis) == scope.own:
-        return None
-    # PyG's own tables may belong to a part, and have any size.
-    if from_library() and table.size(axis) != scope.vertices:
-        return None
-    if table.size(axis) < scope.vertices:
+    named = scope.sets[end_of(scope, placement)]
+    if held is not None and held.kind in VERTICES and scope.sets.of(held) is not named:
         raise refused(
             scope,
-            f"a tensor of shape {list(table.shape)} indexed by ids of {scope.vertices:,} vertices",
+            f"rows of {scope.sets.of(held).words} read by ids of {named.words}",
+            expected="edges that read rows of the vertex set that they were declared for",
+            hint="kagome.Edges(source, target, index) as the model uses them",
+        )
+    # Rows of vertices, or a tensor with as many rows as own vertices: the part's ids index it.
+    if held is not None or table.size(axis) == named.own:
+        return None
+    # PyG's own tables may belong to a part, and have any size.
+    if from_library() and table.size(axis) != named.size:
+        return None
+    if table.size(axis) < named.size:
+        raise refused(
+            scope,
+            f"a tensor of shape {list(table.shape)} indexed by ids of {named.size:,} {named.words}",
             hint="index tensors with a row for each vertex of the graph, or rows that forward was given",
         )
     # [n + H] original numbers, read by local ids.
     scope.numbered = True
     with torch._C.DisableTorchFunction():
-        return scope.ids.with_halo(placement)[ids]
+        return scope.ids.numbers(ids, placement)
 
 
 def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, name: str) -> Tensor:
@@ -155,25 +187,35 @@ def written_to(scope: PositionScope, base: Tensor, axis: int, index: Tensor, nam
         raise lost(scope, held)
     if held is not None and held.kind in VERTICES and not held.is_complete:
         raise refused(scope, "edges that write to rows of some vertices only, by ids of all of them")
-    if not has_all(scope, base, axis) or base.size(axis) == scope.own:
+    ids = scope.placements.get(index)
+    assert ids is not None
+    number = end_of(scope, ids)
+    if held is not None and held.kind is PlacementKind.PAIRS and from_library():
+        # PyG's ``src.new_zeros(size)``, where there are as many edges here as rows are asked for.
+        held = None
+        scope.placements.put(base, None)
+    if scope.sets[number].members and held is None:
+        # cat([receivers, senders]) is read, and rows of the receivers alone are written.
+        number = scope.sets[number].members[0]
+    if has_all(scope, base, axis, number) is None or base.size(axis) == scope.sets[number].own:
         return base
     if (
         index.numel()
-        and int(index.max()) >= scope.own
-        and scope.placements.get(index) == Placement(PlacementKind.TARGET)
+        and int(index.max()) >= scope.sets[number].own
+        and ids == Placement(PlacementKind.TARGET)
     ):
         return base  # a layer's own groups, made from ids of targets
     # The caller keeps a reference to the tensor, which would stay as it was.
     if name.endswith("_") and not from_library():
         raise all_rows_written(scope, name)
-    return own_rows(scope, base, axis)
+    return own_rows(scope, base, axis, number)
 
 
 def all_rows_written(scope: PositionScope, name: str) -> ModelError:
     """Return the error for a call that writes a part's rows into a tensor with a row for each vertex."""
     return refused(
         scope,
-        f"{name}, which writes into a tensor of all {scope.vertices:,} rows",
+        f"{name}, which writes into a tensor with a row for each vertex of the graph",
         hint="make it with a row for each row of the input: x.new_zeros(x.size(0), ...)",
     )
 
@@ -217,7 +259,7 @@ def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, er
         and not from_library()
     ):
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise refused(scope, f"{name} of the {scope.own:,} rows of a part, which fails: {words}") from error
+        raise refused(scope, f"{name} of the rows of a part, which fails: {words}") from error
 
 
 def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
@@ -232,11 +274,11 @@ def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
         return tuple(given_rows(scope, value, axis) for value in values)
     if isinstance(values, dict):
         return {key: given_rows(scope, value, axis) for key, value in values.items()}
-    if not has_all(scope, values, axis):
+    if (number := has_all(scope, values, axis)) is None:
         return values
     # A layer's input may be a learned table [N, F]. Vectors and sparse matrices are left to the layer.
     table = values.dim() > 1 and values.layout is torch.strided
-    return own_rows(scope, values, axis % values.dim()) if table else values
+    return own_rows(scope, values, axis % values.dim(), number) if table else values
 
 
 def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
@@ -306,10 +348,11 @@ def refuse_other_rows(scope: PositionScope, layer: Any, given: Kwargs) -> None:
                 or scope.placements.get(each) is not None
             ):
                 continue
-            if each.size(layer.node_dim) != scope.own:
+            if all(each.size(layer.node_dim) != known.own for known in scope.sets):
+                numbers = " or ".join(f"{known.size:,}" for known in scope.sets)
                 raise refused(
                     scope,
-                    f"{name} of shape {list(each.shape)} for a layer on {scope.vertices:,} vertices",
+                    f"{name} of shape {list(each.shape)} for a layer on {numbers} vertices",
                     expected="a row for each vertex in what a layer sends along edges",
                     hint="rows that forward was given, or made from them",
                 )
@@ -367,7 +410,7 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
     if placed is None or not placed[1].is_complete:
         return None
     # Row axis from the right, as broadcasting aligns x [n, F] with table [N, F].
-    right = placed[1].axis - placed[0].dim()
+    right, number = placed[1].axis - placed[0].dim(), placed[1].vertex_set
     # The result of an operator like += takes the place of its operand, so that is not a write to a table.
     targets = [] if name in IN_PLACE else written_by(name, "", args, kwargs)
     cut = False
@@ -376,11 +419,11 @@ def met(scope: PositionScope, name: str, args: Args, kwargs: Kwargs) -> tuple[Ar
         nonlocal cut
         if isinstance(value, (tuple, list)):
             return type(value)(own(each) for each in value)
-        if has_all(scope, value, right):
+        if has_all(scope, value, right, number) is not None:
             if any(value is target for target in targets):
                 raise all_rows_written(scope, name)
             cut = True
-            return own_rows(scope, value, value.dim() + right)
+            return own_rows(scope, value, value.dim() + right, number)
         return value
 
     args, kwargs = tuple(own(value) for value in args), {key: own(value) for key, value in kwargs.items()}

@@ -33,8 +33,7 @@ class RankSums:
         channel: The channel to the other ranks.
         forward: The running forward, which numbers the calls.
         axes: The rows of tensors.
-        view: The part's in-edges.
-        edges: The number of edges of the whole graph.
+        views: The part's in-edges.
         slices: Whether ranks split the columns of features.
     """
 
@@ -43,13 +42,12 @@ class RankSums:
         channel: RecordedRows,
         forward: RunningForward,
         axes: Axes,
-        view: EdgeView,
-        edges: int,
+        views: list[EdgeView],
         *,
         slices: bool,
     ) -> None:
         self.size, self._channel, self._forward, self._axes = channel.size, channel, forward, axes
-        self._view, self._edges, self._slices = view, edges, slices
+        self._views, self._slices = views, slices
 
     def total(self, part: Tensor, what: str = "total") -> Tensor:
         """Return the sum over all ranks, with gradient."""
@@ -95,16 +93,25 @@ class RankSums:
         """Return True if the total number of rows of a placement is known without asking the other ranks."""
         if placement.kind in VERTICES:
             return self._axes.length(placement) >= 0
-        return placement.kind is PlacementKind.PAIRS and placement.edges is self._view.edge_index
+        return self._edges_of(placement) is not None
+
+    def _edges_of(self, placement: Placement) -> EdgeView | None:
+        """Return the in-edges that a tensor has a row for each of; None for any other rows."""
+        if placement.kind is not PlacementKind.PAIRS or placement.edges is None:
+            return None
+        view = self._views[placement.view]
+        return view if view.across is None and placement.edges is view.edge_index else None
 
     def number_of(self, placement: Placement, count: int) -> int:
         """Return how many rows all ranks have together, ``count`` of them on this rank."""
-        if self.knows_number(placement):
-            return self._axes.length(placement) if placement.kind in VERTICES else self._edges
+        if placement.kind in VERTICES and (length := self._axes.length(placement)) >= 0:
+            return length
+        if (view := self._edges_of(placement)) is not None:
+            return view.count
         if self.size == 1:
             return count
         # Rows that a mask has chosen, or edges with loops: each rank knows only its own count.
-        return int(self.total(torch.tensor(count, device=self._view.ids.device)))
+        return int(self.total(torch.tensor(count, device=self._views[0].ids.device)))
 
     def loose(self) -> str:
         """Return why rows are not exchanged exactly in this epoch; an empty string if they are."""
@@ -146,8 +153,9 @@ class NeighborReads:
         self.parts: WeakTensorMap[Any] = WeakTensorMap()
         """What the layer has read in feature slices: see ``deferred.sliced_reduce``."""
         self._with_halo: WeakTensorMap[Any] = WeakTensorMap()
-        self._all_rows: HaloExchange | None = None
-        self._order = torch.empty(0, dtype=torch.int64)
+        self._all_rows: dict[int, tuple[HaloExchange, Tensor]] = {}
+        self.turned: EdgeView | None = None
+        """The out-edges, once they were fetched."""
 
     def read(self, rows: Tensor, axis: int, placement: Placement, site: str = "") -> Tensor:
         """Return own and halo rows along ``axis``: all rows that ids of this placement can name.
@@ -208,11 +216,23 @@ class NeighborReads:
         return own.reshape(own.size(0), *front.shape[1:]).movedim(0, axis)
 
     def out_edges(self) -> EdgeView:
-        """Return view 1, fetched from the peers at the first call. All ranks make that call together."""
-        if len(self._views) == 1:
+        """Return view 1, fetched from the peers at the first call. All ranks make that call together.
+
+        Raises:
+            ModelError: If the graph has several edge sets.
+        """
+        if self.turned is None:
+            if self._views[0].name:
+                raise ModelError(
+                    "edge sets that are read as they are declared, in a graph with several",
+                    "edges that are turned round",
+                    where=self._forward.where(),
+                    hint="declare the turned edges as an edge set of their own",
+                )
             with self._forward.forward_pass.asking(self._channel, self._forward.where()):
                 view = out_view(self._views[0], self._channel)
             self._views.append(view)
+            self.turned = view
             self._placements.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
             self._placements.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
             for value in view.attributes.values():
@@ -220,24 +240,30 @@ class NeighborReads:
             # Out-edges are as constant as the inputs, so fast paths and caches take them.
             for value in (view.edge_index, view.given, *view.attributes.values()):
                 self._constants.add(value)
-        return self._views[1]
+        return self.turned
 
     def gather_all(self, rows: Tensor, *, ordered: bool = True) -> Tensor:
         """Return the rows of all ranks, with gradient: in the graph's order, or own rows first."""
         self.refuse_sample("attention over all vertices")
-        with_halo = self.all_rows_exchange().gather(rows, self._forward.forward_pass, self._forward.where())
+        held = self._placements.get(rows)
+        exchange, order = self._all_rows_of(0 if held is None else held.vertex_set)
+        with_halo = exchange.gather(rows, self._forward.forward_pass, self._forward.where())
         # Dropout of attention weights needs the order of the graph, because a draw depends on the column. A
         # sum over all vertices does not.
-        return with_halo.index_select(0, self._order) if ordered else with_halo
+        return with_halo.index_select(0, order) if ordered else with_halo
 
     def all_rows_exchange(self) -> HaloExchange:
         """Return the lists by which every rank reads all others' rows. All ranks first call it together."""
-        if self._all_rows is None:
+        return self._all_rows_of(0)[0]
+
+    def _all_rows_of(self, vertex_set: int) -> tuple[HaloExchange, Tensor]:
+        """Return the lists of a vertex set, and the order of the graph among what they bring."""
+        if vertex_set not in self._all_rows:
             with self._forward.forward_pass.asking(self._channel, self._forward.where()):
-                self._all_rows = all_rows(self._ids.own(), self._channel)
-                assert self._all_rows.ids is not None
-                self._order = self._all_rows.ids.argsort()
-        return self._all_rows
+                exchange = all_rows(self._ids.own(vertex_set), self._channel)
+                assert exchange.ids is not None
+                self._all_rows[vertex_set] = exchange, exchange.ids.argsort()
+        return self._all_rows[vertex_set]
 
     def report_global_read(self, what: str) -> None:
         """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
@@ -256,5 +282,5 @@ class NeighborReads:
 
     def held_lists(self) -> Iterator[Tensor]:
         """Yield the tensors that are kept from one forward pass to the next."""
-        if self._all_rows is not None:
-            yield from (self._all_rows.send, self._order)
+        for exchange, order in self._all_rows.values():
+            yield from (exchange.send, order)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ModelError
-from kagome.graph.partition.partition import Partition
 from kagome.halo.forward_pass import RunningForward
 from kagome.placement.placement import ALIGNED, PAIRS, VERTICES, Placement, PlacementKind, Placements
 from kagome.placement.symbolic_size import SymbolicSize
+from kagome.placement.vertex_sets import VertexSets
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.sparse_ops.edge_view import EdgeView, pair_ids
 from kagome.user_frame import user_line
@@ -86,12 +86,12 @@ class Axes:
 
     Args:
         placements: The placements.
-        vertices: The number of vertices of the whole graph.
+        sets: The vertex sets.
         forward: The running forward, which errors name.
     """
 
-    def __init__(self, placements: Placements, vertices: int, forward: RunningForward) -> None:
-        self.placements, self.vertices, self._forward = placements, vertices, forward
+    def __init__(self, placements: Placements, sets: VertexSets, forward: RunningForward) -> None:
+        self.placements, self.sets, self._forward = placements, sets, forward
 
     def of(self, tensor: Any) -> int | None:
         """Return the axis along which a tensor has one row per vertex or edge; None if it has none."""
@@ -119,14 +119,14 @@ class Axes:
             and value.placement.kind is PlacementKind.ROWS
             and value.placement.is_complete
         )
-        return self.vertices if counted else None
+        return self.sets.of(value.placement).size if counted else None
 
     def length(self, placement: Placement) -> int:
         """Return the length of an axis of vertices in the whole graph, or -1 if it is unknown."""
         # A subset by positions (``x[:6000]``) has a known length; one by a mask depends on values.
         if placement.subset is not None:
             return -1 if placement.subset.span is None else len(placement.subset.span) * placement.each
-        return self.vertices * placement.each
+        return self.sets.of(placement).size * placement.each
 
     def like(self, out: Tensor, tensor: Tensor, axis: int | None = None) -> Tensor:
         """Give ``out`` the placement of ``tensor``, along another axis if one is given."""
@@ -168,38 +168,53 @@ class VertexIds:
     """The original ids of one part's rows and edges.
 
     Args:
-        part: The part.
+        sets: The vertex sets.
         views: The part's in-edges, and its out-edges once they were fetched.
         placements: The placements.
+        last_vertex: The last vertex of the whole graph that has an edge; None with several vertex sets.
     """
 
-    def __init__(self, part: Partition, views: Sequence[EdgeView], placements: Placements) -> None:
-        self._views, self._placements = views, placements
-        self.last_vertex = part.last_vertex
-        """The last vertex of the whole graph that has an edge."""
-        self.ascending = bool((part.own[1:] > part.own[:-1]).all())
+    def __init__(
+        self,
+        sets: VertexSets,
+        views: Sequence[EdgeView],
+        placements: Placements,
+        last_vertex: int | None,
+    ) -> None:
+        self._sets, self._views, self._placements = sets, views, placements
+        self.last_vertex = last_vertex
+        own = sets[0].ids
+        self.ascending = bool((own[1:] > own[:-1]).all())
         self._edge_keys: WeakTensorMap[Any] = WeakTensorMap()
 
-    def own(self) -> Tensor:
-        """Return the original ids of own rows."""
-        # Ids of a view are those of own rows, then of halo rows.
-        first = self._views[0]
-        return first.ids[: first.rows.own]
+    def own(self, vertex_set: int = 0) -> Tensor:
+        """Return the original ids of own rows of a vertex set."""
+        return self._sets[vertex_set].ids
 
-    def with_halo(self, placement: Placement) -> Tensor:
-        """Return the original ids of own and halo rows, in the order of the part's ids."""
-        return self._views[placement.view].ids
+    def numbers(self, ids: Tensor, placement: Placement) -> Tensor:
+        """Return the original ids of vertices that a part's ids name. Shapes: any, kept."""
+        view = self._views[placement.view]
+        if view.sources == view.targets:
+            return view.ids[ids]
+        # Own and halo rows of the sources' set; own rows of the targets' set.
+        targets = self._sets[view.targets].ids
+        if placement.kind is not PlacementKind.EDGES:
+            return (targets if placement.kind is PlacementKind.TARGET else view.ids)[ids]
+        ends = (
+            (targets[ids[0]], view.ids[ids[1]]) if placement.swapped else (view.ids[ids[0]], targets[ids[1]])
+        )
+        return torch.stack(ends)
 
     def of(self, placement: Placement) -> Tensor:
         """Return the original ids of the vertices that a tensor has rows for, one each."""
         with torch._C.DisableTorchFunction():
-            ids = self.own()
+            ids = self.own(placement.vertex_set)
             return ids if placement.subset is None else ids[placement.subset.places()]
 
-    def local_of(self, ids: Tensor) -> Tensor:
+    def local_of(self, ids: Tensor, vertex_set: int = 0) -> Tensor:
         """Return the local positions of own vertices. Shapes: any, kept."""
         with torch._C.DisableTorchFunction():
-            own = self.own()
+            own = self.own(vertex_set)
             # A binary search needs ids in ascending order; without it, search in the sorted ids and map back.
             if self.ascending:
                 return torch.searchsorted(own, ids.contiguous())
@@ -210,6 +225,7 @@ class VertexIds:
         """Count own vertices up to the last one of the whole graph that has an edge."""
         # PyG guesses the number of vertices as the largest id of an edge plus one, so vertices behind the
         # last edge get no loop. The same must hold on a part.
+        assert self.last_vertex is not None
         return int((self.own() <= self.last_vertex).sum())
 
     def row_counters(self, tensor: Tensor) -> Tensor:
@@ -243,8 +259,8 @@ class VertexIds:
             view = self._views[ends.view]
             source, target = (edges[1], edges[0]) if ends.swapped else (edges[0], edges[1])
             # A word names the graph's own edge, whichever direction messages run along it.
-            first, second = view.ids[source], view.ids[target]
-            first, second = (second, first) if ends.view == 1 else (first, second)
+            first, second = view.ids[source], self._sets[view.targets].ids[target]
+            first, second = (second, first) if view.across is not None else (first, second)
             with torch._C.DisableTorchFunction():
                 self._edge_keys[edges] = word(first, second, pair_ids(first, second))
         # With loops added, or edges masked out, rows no longer match

@@ -41,12 +41,12 @@ class Boundary:
     Args:
         sync: The synchronization of gradients.
         channel: The channel of all ranks of the graph.
-        own: The number of this rank's own vertices.
+        own: The number of this rank's own vertices, of each vertex set.
     """
 
     sync: GradientSync
     channel: Channel
-    own: int
+    own: tuple[int, ...]
     _leaves: WeakTensorMap[bool] = field(default_factory=WeakTensorMap)
 
     def enter(self, value: Tensor, *, rows: bool) -> Tensor:
@@ -64,7 +64,7 @@ class Boundary:
     def _watch(self, leaf: Tensor, *, rows: bool) -> None:
         if leaf in self._leaves or self.sync.has(leaf):
             return
-        if rows and isinstance(leaf, nn.Parameter) and self.own not in leaf.shape[:1]:
+        if rows and isinstance(leaf, nn.Parameter) and not {*self.own} & {*leaf.shape[:1]}:
             raise ModelError(
                 "inputs of net(...) from the model's own weights, or from none",
                 f"rows made by weights of shape {list(leaf.shape)} outside of it, whose gradients are one "

@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from kagome.comm.mesh import Mesh
 from kagome.errors import ModelError
-from kagome.graph.partition.partition import Partition
 from kagome.sharding.boundary import Boundary
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.row_reads import RowReads
+from kagome.sharding.row_sets import RowSets
 
 
 class Collectives(nn.Module):
     """What all ranks that share a graph call together in a training loop."""
 
     _mesh: Mesh
-    _part: Partition
+    _rows: RowSets
     _boundary: Boundary
     _sync: GradientSync
-    _reads: RowReads | None
+    _reads: dict[str, RowReads]
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of all entries on all ranks, with gradient. All ranks call it.
@@ -79,12 +79,13 @@ class Collectives(nn.Module):
         tied = torch.where(ties.bool(), values, torch.zeros_like(values)).sum()
         return self._boundary.total(tied, "net.max") / count
 
-    def read(self, rows: Tensor, ids: Tensor) -> Tensor:
+    def read(self, rows: Tensor, ids: Tensor, vertices: str | None = None) -> Tensor:
         """Return the rows of any vertices, whichever ranks own them, with gradient. All ranks call it.
 
         Args:
             rows: Own rows, such as the model's output.
             ids: Ids of vertices in the whole graph; other ones on each rank, or none.
+            vertices: The vertex set; it may be left out where there is one.
 
         Raises:
             ModelError: If an id is out of range.
@@ -96,44 +97,49 @@ class Collectives(nn.Module):
             Each different row of another rank is sent once, and back in backward. The first call tells each
             rank the owners of all vertices.
         """
-        own = self._part.own.numel()
-        if rows.dim() == 0 or rows.size(0) != own:
+        named = self._rows.named(vertices, "net.read")
+        if rows.dim() == 0 or rows.size(0) != named.count:
             raise ModelError(
-                f"{own:,} own rows of vertices",
+                f"{named.count:,} own rows of {named.name}",
                 f"shape {list(rows.shape)}",
                 where=f"net.read, rank {self._mesh.graph.rank}",
             )
-        if self._reads is None:
-            self._reads = RowReads(self._part, self._mesh.graph, self._sync)
-        return self._reads.read(rows, ids)
+        if named.name not in self._reads:
+            self._reads[named.name] = RowReads(named, self._mesh.graph, self._sync)
+        return self._reads[named.name].read(rows, ids)
 
-    def pairs(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def pairs(self, rows: Tensor, index: Tensor, vertices: str | None = None) -> tuple[Tensor, Tensor]:
         """Return the rows of both ends of pairs of vertices, with gradient. All ranks call it.
 
         Args:
             rows: Own rows, such as the model's output.
             index: Ids of both ends; this rank's share of the pairs, ``index[:, net.rank :: net.ranks]`` of a
                 list that all ranks have.
+            vertices: The vertex set of both ends. For ends in two sets, :meth:`read` each.
 
         Shapes:
             rows ``[n, ...]``, index ``[2, P]`` -> twice ``[P, ...]``.
         """
         if index.dim() != 2 or index.size(0) != 2:
             raise ModelError("pairs of vertices, [2, P]", f"shape {list(index.shape)}", where="net.pairs")
-        both = self.read(rows, index.reshape(-1))
+        both = self.read(rows, index.reshape(-1), vertices)
         return both[: index.size(1)], both[index.size(1) :]
 
-    def negatives(self, count: int, *, seed: int = 0, step: int = 0) -> Tensor:
+    def negatives(
+        self, count: int, *, seed: int = 0, step: int = 0, sets: tuple[str, str] | None = None
+    ) -> Tensor:
         """Return this rank's share of random pairs of vertices, the same pairs for any number of ranks.
 
         Args:
             count: The number of pairs on all ranks together.
             seed: The seed of the draws.
             step: The step of the training loop; each has other pairs.
+            sets: The vertex sets of both ends; they may be left out where there is one.
 
         Shapes:
             ``[2, P]``, int64.
         """
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-        every = torch.randint(self._part.num_nodes, (2, count), generator=generator)
+        ends = [self._rows.named(name, "net.negatives").size for name in sets or (None, None)]
+        every = torch.stack([torch.randint(size, (count,), generator=generator) for size in ends])
         return every[:, self._mesh.graph.rank :: self._mesh.graph.size].to(self._mesh.device)

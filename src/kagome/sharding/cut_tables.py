@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,15 @@ from torch.utils.hooks import RemovableHandle
 from kagome.comm.channel import Channel
 from kagome.errors import ConfigError, ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.intercept.interceptor import Interceptor
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.positions.edge_tables import tensors_of
-from kagome.sharding.placing import Rows
 from kagome.sharding.row_transfer import joined, spread
 
 WHERE = "kagome.shard(cut=...)"
+Rows = Literal["vertices", "edges"]
+"""What the rows of a table belong to."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,25 @@ def _put(parameter: nn.Parameter, values: Tensor) -> None:
 # Which parameters are cut -------------------------------------------------------------------------
 
 
-def tables_in(model: nn.Module, cut: bool | Sequence[str], part: Partition, channel: Channel) -> CutTables:
+def refuse_uncuttable(cut: bool | Sequence[str], part: Partition | SetsPartition, *, staged: bool) -> None:
+    """Refuse cut tables where the model does not run on one part of one vertex set.
+
+    Raises:
+        ConfigError: Naming the reason.
+    """
+    if cut is False or (isinstance(part, Partition) and not staged):
+        return
+    raise ConfigError(
+        "one part a rank of a graph of one vertex set, for a table that is cut",
+        "stages or chunks" if staged else "several vertex sets",
+        where=WHERE,
+        hint="leave cut= out: the table is whole on every rank then",
+    )
+
+
+def tables_in(
+    model: nn.Module, cut: bool | Sequence[str], part: Partition | SetsPartition, channel: Channel
+) -> CutTables:
     """Return the parameters of a model that are to be cut.
 
     Args:
@@ -269,6 +289,8 @@ def tables_in(model: nn.Module, cut: bool | Sequence[str], part: Partition, chan
     Raises:
         ConfigError: If a name is unknown, or its rows are not the graph's.
     """
+    if cut is False or not isinstance(part, Partition):
+        return CutTables((), channel)
     if isinstance(cut, str) or not (isinstance(cut, bool) or all(isinstance(each, str) for each in cut)):
         raise ConfigError(
             "names of parameters, or True", repr(cut), where=WHERE, hint='cut=("embedding.weight",)'
@@ -276,7 +298,7 @@ def tables_in(model: nn.Module, cut: bool | Sequence[str], part: Partition, chan
     held = dict(model.named_parameters(remove_duplicate=False))
     sizes: dict[Rows, int] = {"vertices": part.num_nodes, "edges": part.num_edges}
     names = _found(model, held, sizes) if isinstance(cut, bool) else list(dict.fromkeys(cut))
-    if not names or cut is False:
+    if not names:
         if cut is True:
             what = "a parameter with a row for each vertex or edge"
             raise ConfigError(what, _sizes(sizes), where=WHERE, hint=_known(held))

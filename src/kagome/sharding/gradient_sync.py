@@ -27,6 +27,7 @@ from torch.autograd import Variable
 
 from kagome.comm.channel import Channel
 from kagome.components.gradients import GradientHooks, Gradients
+from kagome.config import SumCodec
 from kagome.errors import ModelError
 
 
@@ -38,6 +39,7 @@ class GradientSync:
     Args:
         modules: The user's module, and those that run beside it.
         channel: The mesh's lane for weights.
+        codec: How gradients are encoded while they are summed.
         cut: Parameters of which each rank has its own rows: backward has summed their gradients already.
 
     Cost:
@@ -45,21 +47,28 @@ class GradientSync:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], channel: Channel, cut: Sequence[nn.Parameter] = ()
+        self,
+        modules: Sequence[nn.Module],
+        channel: Channel,
+        codec: SumCodec = "none",
+        cut: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._modules, self._channel, self._cut = modules, channel, frozenset(map(id, cut))
+        self._modules, self._channel, self._codec = modules, channel, codec
+        self._cut = frozenset(map(id, cut))
         self._task = -1
         self._trains = False
         self._before: list[Tensor | None] | None = None
         self._deferred: list[Tensor | None] = []
         self._syncs = True
         self._passes = 0
+        self.backwards = 0
+        """The number of backward passes that have ended, also within ``no_sync``."""
         self._renew()
 
     def _renew(self) -> None:
         """Find the parameters that are trained now; a user may have frozen some since."""
         self._parameters = self._learning()
-        self._gradients = Gradients(self.shared, self._channel, pieces=True)
+        self._gradients = Gradients(self.shared, self._channel, codec=self._codec, pieces=True)
         self._hooks = GradientHooks(self._parameters)
         self._deferred = [None] * len(self._parameters)
 
@@ -151,6 +160,7 @@ class GradientSync:
     def _finish(self) -> None:
         """Sum the gradients of the backward that ends over the ranks, and add what was there before."""
         self._task = -1
+        self.backwards += 1
         found = [p.grad for p in self._parameters]
         self._deferred = [_added(one, other) for one, other in zip(self._deferred, found, strict=True)]
         if not self._syncs:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.errors import CheckpointError
-from kagome.sharding.collectives import Collectives
 from kagome.sharding.cut_tables import CutTables, Table
 from kagome.sharding.gradient_norm import clip
+from kagome.sharding.train_step import GraphSteps
 
 
-class ModelState(Collectives):
+class ModelState(GraphSteps):
     """What a training loop takes of a sharded model's weights, gradients and optimizer as a whole."""
 
     model: nn.Module

@@ -21,17 +21,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.mesh import Mesh
+from kagome.comm.stats import Traffic
 from kagome.components.parallelize import ParallelModel
 from kagome.components.task import draws_of
+from kagome.config import SumCodec
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
-from kagome.graph.partition.partition import Partition
+from kagome.graph.sets import Graph
 from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
@@ -39,8 +40,12 @@ from kagome.sharding.boundary import Boundary
 from kagome.sharding.cut_tables import CutTables
 from kagome.sharding.gradient_norm import refuse_apart
 from kagome.sharding.gradient_sync import GradientSync
+from kagome.sharding.kept_edges import KeptEdges
 from kagome.sharding.model_state import ModelState
-from kagome.sharding.placing import Placer, Rows
+from kagome.sharding.placing import Placer, edges_of
+from kagome.sharding.results import gathered, written
+from kagome.sharding.row_sets import RowSets
+from kagome.sharding.training_steps import TrainingSteps
 
 
 class ShardedModel(ModelState):
@@ -53,11 +58,12 @@ class ShardedModel(ModelState):
         model: The user's module.
         parallel: The model on this rank's part.
         mesh: The ranks.
-        part: This rank's part.
         given: The graph as the user gave it; None if it was read from files.
         beside: Modules that run outside of the model.
         stack: What is closed at the end.
         tables: Parameters of which this rank has its own rows.
+        steps: The training steps by which inexact rows age; None where all rows are exact.
+        codec_weights: How gradients are encoded while they are summed.
     """
 
     model: nn.Module
@@ -68,21 +74,31 @@ class ShardedModel(ModelState):
         model: nn.Module,
         parallel: ParallelModel,
         mesh: Mesh,
-        part: Partition,
-        given: Data | None,
+        given: Data | HeteroData | Graph | None,
         beside: Sequence[nn.Module],
         stack: ExitStack,
         tables: CutTables,
+        *,
+        steps: TrainingSteps | None = None,
+        codec_weights: SumCodec = "none",
     ) -> None:
         super().__init__()
         # The same dicts, so that parameters(), state_dict() and to() are the model's.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
-        self._mesh, self._part = mesh, part
-        self._sync = GradientSync((model, *beside), mesh.weights, tables.parameters)
-        self._boundary = Boundary(self._sync, mesh.graph, part.own.numel())
-        self._placer = Placer(parallel.scope, part, mesh.graph, self._boundary, given)
+        self._mesh, self._rows = mesh, RowSets(parallel.scope)
+        self._sync = GradientSync((model, *beside), mesh.weights, codec_weights, tables.parameters)
+        owned = tuple(each.count for each in self._rows.vertices)
+        self._boundary = Boundary(self._sync, mesh.graph, owned)
+        self._placer = Placer(parallel.scope, self._rows, mesh.graph, self._boundary, given)
+        self._kept = KeptEdges(model, parallel.scope, edges_of(given))
+        if self._kept and parallel.options.recompute:
+            raise ModelError(
+                "edges as arguments of forward, with recompute=True",
+                "edges that the model holds, which a layer that runs again in backward would not find",
+                hint="recompute=False",
+            )
         self._tables = tables
         tables.keep()
         if tables:
@@ -90,13 +106,14 @@ class ShardedModel(ModelState):
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
-        self._reads = None
+        self._reads, self._steps = {}, steps
         self._known_modules = tuple(map(id, model.modules()))
         self._checked: set[bool] = set()
         self.step = 0
         """The number of forward passes with gradient so far. Dropout draws other numbers in each; set it when
         a run continues."""
-        self._closing = weakref.finalize(self, Finalizer(stack.close, _nothing))
+        self._ending = _Ending(stack)
+        self._closing = weakref.finalize(self, Finalizer(self._ending, _nothing))
 
     @property
     def rank(self) -> int:
@@ -116,6 +133,25 @@ class ShardedModel(ModelState):
         """
         return self._parallel.scope.inputs
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent since the start: bytes and messages by kind, and the time of waits.
+
+        ``halo`` are rows of neighbours and their gradients, ``weights`` the sums of gradients. Each call
+        returns a copy of its own.
+
+        Example:
+            >>> import kagome
+            >>> from torch_geometric.nn import GCN
+            >>> data = kagome.load("digits")
+            >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=1), data) as net:
+            ...     before = net.traffic
+            ...     out = net(data.x, data.edge_index)
+            ...     net.traffic.since(before).bytes["halo"]  # one rank sends nothing
+            0
+        """
+        return self._mesh.world.traffic.copy()
+
     # The model's own face -------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
@@ -125,9 +161,8 @@ class ShardedModel(ModelState):
             return getattr(self.__dict__["model"], name)
 
     def __repr__(self) -> str:
-        part = self._part
-        share = f"{part.own.numel():,} of {part.num_nodes:,} vertices, part {part.part} of {part.num_parts}"
-        return f"ShardedModel({share}): {self.model!r}"
+        shares = [f"{each.count:,} of {each.size:,} {each.name}" for each in self._rows.vertices]
+        return f"ShardedModel({', '.join(shares)}, part {self.rank} of {self.ranks}): {self.model!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Return a copy of the plain model, as an average of weights keeps.
@@ -180,6 +215,8 @@ class ShardedModel(ModelState):
         # check reads all of them.
         if training and self._tables and self.step > 1 and not self.step & (self.step - 1):
             refuse_apart(self._sync.shared, self._mesh.graph)
+        if self._steps is not None:
+            self._begin_step(self._steps, training=training)
         checked = training in self._checked
         try:
             args, kwargs = self._placer.arguments(args, kwargs)
@@ -189,7 +226,7 @@ class ShardedModel(ModelState):
                     training=training,
                     checked=not checked,
                     explain=None if checked else self._explained,
-                    call=lambda: tree_map(_computed, function(*args, **kwargs), is_leaf=_is_lazy),
+                    call=lambda: self._called(function, args, kwargs),
                 )
         except Exception as error:
             self._mesh.graph.report_error(error)
@@ -200,6 +237,17 @@ class ShardedModel(ModelState):
         forward_pass = self._parallel.scope.forward.forward_pass
         forward_pass.outlives = True
         return tree_map(lambda leaf: self._left(leaf, forward_pass), out)
+
+    def _called(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._kept.put_in():
+            return tree_map(_computed, function(*args, **kwargs), is_leaf=_is_lazy)
+
+    def _begin_step(self, steps: TrainingSteps, *, training: bool) -> None:
+        """Note a forward pass; in evaluation, by mode or without gradient, its rows are exact."""
+        if not training:
+            steps.settle()
+            return
+        steps.begin(self.step, self._sync.backwards, trains=self.model.training)
 
     def _left(self, leaf: Any, forward_pass: ForwardPass) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
@@ -252,15 +300,19 @@ class ShardedModel(ModelState):
 
     # Rows -----------------------------------------------------------------------------------------
 
-    def own(self, rows: Rows = "vertices") -> Tensor:
+    def own(self, rows: str | None = None) -> Tensor:
         """Return the ids of this rank's own vertices, or the positions of its own edges, in the whole graph.
+
+        Args:
+            rows: The name of a vertex set or edge set: ``"vertices"`` or ``"edges"`` for a graph with one
+                kind of vertices, and by default its vertices.
 
         Shapes:
             ``[n]`` or ``[e]``, int64, ascending.
         """
-        return self._placer.own(rows)
+        return self._rows.named(rows, "net.own").own
 
-    def place(self, value: Tensor, rows: Rows = "vertices", *, axis: int = 0) -> Tensor:
+    def place(self, value: Tensor, rows: str | None = None, *, axis: int = 0) -> Tensor:
         """Return this rank's rows of a tensor, and record along which axis they lie.
 
         Args:
@@ -271,9 +323,9 @@ class ShardedModel(ModelState):
         Raises:
             ModelError: If the axis has another number of rows.
         """
-        return self._placer.place(value, rows, axis)
+        return self._placer.place(value, self._rows.named(rows, "net.place"), axis)
 
-    def gather(self, value: Tensor, rows: Rows = "vertices", *, axis: int = 0) -> Tensor | None:
+    def gather(self, value: Tensor, rows: str | None = None, *, axis: int = 0) -> Tensor | None:
         """Return the rows of all ranks in the graph's own order on rank 0; None on the others.
 
         All ranks call it. There is no gradient.
@@ -286,18 +338,11 @@ class ShardedModel(ModelState):
         Cost:
             All rows and their ids are sent to rank 0.
         """
-        channel, own = self._mesh.graph, self.own(rows)
         front = self._own_rows_first(value, rows, axis, "net.gather")
-        found = channel.gather_rows(front, action=f"gather of {rows}", dst=0)
-        ids = channel.gather_rows(own, action=f"gather of {rows}: ids", dst=0)
-        if found is None or ids is None or channel.rank:
-            return None
-        joined = torch.cat(found)
-        out = torch.empty_like(joined)
-        out[torch.cat(ids)] = joined
-        return out.movedim(0, range(value.dim())[axis])
+        out = gathered(self._mesh.graph, front, self.own(rows), rows or "rows")
+        return None if out is None else out.movedim(0, range(value.dim())[axis])
 
-    def save(self, value: Tensor, folder: str | Path, rows: Rows = "vertices", *, axis: int = 0) -> Path:
+    def save(self, value: Tensor, folder: str | Path, rows: str | None = None, *, axis: int = 0) -> Path:
         """Write own rows and their ids to a file of this rank, for results that no rank can hold.
 
         Args:
@@ -312,22 +357,19 @@ class ShardedModel(ModelState):
         Raises:
             ModelError: If the axis has another number of rows than this rank owns.
         """
-        front = self._own_rows_first(value, rows, axis, "net.save").cpu()
-        path = Path(folder) / f"rows-{self.rank:05}-of-{self.ranks:05}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"ids": self.own(rows).cpu().contiguous(), "rows": front}, path)
-        return path
+        front = self._own_rows_first(value, rows, axis, "net.save")
+        return written(folder, self.rank, self.ranks, front, self.own(rows))
 
-    def _own_rows_first(self, value: Tensor, rows: Rows, axis: int, where: str) -> Tensor:
+    def _own_rows_first(self, value: Tensor, rows: str | None, axis: int, where: str) -> Tensor:
         """Return own rows along axis 0, without gradient.
 
         Raises:
             ModelError: If there are more or fewer of them.
         """
-        axis, own = range(value.dim())[axis], self.own(rows)
-        if value.size(axis) != own.numel():
+        axis, named = range(value.dim())[axis], self._rows.named(rows, where)
+        if value.size(axis) != named.count:
             raise ModelError(
-                f"{own.numel():,} own rows of {rows} along axis {axis}",
+                f"{named.count:,} own rows of {named.name} along axis {axis}",
                 f"{value.size(axis):,} in shape {list(value.shape)}",
                 where=f"{where}, rank {self.rank}",
             )
@@ -347,6 +389,8 @@ class ShardedModel(ModelState):
 
         All ranks call it. After an error of one rank, cut tables stay with own rows: load a checkpoint then.
         """
+        if self._steps is not None and self._closing.alive:
+            self._steps.settle()
         if self._closing.alive:
             self._tables.join()
         self._closing()
@@ -360,7 +404,25 @@ class ShardedModel(ModelState):
         if error is not None and self._closing.alive:
             self._mesh.graph.report_error(error)
             self._tables.release()  # other ranks may not come to gather rows
+            self._ending.error = error
+            self._closing()
         self.close()
+
+
+class _Ending:
+    """Closes what a sharded model has opened, and says whether an error ends it.
+
+    After an error nobody reads what is still under way, such as late rows, so nobody waits for that.
+    """
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.error: BaseException | None = None
+
+    def __call__(self) -> None:
+        # Dropped, because an error keeps the frames alive in which it was raised.
+        error, self.error = self.error, None
+        self.stack.__exit__(None if error is None else type(error), error, None)
 
 
 def _nothing() -> None:

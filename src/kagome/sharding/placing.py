@@ -21,31 +21,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
-from kagome.graph.partition.partition import Partition
+from kagome.graph.sets import Graph, edge_name
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.forward_call import as_data
-from kagome.placement.placement import Placement, PlacementKind
+from kagome.placement.placement import PlacementKind
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.sharding.boundary import Boundary
+from kagome.sharding.row_sets import RowSet, RowSets
 
-Rows = Literal["vertices", "edges"]
-"""What the rows of a tensor belong to."""
-HINT: Final = "net.place(tensor, 'vertices', axis=...) for such a tensor, or 'edges'"
+HINT: Final = "net.place(tensor, 'vertices', axis=...) for such a tensor, or the name of another set"
 
 
 @dataclass(frozen=True)
 class RowAxis:
     """The rows of a tensor: what they belong to, and along which axis they lie."""
 
-    rows: Rows
+    rows: str
     axis: int
 
 
@@ -54,7 +53,7 @@ class Placer:
 
     Args:
         scope: The interceptor of this rank's part.
-        part: This rank's part.
+        sets: The vertex sets and edge sets.
         channel: The channel of all ranks of the graph.
         boundary: What inputs with a gradient pass through.
         given: The graph as the user gave it, whose tensors are recognized; None if it was read from files.
@@ -63,27 +62,43 @@ class Placer:
     def __init__(
         self,
         scope: Interceptor,
-        part: Partition,
+        sets: RowSets,
         channel: Channel,
         boundary: Boundary,
-        given: Data | None,
+        given: Data | HeteroData | Graph | None,
     ) -> None:
-        self._scope, self._channel, self._boundary = scope, channel, boundary
-        self._own = {"vertices": part.own.to(scope.device), "edges": part.edge_ids.to(scope.device)}
-        self._all = {"vertices": part.num_nodes, "edges": part.num_edges}
+        self._scope, self._sets, self._channel, self._boundary = scope, sets, channel, boundary
         self._known: WeakTensorMap[tuple[str, int]] = WeakTensorMap()
         self._cuts: WeakTensorMap[tuple[int, RowAxis, Tensor]] = WeakTensorMap()
         self._decided: dict[tuple[str, int], RowAxis | None] = {}
-        self._edges: bytes | None = None
-        for name, value in ({} if given is None else given.to_dict()).items():
-            if isinstance(value, Tensor) and isinstance(scope.inputs.get(name), Tensor):
-                self._known[value] = name, value._version
-        if given is not None:
-            self._edges = _digest(given.edge_index)
+        self._edges: dict[bytes, list[str]] = {}
+        """The names of the edges of the graph in ``scope.inputs``, by a digest of their values."""
+        self._attributes: WeakTensorMap[tuple[int, str]] = WeakTensorMap()
+        self._note(given)
 
-    def own(self, rows: Rows) -> Tensor:
-        """Return the ids of own rows in the whole graph."""
-        return self._own[rows]
+    def _note(self, given: Data | HeteroData | Graph | None) -> None:
+        """Note the tensors of the graph as the user gave it, by which they are recognized."""
+        if given is None:
+            return
+        if isinstance(given, Data):
+            self._edges[_digest(given.edge_index)] = ["edge_index"]
+            for name, value in given.to_dict().items():
+                if isinstance(value, Tensor) and isinstance(self._scope.inputs.get(name), Tensor):
+                    self._known[value] = name, value._version
+            return
+        if isinstance(given, HeteroData):
+            for kind, held in Graph.attributes(given).items():
+                for value in held.values():
+                    if isinstance(value, Tensor) and value.dim() and value.size(0) == self._sets[kind].size:
+                        self._attributes[value] = value._version, kind
+            given = Graph.of(given)
+        for name, edges in given.edges.items():
+            self._edges.setdefault(_digest(edges.index), []).append(name)
+            if edges.attr is not None:
+                self._attributes[edges.attr] = edges.attr._version, name
+        for name, vertices in given.vertices.items():
+            if vertices.pos is not None:
+                self._attributes[vertices.pos] = vertices.pos._version, name
 
     def arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -92,50 +107,71 @@ class Placer:
         placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
         return placed, {name: self._value(name, value) for name, value in kwargs.items()}
 
-    def place(self, value: Tensor, rows: Rows, axis: int) -> Tensor:
+    def place(self, value: Tensor, rows: RowSet, axis: int) -> Tensor:
         """Return own rows of a tensor, recorded as such whatever their number.
 
         Raises:
             ModelError: If it has neither as many rows as this rank has, nor as the whole graph.
         """
-        if rows not in get_args(Rows):
-            raise ModelError("'vertices' or 'edges' in net.place(tensor, rows)", repr(rows))
         axis = range(value.dim())[axis]
-        return self._share(value, RowAxis(rows, axis), "the tensor")
+        return self._share(value, RowAxis(rows.name, axis), "the tensor")
+
+    def target(self, value: Tensor) -> Tensor:
+        """Return own rows of a target: a row a vertex; of several vertex sets, its sizes say which."""
+        if len(self._sets.vertices) == 1:
+            return self.place(value, self._sets.vertices[0], 0)
+        return self._tensor("target", value, "")
 
     def is_rows(self, value: Tensor) -> bool:
         """Return whether a tensor of the running forward has rows of vertices or edges."""
         placement = self._scope.placements.get(value)
         return placement is not None and placement.kind in (PlacementKind.ROWS, PlacementKind.PAIRS)
 
-    def _value(self, path: str, value: Any) -> Any:
+    def _value(self, path: str, value: Any, kind: str = "") -> Any:
+        """Return this rank's share of an argument; ``kind`` is the set that a dict's key names."""
         if isinstance(value, Tensor):
-            return self._tensor(path, value)
+            return self._tensor(path, value, kind)
+        if isinstance(value, HeteroData):
+            raise ModelError(
+                "x_dict, edge_index_dict and the like as arguments of a sharded model",
+                f"a HeteroData in {path}",
+                hint="net(data.x_dict, data.edge_index_dict)",
+            )
         if isinstance(value, Data):
             items = {name: self._value(f"{path}.{name}", each) for name, each in value.to_dict().items()}
             return as_data({**items, "num_nodes": self._scope.inputs["num_nodes"]})
         if isinstance(value, Mapping) and type(value) is dict:
-            return {key: self._value(f"{path}[{key!r}]", each) for key, each in value.items()}
+            return {
+                key: self._value(f"{path}[{key!r}]", each, self._kind(key)) for key, each in value.items()
+            }
         if type(value) in (list, tuple):
             return type(value)(self._value(f"{path}[{i}]", each) for i, each in enumerate(value))
-        if path == "num_nodes" and value == self._all["vertices"]:
+        if path == "num_nodes" and "num_nodes" in self._scope.inputs and value == self._sets["vertices"].size:
             return self._scope.inputs["num_nodes"]
         return value
 
-    def _tensor(self, path: str, value: Tensor) -> Tensor:
+    def _kind(self, key: Any) -> str:
+        """Return the vertex set or edge set that a key of ``x_dict`` or ``edge_index_dict`` names."""
+        name = edge_name(*key) if isinstance(key, tuple) and len(key) == 3 else key
+        return name if isinstance(name, str) and name in self._sets else ""
+
+    def _tensor(self, path: str, value: Tensor, kind: str) -> Tensor:
         name, version = self._known.get(value, ("", -1))
         if name and version == value._version:
             self._decided.setdefault((path, value.dim()), self._axis_of(name))
             return self._scope.inputs[name]  # type: ignore[no-any-return]
-        if self._is_edges(value):
-            return self._scope.inputs["edge_index"]  # type: ignore[no-any-return]
+        if (edges := self._edges_of(path, value, kind)) is not None:
+            return edges
         cut = self._cuts.get(value)
         if cut is not None and cut[0] == value._version:
             return cut[2]
+        version, name = self._attributes.get(value, (-1, ""))
+        if name and version == value._version:
+            return self._share(value, RowAxis(name, 0), path)
         placement = self._scope.placements.get(value)
         if placement is not None:
             return self._boundary.enter(value, rows=True)
-        where = self._where(path, value)
+        where = self._where(path, value, kind)
         if where is None:
             return self._boundary.enter(value.to(self._scope.device), rows=False)
         return self._share(value, where, path)
@@ -143,30 +179,43 @@ class Placer:
     def _axis_of(self, name: str) -> RowAxis | None:
         """Return the rows of an attribute of the graph: a later argument in its place has such rows too."""
         placement = self._scope.placements.get(self._scope.inputs[name])
-        if placement is None or placement.kind not in (PlacementKind.ROWS, PlacementKind.PAIRS):
+        found = None if placement is None else self._sets.of(placement)
+        return None if found is None or placement is None else RowAxis(found.name, placement.axis)
+
+    def _edges_of(self, path: str, value: Tensor, kind: str) -> Tensor | None:
+        """Return own edges for a tensor that is an edge set of the graph, by its values.
+
+        Raises:
+            ModelError: If two edge sets between other vertices have these values.
+        """
+        if value.dtype != torch.int64 or value.dim() != 2 or value.shape[0] != 2 or not self._edges:
             return None
-        return RowAxis("vertices" if placement.kind is PlacementKind.ROWS else "edges", placement.axis)
+        if all(view.count != value.size(1) for view in self._scope.views):
+            return None
+        names = self._edges.get(_digest(value), [])
+        if kind in names:
+            names = [kind]
+        if len({self._sets[name].ends for name in names if name in self._sets}) > 1:
+            raise ModelError(
+                "edges whose values say which edge set they are",
+                f"{path}, with the values of {' and of '.join(names)}",
+                hint="an argument edge_index_dict, whose keys name the sets",
+            )
+        if not names:
+            return None
+        self._known[value] = names[0], value._version
+        return self._scope.inputs[names[0]]  # type: ignore[no-any-return]
 
-    def _is_edges(self, value: Tensor) -> bool:
-        """Return whether a tensor is the graph's list of edges, by its values."""
-        if value.dtype != torch.int64 or value.dim() != 2 or value.shape[0] != 2 or self._edges is None:
-            return False
-        if value.size(1) != self._all["edges"]:
-            return False
-        same = _digest(value) == self._edges
-        if same:
-            self._known[value] = "edge_index", value._version
-        return same
-
-    def _where(self, path: str, value: Tensor) -> RowAxis | None:
+    def _where(self, path: str, value: Tensor, kind: str) -> RowAxis | None:
         """Return the rows of a tensor by its sizes; the ranks agree the first time."""
         key = path, value.dim()
         if key not in self._decided:
+            asked = [self._sets[kind]] if kind else [*self._sets.values()]
             mine = [
-                [rows, axis]
-                for rows in get_args(Rows)
+                [rows.name, axis]
+                for rows in asked
                 for axis, size in enumerate(value.shape)
-                if size in (self._own[rows].numel(), self._all[rows])
+                if size in (rows.count, rows.size)
             ]
             told: Any = self._channel.gather_objects([mine, list(value.shape)], f"rows of {path}")
             each, shapes = zip(*told, strict=True)
@@ -190,10 +239,10 @@ class Placer:
         if not found:
             return None
         if len({rows for rows, _ in found}) > 1:
+            sizes = ", ".join(f"{each.size:,} {each.name}" for each in self._sets.values())
             raise ModelError(
-                "a tensor whose sizes say whether it has rows of vertices or of edges",
-                f"{path} of shape {list(value.shape)}: the graph has {self._all['vertices']:,} vertices and "
-                f"{self._all['edges']:,} edges",
+                "a tensor whose sizes say whether it has rows of vertices or of edges, and of which",
+                f"{path} of shape {list(value.shape)}: the graph has {sizes}",
                 hint=HINT,
             )
         axes = [axis for _, axis in found]
@@ -202,29 +251,34 @@ class Placer:
         return RowAxis(found[0][0], axis)
 
     def _share(self, value: Tensor, where: RowAxis, path: str) -> Tensor:
-        own, whole = self._own[where.rows], self._all[where.rows]
-        size = value.size(where.axis)
-        if size not in (own.numel(), whole):
+        rows = self._sets[where.rows]
+        own, size = rows.own, value.size(where.axis)
+        if size not in (rows.count, rows.size):
             raise ModelError(
-                f"{path} with {own.numel():,} rows along axis {where.axis}, this rank's own {where.rows}, or "
-                f"{whole:,}, all of the graph",
+                f"{path} with {rows.count:,} rows along axis {where.axis}, this rank's own {where.rows}, or "
+                f"{rows.size:,}, all of the graph",
                 f"{size:,} in shape {list(value.shape)}",
                 where=f"rank {self._channel.rank}",
                 hint="x[net.own()] for own rows of a tensor of the whole graph",
             )
         moved = value.to(self._scope.device)
         # With as many own rows as the graph has, the rank has the whole graph, in its own order.
-        share = moved if size == own.numel() else moved.index_select(where.axis, own)
+        share = moved if size == rows.count else moved.index_select(where.axis, own)
         share = self._boundary.enter(share, rows=True)
-        self._scope.placements.put(share, self._placement(where))
+        self._scope.placements.put(share, rows.placement.along(where.axis))
         if not value.requires_grad and share is not value:
             self._cuts[value] = value._version, where, share
         return share
 
-    def _placement(self, where: RowAxis) -> Placement:
-        if where.rows == "vertices":
-            return Placement(PlacementKind.ROWS, axis=where.axis)
-        return Placement(PlacementKind.PAIRS, axis=where.axis, edges=self._scope.views[0].edge_index)
+
+def edges_of(given: Data | HeteroData | Graph | None) -> dict[int, Tensor]:
+    """Return the edges of a graph by the number of their view; none if it was read from files."""
+    if given is None:
+        return {}
+    if isinstance(given, Data):
+        return {0: given.edge_index.detach().cpu()}
+    sets = Graph.of(given) if isinstance(given, HeteroData) else given
+    return {number: each.index.detach().cpu() for number, each in enumerate(sets.edges.values())}
 
 
 def _digest(edges: Tensor) -> bytes:

@@ -23,8 +23,8 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import ExchangeRequest, swap_counts
 from kagome.errors import ModelError
-from kagome.graph.partition.partition import Partition
 from kagome.sharding.gradient_sync import GradientSync
+from kagome.sharding.row_sets import RowSet
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RowReads:
     """Reads of rows by the ids of the whole graph. All ranks call it together.
 
     Args:
-        part: This rank's part.
+        rows: The vertex set whose rows are read.
         channel: The channel of all ranks of the graph.
         sync: The synchronization of gradients.
 
@@ -56,12 +56,12 @@ class RowReads:
         12 bytes for each vertex of the graph on each rank: its owner and its place there.
     """
 
-    def __init__(self, part: Partition, channel: Channel, sync: GradientSync) -> None:
-        self.channel, self.sync, self.vertices = channel, sync, part.num_nodes
-        every = channel.gather_rows(part.own.to(channel.device), action="owners of vertices")
+    def __init__(self, rows: RowSet, channel: Channel, sync: GradientSync) -> None:
+        self.channel, self.sync, self.vertices = channel, sync, rows.size
+        every = channel.gather_rows(rows.own.to(channel.device), action=f"owners of {rows.name}")
         assert every is not None
-        self._owner = torch.empty(part.num_nodes, dtype=torch.int32, device=channel.device)
-        self._place = torch.empty(part.num_nodes, dtype=torch.int64, device=channel.device)
+        self._owner = torch.empty(rows.size, dtype=torch.int32, device=channel.device)
+        self._place = torch.empty(rows.size, dtype=torch.int64, device=channel.device)
         for rank, ids in enumerate(every):
             self._owner[ids] = rank
             self._place[ids] = torch.arange(ids.numel(), device=channel.device)

@@ -7,47 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
-from kagome.comm.mesh import open_mesh
+from kagome.comm.mesh import Mesh, open_mesh
 from kagome.components.model_setup import broadcast_weights, materialise
 from kagome.components.parallelize import PartOptions, parallelize
 from kagome.components.wrappers import as_written, refuse_empty, refuse_no_module, unwrapped
 from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
-from kagome.halo.compressed_exchange import CompressedExchange
+from kagome.graph.partition.partition import Partition
+from kagome.graph.sets import Graph
 from kagome.report.progress import warn
-from kagome.sharding.cut_tables import tables_in
+from kagome.sharding.cut_tables import refuse_uncuttable, tables_in
 from kagome.sharding.module import ShardedModel
-from kagome.train import data as source
-
-SERVED: Final = frozenset(
-    [
-        "graph",
-        "tensor",
-        "partitioner",
-        "reuse",
-        "shared_memory",
-        "memory_gib",
-        "codec",
-        "codec_backward",
-    ]
+from kagome.sharding.parts import part_of, refuse_lazy, whole_of_one_set
+from kagome.sharding.pipelined import PipelinedModel
+from kagome.sharding.policies import (
+    exchange_of,
+    is_staged,
+    note_unwatched,
+    refuse_beside_stages,
+    refuse_unserved,
 )
-"""The settings of ``Parallel`` that a loop of the user's own can have."""
 
 
 @as_written
 def shard(
     model: nn.Module,
-    graph: Data | str | Path,
+    graph: Data | HeteroData | Graph | str | Path,
     *,
     parallel: Parallel | None = None,
     mesh: DeviceMesh | None = None,
@@ -58,7 +51,7 @@ def shard(
     recompute: bool = False,
     timeout: float = 300.0,
     log: Callable[[str], None] = warn,
-) -> ShardedModel:
+) -> ShardedModel | PipelinedModel:
     """Put a model on this rank's part of a graph, as a module for your own training loop.
 
     All ranks call it alike, under ``torchrun`` or Slurm; in one process it is the plain model on the whole
@@ -68,7 +61,8 @@ def shard(
     Args:
         model: A module; it stays your own object, with the same parameters. On several ranks all get rank
             0's weights.
-        graph: A PyG ``Data`` with ``edge_index``, the same on all ranks, or the folder of a saved partition.
+        graph: A PyG ``Data`` with ``edge_index``, the same on all ranks, or the folder of a saved partition;
+            of several kinds of vertices, a ``HeteroData`` or a :class:`kagome.Graph`.
         parallel: How to split: ``Parallel(graph=4)``; by default one part for each rank.
         mesh: The ranks that share the graph, if they are not all: one axis of your ``DeviceMesh``, such as
             ``mesh["graph"]``. ``DistributedDataParallel`` may stand around the result, over the other axis.
@@ -85,7 +79,8 @@ def shard(
         log: Called with each note.
 
     Returns:
-        A module that takes what the model takes, and gives this rank's rows.
+        A module that takes what the model takes, and gives this rank's rows. With stages or chunks
+        (``Parallel(pipe=2)``) it has ``train_step`` and ``eval_step`` in place of ``net(...)``.
 
     Raises:
         ConfigError: If the settings need what only :class:`kagome.Trainer` does, or a name in ``cut`` is of
@@ -112,25 +107,23 @@ def shard(
     """
     refuse_no_module(model, "shard(model, ...)")
     check_kind("parallel", parallel, Parallel | None)
-    check_kind("graph", graph, Data | str | Path)
+    check_kind("graph", graph, Data | HeteroData | Graph | str | Path)
     check_kind("mesh", mesh, DeviceMesh | None)
     group = _group_of(mesh)
     parallel = parallel or Parallel()
-    _refuse_unserved(parallel)
+    refuse_unserved(parallel)
+    if is_staged(parallel):
+        refuse_beside_stages(beside, mesh, recompute=recompute, tensor=parallel.tensor)
     model = unwrapped(model, empty=cut is not False)
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:
         ranks = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log, group=group))
 
-        def take(channel: Any) -> Any:
-            if isinstance(graph, str | Path):
-                return source.from_folder(graph, channel)
-            method = parallel.cutter(channel.size)
-            return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
-
-        part, meta = source.for_all_stages(take, ranks)
-        for note in (*ranks.notes, *meta.notes):
+        fitted = parallel.fit(ranks.size)
+        part, notes = part_of(graph, parallel, ranks, seed, fitted.chunks)
+        for note in (*ranks.notes, *notes):
             log(note)
+        refuse_uncuttable(cut, part, staged=is_staged(fitted))
         tables = tables_in(model, cut, part, ranks.graph)
         # Tables have rank 0's numbers soon; other weights must have their own.
         refuse_empty(model, tables.parameters)
@@ -138,17 +131,56 @@ def shard(
         # Before the model moves: a table that does not fit on one device is never there as a whole.
         tables.cut(ranks.device)
         model = model.to(ranks.device)
-        materialise(model, part, ranks.device)
+        if isinstance(part, Partition):
+            materialise(model, part, ranks.device)
+        else:
+            refuse_lazy(model)
         for module in (model, *beside):
             broadcast_weights(module.to(ranks.device), ranks.world, tables.parameters)
-        fitted = parallel.fit(ranks.size)
-        exchange = CompressedExchange(ranks.graph, fitted, seed)
-        given = graph if isinstance(graph, Data) else None
+        given = None if isinstance(graph, str | Path) else graph
+        if is_staged(fitted):
+            part, given = whole_of_one_set(part, given)
+            return _in_stages(model, part, ranks, fitted, train, given, stack, fast=fast, log=log)
+        exchange, steps = exchange_of(fitted, ranks, seed, log)
         options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
         tables.place(net.scope)
         stack.enter_context(net)
-        return ShardedModel(model, net, ranks, part, given, beside, stack.pop_all(), tables)
+        return ShardedModel(
+            model,
+            net,
+            ranks,
+            given,
+            beside,
+            stack.pop_all(),
+            tables,
+            steps=steps,
+            codec_weights=fitted.codec_weights,
+        )
+
+
+def _in_stages(
+    model: nn.Module,
+    part: Partition,
+    ranks: Mesh,
+    parallel: Parallel,
+    train: Train,
+    given: Data | None,
+    stack: ExitStack,
+    *,
+    fast: bool,
+    log: Callable[[str], None],
+) -> PipelinedModel:
+    """Return a model in stages; what is open closes with it."""
+    # The model holds the stack that closes it before the mesh is moved there: until then an error closes the
+    # mesh here.
+    inner = ExitStack()
+    net = PipelinedModel(model, part, ranks, parallel, train, given, inner, fast=fast)
+    for note in net.take_notes():
+        log(note)
+    note_unwatched(parallel, log)
+    inner.push(stack.pop_all())
+    return net
 
 
 def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
@@ -167,21 +199,3 @@ def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
             hint='mesh["graph"], an axis by its name',
         )
     return mesh.get_group()
-
-
-def _refuse_unserved(parallel: Parallel) -> None:
-    """Refuse settings of pipelines, of late rows, and of what a Trainer decides from epoch to epoch.
-
-    Raises:
-        ConfigError: Naming the first of them.
-    """
-    plain = Parallel()
-    for field in fields(plain):
-        value = getattr(parallel, field.name)
-        if field.name not in SERVED and value != getattr(plain, field.name):
-            raise ConfigError(
-                "settings that a training loop of your own can have",
-                f"{field.name}={value!r}",
-                where="kagome.shard(parallel=...)",
-                hint="Parallel(graph=...) or Parallel(tensor=...); kagome.Trainer takes all settings",
-            )

@@ -203,7 +203,7 @@ class _SumOverHalo(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         work = halo_work.start_gather(rows)
         own_factor, halo_factor = (
-            (None, None) if factor is None else (factor[: edges.own], factor[edges.own :])
+            (None, None) if factor is None else (factor[: edges.first_halo], factor[edges.first_halo :])
         )
         given, rows = rows, _times(rows, own_factor)
         out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
@@ -217,7 +217,7 @@ class _SumOverHalo(torch.autograd.Function):
             with work.borrow() if halo is None else nullcontext(halo) as received:
                 received = _times(received.view(-1, *rows.shape[1:]), halo_factor)
                 ops.sum_rows(
-                    edges.by_target, received, weight, scale, span="halo", offset=edges.own, into=out
+                    edges.by_target, received, weight, scale, span="halo", offset=edges.first_halo, into=out
                 )
         # A weak reference, because the forward pass holds the token, whose graph holds this context. Python's
         # collector does not see a cycle through autograd.
@@ -240,21 +240,23 @@ class _SumOverHalo(torch.autograd.Function):
         weight, rows, halo = ctx.saved_tensors
         edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
         own_factor, halo_factor = (
-            (None, None) if ctx.factor is None else (ctx.factor[: edges.own], ctx.factor[edges.own :])
+            (None, None)
+            if ctx.factor is None
+            else (ctx.factor[: edges.first_halo], ctx.factor[edges.first_halo :])
         )
         g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
             # Gradients on halo rows first: their owners wait for them, and they travel while own rows are
             # summed.
-            halo_rows = slice(edges.own, edges.num_sources)
+            halo_rows = slice(edges.first_halo, edges.num_sources)
             halo_grad = ops.sum_rows(edges.by_source, g, weight, halo_factor, rows=halo_rows)
             work = halo_work.start_reduce(halo_grad)
-            g_rows = ops.sum_rows(edges.by_source, g, weight, own_factor, rows=slice(0, edges.own))
+            g_rows = ops.sum_rows(edges.by_source, g, weight, own_factor, rows=slice(0, edges.first_halo))
         if ctx.needs_input_grad[1]:
             g3, own3 = _headed(weight, g, _times(rows, own_factor))
             g_weight = ops.dot_edges(edges.by_target, g3, own3, span="own")
             _, halo3 = _headed(weight, g, halo)
-            ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.own, into=g_weight)
+            ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.first_halo, into=g_weight)
             g_weight = g_weight.view_as(weight)
         if g_rows is not None:
             with work.borrow() as received:

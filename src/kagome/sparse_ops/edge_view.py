@@ -7,7 +7,7 @@ first flips the edges (DirGNNConv) or lets messages flow from target to source.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from kagome.comm.exchange import Exchange, ExchangeRequest, swap_counts
 from kagome.graph.partition.partition import Partition
 from kagome.halo.exchange import HaloExchange
+from kagome.placement.vertex_sets import VertexSet
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class EdgeView:
         rows: Exchange of the rows that row 0 names.
         across: View 1: exchange of values that belong to these edges, from rows of view 0's edges.
         across_index: View 1: index of each edge in the result of ``across``.
+        name: The name of the edges among those of the graph; empty if it has one list of edges.
+        count: The number of these edges in the whole graph.
+        sources: The number of the vertex set that row 0 names.
+        targets: The number of the vertex set that row 1 names.
+        source_size: The number of vertices of the whole graph in the set that row 0 names.
 
     Shapes:
         ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``across_index [E]``, attributes
@@ -45,10 +51,22 @@ class EdgeView:
     attributes: dict[str, Tensor] = field(default_factory=dict)
     across: HaloExchange | None = None
     across_index: Tensor | None = None
+    name: str = ""
+    count: int = 0
+    sources: int = 0
+    targets: int = 0
+    source_size: int = 0
 
 
 def in_view(
-    part: Partition, channel: Exchange, device: torch.device, rows: HaloExchange | None = None
+    part: Partition,
+    channel: Exchange,
+    device: torch.device,
+    rows: HaloExchange | None = None,
+    *,
+    name: str = "",
+    sources: int = 0,
+    targets: int = 0,
 ) -> EdgeView:
     """Return the in-edges of a part's own vertices, as the partition holds them.
 
@@ -57,6 +75,9 @@ def in_view(
         channel: Channel to the other parts.
         device: Device of the view's tensors.
         rows: The exchange of rows, if it is not the plain halo exchange of the part.
+        name: The name of the edges.
+        sources: The number of the vertex set that they read.
+        targets: The number of the vertex set that they write.
     """
     ids, send = torch.cat([part.own, part.halo]).to(device), part.send.to(device)
     edge_index, own = part.edge_index.to(device), part.own.numel()
@@ -70,7 +91,48 @@ def in_view(
         given=edge_index,
         edge_ids=part.edge_ids,
         rows=rows,
-        attributes={name: value.to(device) for name, value in part.edges.items()},
+        attributes={key: value.to(device) for key, value in part.edges.items()},
+        name=name,
+        count=part.num_edges,
+        sources=sources,
+        targets=targets,
+        source_size=part.num_nodes,
+    )
+
+
+def joined_view(view: EdgeView, targets: VertexSet, rows: int, *, targets_first: bool) -> EdgeView:
+    """Return edges between two vertex sets as edges of their concatenation, whose rows they read and write.
+
+    ::
+
+        sources 0 1 2 | halo 3        edges 3 -> 0, 1 -> 1
+        targets 0 1                   targets first:  rows 0 1 | 2 3 4 | halo 5      5 -> 0, 3 -> 1
+
+    Args:
+        view: The edges.
+        targets: The vertex set that they write.
+        rows: The number of the set of both.
+        targets_first: Whether the targets' rows come first.
+    """
+    held, n, m = view.rows, view.rows.own, targets.own
+    source, target = view.edge_index
+    own = view.ids[:n]
+    if targets_first:
+        source, send = source + m, held.send + m
+        ids = torch.cat([targets.ids, own + targets.size, view.ids[n:] + targets.size])
+    else:
+        source, target, send = torch.where(source < n, source, source + m), target + n, held.send
+        ids = torch.cat([own, targets.ids + view.source_size, view.ids[n:]])
+    edge_index = torch.stack([source, target])
+    return replace(
+        view,
+        ids=ids,
+        edge_index=edge_index,
+        given=edge_index,
+        rows=replace(held, own=n + m, send=send, ids=ids),
+        attributes={},
+        sources=rows,
+        targets=rows,
     )
 
 
@@ -144,6 +206,7 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
         attributes={name: value[order] for name, value in attributes.items()},
         across=(across := _across(places, give, take, channel)),
         across_index=_across_index(places, give, take, across)[order],
+        count=view.count,
     )
 
 

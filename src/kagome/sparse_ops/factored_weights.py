@@ -34,6 +34,8 @@ def factors_of(weight: Tensor, edges: Structure) -> Tensor:
     Shapes:
         weight ``[E]`` -> ``[num_sources]``, or ``[0]``.
     """
+    if edges.bipartite:
+        return weight.new_empty(0)  # an edge has no root at its source: there are no self-loops
     loops = edges.source == edges.target
     ends = edges.target[loops]
     root = weight.new_zeros(edges.num_sources)

@@ -131,7 +131,9 @@ class Structure:
         source: The row that each edge reads.
         target: The row that each edge writes.
         own: The number of rows that may be written; every target is below it.
-        num_sources: The number of rows that may be read; every source is below it. ``own <= num_sources``.
+        num_sources: The number of rows that may be read; every source is below it.
+        own_sources: The number of own rows among those that may be read; halo rows follow them. None if
+            the rows that are read and written are of one vertex set, so that it is ``own``.
 
     Shapes:
         ``source [E]``, ``target [E]``, int64.
@@ -144,14 +146,25 @@ class Structure:
     target: Tensor
     own: int
     num_sources: int
+    own_sources: int | None = None
+
+    @property
+    def first_halo(self) -> int:
+        """The number of the first halo row among the rows that may be read."""
+        return self.own if self.own_sources is None else self.own_sources
+
+    @property
+    def bipartite(self) -> bool:
+        """Whether edges read rows of one vertex set and write rows of another."""
+        return self.own_sources is not None
 
     @cached_property
     def by_target(self) -> CsrLayout:
         """The in-edges of each own row, sorted by source; edges with equal sources keep the given order."""
         self._fits()
         if self.source.is_cuda:
-            return _sorted(self.target, self.source, self.own, self.num_sources, self.own)
-        parts = grouped(_array(self.target), _array(self.source), self.own, self.own)
+            return _sorted(self.target, self.source, self.own, self.num_sources, self.first_halo)
+        parts = grouped(_array(self.target), _array(self.source), self.own, self.first_halo)
         return CsrLayout(*(torch.from_numpy(part) for part in parts))
 
     @cached_property
@@ -180,7 +193,7 @@ class Structure:
         if 2 * int((layout.edge.diff() == 1).sum()) >= layout.edges - 1:
             return self
         order = layout.edge.long()
-        found = Structure(self.source[order], self.target[order], self.own, self.num_sources)
+        found = replace(self, source=self.source[order], target=self.target[order])
         place = torch.arange(layout.edges, dtype=torch.int32, device=order.device)
         vars(found)["by_target"] = replace(layout, edge=place)
         vars(found)["walked"] = found

@@ -151,7 +151,8 @@ def _heads(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
         # The weights of all pairs are left out, because no part has them.
         out, _ = scope.within(partial(opened(func), **{**asked, "need_weights": False}))
         heads = () if asked["average_attn_weights"] else (asked["num_heads"],)
-        none = out.new_zeros(()).expand(*[1] * (out.dim() - 2), *heads, scope.own, scope.vertices)
+        whole = scope.axes.length(placement) if (placement := scope.axes.placements.get(ends[0])) else 0
+        none = out.new_zeros(()).expand(*[1] * (out.dim() - 2), *heads, ends[0].size(0), whole)
         return out, scope.axes.lost(none, "the attention weights of all pairs of vertices")
     # Torch joins batch and heads to one axis, [n * heads, L, d / heads],
     # after which no axis has a row for each vertex. So the common case is

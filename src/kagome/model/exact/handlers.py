@@ -42,7 +42,7 @@ def _ids(scope: Scope, x: Tensor, what: str) -> tuple[Tensor, int, int]:
     if axis is not None:
         return scope.ids.row_counters(x), key, axis
     if x.dim() and not isinstance(x, torch.nn.Parameter) and _are_own(scope, x):
-        if x.size(0) != scope.own:
+        if x.size(0) != scope.sets[0].own or scope.sets.several:
             raise draw_refused(scope, what, f"it is not known whose the {x.size(0)} rows are")
         return scope.ids.own(), key, 0
     # Neither vertices nor edges, but a virtual node or a weight: equal on every rank, so drawn alike.
@@ -54,7 +54,9 @@ def _are_own(scope: Scope, x: Tensor) -> bool:
     # They may come from an operation that torch does not show. All ranks must decide alike, whatever their
     # numbers of rows. With all rows on one rank both draws agree, and a chunk has no other rows to compare
     # with.
-    return x.size(0) == scope.own if scope.size == 1 else not scope.ranks.have_equal(x)
+    if scope.size == 1:
+        return not scope.sets.several and x.size(0) == scope.sets[0].own
+    return not scope.ranks.have_equal(x)
 
 
 def _as_seeded(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwargs, x: Tensor) -> Any:
@@ -208,13 +210,15 @@ def _by_generator(scope: Scope, name: str, func: Func, args: Args, kwargs: Kwarg
     axis = scope.axes.of(rows)
     assert axis is not None
     # The generator is in the same state on all ranks, and stays so only if all draw equally many numbers.
-    shape = [scope.vertices if at == axis else size for at, size in enumerate(rows.shape)]
+    placement = scope.axes.placements.get(rows)
+    assert placement is not None
+    shape = [scope.sets.of(placement).size if at == axis else size for at, size in enumerate(rows.shape)]
     if sized:
         values = [given[each] for each in ("low", "high", "mean", "std") if each in given]
         whole = func(*values, size=shape, dtype=rows.dtype, generator=given["generator"])
     else:
         whole = func(rows.new_empty(shape), *args[1:], **kwargs)
-    own = whole.index_select(axis, scope.ids.own())
+    own = whole.index_select(axis, scope.ids.own(placement.vertex_set))
     return scope.axes.like(handed_out(name, given, rows, own), rows)
 
 

@@ -20,6 +20,7 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from torch_geometric.utils import get_laplacian
 
 from kagome.errors import ModelError
+from kagome.model.exact.hgt import type_by_type
 from kagome.model.exact.layer_shortcuts import (
     LayerScope,
     Settings,
@@ -113,7 +114,7 @@ def _gps(module: Any, scope: LayerScope) -> Settings:
             # learns that the layer reads all vertices.
             scope.reads.all_rows_exchange()
             return inner(query, *args, **kwargs)
-        if query.size(0) != 1 or query.size(1) != scope.own:
+        if query.size(0) != 1 or query.size(1) != scope.sets[0].own:
             raise ModelError(
                 "GPSConv to attend to all vertices of one graph",
                 "a batch vector",
@@ -170,11 +171,19 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
         # Two rows, because groups at the end that are empty look at the last row but one.
         ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
         group = scope.axes.targets(torch.cat([index.new_zeros(2), index + 1]))
-        size = scope.own if dim_size is None else dim_size
+        size = scope.deferral.written(index) if dim_size is None else dim_size
         out: Tensor = inner(ahead, group, None, size + 1, dim, **more)
         return out[1:]
 
     return [(module, "forward", forward)]
+
+
+def _hgt(module: Any, scope: LayerScope) -> Settings:
+    """Let HGTConv compute edge type by edge type: its own ids count the rows of all types."""
+    # One rank with all rows can count them so.
+    if not scope.parted:
+        return []
+    return [(module, "forward", lambda rows, edges: type_by_type(module, rows, edges))]
 
 
 def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
@@ -198,9 +207,6 @@ def _refuse_sample(module: Any, scope: LayerScope) -> Settings:
 REFUSED: Sequence[tuple[type[nn.Module], str]] = (
     (pyg.HypergraphConv, "it reads vertex-hyperedge incidences, not edges between vertices"),
     (pyg.WLConv, "it numbers colours in the order in which it meets them, and has no gradient"),
-    (pyg.HGTConv, "it takes several vertex types as dicts, not one homogeneous graph"),
-    (pyg.HANConv, "it takes several vertex types as dicts, not one homogeneous graph"),
-    (pyg.HeteroConv, "it takes several vertex types as dicts, not one homogeneous graph"),
 )
 """Layers that no split makes exact, each with its reason."""
 
@@ -227,6 +233,7 @@ RULES: Sequence[tuple[type[nn.Module], Rule]] = (
     (pyg.ChebConv, _cheb),
     (pyg.SuperGATConv, _supergat),
     (pyg.GPSConv, _gps),
+    (pyg.HGTConv, _hgt),
     (InvertibleModule, _reversible),
     (pyg.aggr.QuantileAggregation, _first_group),
     (pyg.aggr.LSTMAggregation, _first_group),

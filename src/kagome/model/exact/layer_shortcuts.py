@@ -153,7 +153,7 @@ def reduced_by_kernels(module: Any, scope: LayerScope) -> Settings:
     ) -> Tensor:
         found = None
         # With another number of groups it is a pooling, and no reduction over in-edges.
-        if ptr is None and index is not None and dim_size in (None, scope.own):
+        if ptr is None and index is not None and scope.deferral.writes_all(index, dim_size):
             found = scope.deferral.edge_reduce(x, index, dim, reduce)
         return inner(x, index, ptr, dim_size, dim, reduce) if found is None else found
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kagome.deferred.deferral import Deferral
 from kagome.halo.forward_pass import RunningForward
+from kagome.placement.vertex_sets import VertexSets
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes, VertexIds
 
@@ -26,8 +27,7 @@ class Scope(Protocol):
     forward: RunningForward
     deferral: Deferral
     size: int
-    own: int
-    vertices: int
+    sets: VertexSets
     seed: int
     parted: bool
     within_once: int

@@ -1,0 +1,112 @@
+"""Parts: this rank's part of the graph that a user gave, of one vertex set or of several.
+
+Where it sits: ``shard`` takes the part before it puts the model on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+from torch_geometric.data import Data, HeteroData
+
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import Mesh
+from kagome.config import Parallel
+from kagome.errors import ConfigError, ModelError, PartitionError
+from kagome.graph.partition.choice import is_auto
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import (
+    SetsPartition,
+    assign_sets,
+    extract_sets,
+    sets_fingerprint,
+)
+from kagome.graph.partition.store import Meta
+from kagome.graph.sets import Graph
+from kagome.train import data as source
+
+_PLAIN: Final = Parallel()
+_ONE_SET: Final = ("tensor", "pipe", "chunks", "max_age", "error_feedback", "halo_sample")
+"""Settings that serve graphs of one vertex set only."""
+
+
+def part_of(
+    graph: Data | HeteroData | Graph | str | Path,
+    parallel: Parallel,
+    mesh: Mesh,
+    seed: int,
+    chunks: int | None,
+) -> tuple[Partition | SetsPartition, Sequence[str]]:
+    """Return this rank's part of a graph, and notes for the user."""
+    method = parallel.cutter(mesh.graph.size)
+
+    def take(channel: Channel) -> tuple[Partition, Meta]:
+        if isinstance(graph, str | Path):
+            return source.from_folder(graph, channel)
+        return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
+
+    if isinstance(graph, HeteroData | Graph):
+        sets = Graph.of(graph) if isinstance(graph, HeteroData) else graph
+        return _sets_part(sets, parallel, mesh.graph, "metis" if is_auto(method) else method, seed), ()
+    part, meta = source.for_all_stages(take, mesh, chunks)
+    return part, meta.notes
+
+
+def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, seed: int) -> SetsPartition:
+    """Return this rank's part of a graph of several sets; rank 0 assigns the vertices.
+
+    Raises:
+        PartitionError: If the ranks have different graphs.
+        ConfigError: For settings that serve one vertex set only.
+    """
+    refused = {
+        name: getattr(parallel, name) for name in _ONE_SET if getattr(parallel, name) != getattr(_PLAIN, name)
+    }
+    if refused:
+        raise ConfigError(
+            "graph parallelism, exact or with a codec, for a graph of several vertex sets",
+            ", ".join(f"{name}={value!r}" for name, value in refused.items()),
+            where="kagome.shard(parallel=...)",
+            hint=f"Parallel(graph={channel.size})",
+        )
+    marks = channel.gather_objects(sets_fingerprint(graph), "compare the ranks' graphs")
+    if len(set(marks)) > 1:
+        raise PartitionError(
+            "the same graph on every rank",
+            f"another on rank {channel.rank} than elsewhere",
+            hint="seed whatever makes the graph, or load it from one file",
+        )
+    counts = [each.count for each in graph.vertices.values()]
+    owner = torch.zeros(sum(counts), dtype=torch.int64, device=channel.device)
+    if channel.rank == 0 and channel.size > 1:
+        owner = torch.cat([*assign_sets(graph, method, channel.size, seed).values()]).to(channel.device)
+    owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
+    owners = dict(zip(graph.vertices, owner.split(counts), strict=True))
+    return extract_sets(graph, owners, channel.rank, channel.size)
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse lazy layers, whose shapes would have to be found on a part.
+
+    Raises:
+        ModelError: Naming the first of them.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                "parameters that have a shape, for a graph of several vertex sets",
+                f"{name}, whose layer waits for its first input (in_channels=-1)",
+                hint="call the model once, with torch.no_grad(), on a few rows of each set",
+            )
+
+
+def whole_of_one_set(
+    part: Partition | SetsPartition, given: Data | HeteroData | Graph | None
+) -> tuple[Partition, Data | None]:
+    """Return a part of a graph of one vertex set; stages and chunks take no other."""
+    assert isinstance(part, Partition)
+    return part, given if isinstance(given, Data) else None

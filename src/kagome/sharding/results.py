@@ -1,0 +1,112 @@
+"""Results: own rows of all ranks, gathered in the graph's own order or written to a file a rank.
+
+Where it sits: ``module`` and ``pipelined`` give rows of vertices to the user with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kagome.comm.channel import Channel
+from kagome.comm.mesh import Mesh
+from kagome.errors import ModelError
+from kagome.graph.partition.partition import Partition
+
+# [Note: order of rows] Each rank has the rows of its own vertices, in ascending order of their ids. The ids
+# go along, so that rank 0 can put all rows at their places in the graph:
+#
+#     rank 0   ids 0 3 4    rows a d e  ┐
+#     rank 1   ids 1 2      rows b c    ┴──> rank 0   a b c d e
+
+
+def gathered(channel: Channel, rows: Tensor, own: Tensor, what: str) -> Tensor | None:
+    """Return the rows of all ranks in the graph's order on rank 0 of a channel; None on the others.
+
+    Args:
+        channel: The ranks that share the graph.
+        rows: Own rows, along axis 0.
+        own: Their ids.
+        what: What the rows belong to, for errors.
+    """
+    found = channel.gather_rows(rows, action=f"gather of {what}", dst=0)
+    ids = channel.gather_rows(own, action=f"gather of {what}: ids", dst=0)
+    if found is None or ids is None or channel.rank:
+        return None
+    joined = torch.cat(found)
+    out = torch.empty_like(joined)
+    out[torch.cat(ids)] = joined
+    return out
+
+
+def written(folder: str | Path, rank: int, ranks: int, rows: Tensor, own: Tensor) -> Path:
+    """Write own rows and their ids, and return the file.
+
+    Args:
+        folder: Where to write; made if it is not there.
+        rank: The number of the part.
+        ranks: The number of parts.
+        rows: Own rows, along axis 0.
+        own: Their ids.
+    """
+    path = Path(folder) / f"rows-{rank:05}-of-{ranks:05}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"ids": own.cpu().contiguous(), "rows": rows.detach().cpu().contiguous()}, path)
+    return path
+
+
+class PartRows(nn.Module):
+    """Rows of vertices along axis 0, where each of a part's stages has the same ones."""
+
+    _mesh: Mesh
+    _part: Partition
+
+    def own(self) -> Tensor:
+        """Return the ids of this rank's own vertices in the whole graph: ``[n]``, int64, ascending."""
+        return self._part.own.to(self._mesh.device)
+
+    def place(self, value: Tensor) -> Tensor:
+        """Return this rank's rows of a tensor.
+
+        Args:
+            value: All rows of the graph, or this rank's own, along axis 0.
+
+        Raises:
+            ModelError: If it has another number of rows.
+        """
+        own, count = self._part.own.numel(), self._part.num_nodes
+        if value.dim() == 0 or value.size(0) not in (own, count):
+            raise ModelError(
+                f"{own:,} rows along axis 0, this rank's own vertices, or {count:,}, all of the graph",
+                f"shape {list(value.shape)}",
+                where=f"net.place, rank {self._mesh.rank}",
+            )
+        value = value.to(self._mesh.device)
+        # With as many own rows as the graph has, this rank has all of them, in the graph's order.
+        return value if value.size(0) == own else value[self.own()]
+
+    def gather(self, value: Tensor) -> Tensor | None:
+        """Return the rows of all ranks in the graph's own order on rank 0; None on the others.
+
+        Args:
+            value: Own rows, such as those of ``net.eval_step``. All ranks call it.
+        """
+        found = gathered(self._mesh.graph, self.place(value).detach(), self.own(), "vertices")
+        # Each stage's ranks have gathered the same rows; rank 0 of the first stage is rank 0 of all.
+        return None if self._mesh.rank else found
+
+    def save(self, value: Tensor, folder: str | Path) -> Path:
+        """Write own rows and their ids to a file of this part: ``rows-PART-of-PARTS.safetensors``.
+
+        Args:
+            value: Own rows, such as those of ``net.eval_step``.
+            folder: Where to write; made if it is not there.
+        """
+        channel = self._mesh.graph
+        # Ranks of later stages have the same rows, and must not write one file at the same time.
+        if self._mesh.stage:
+            return Path(folder) / f"rows-{channel.rank:05}-of-{channel.size:05}.safetensors"
+        return written(folder, channel.rank, channel.size, self.place(value), self.own())
