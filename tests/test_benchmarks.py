@@ -205,3 +205,17 @@ def test_steps_of_an_own_loop(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert max(losses) - min(losses) < 1e-5  # it is the same training
     assert "| shard, 2 ranks |" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_recommender(tmp_path: Path) -> None:
+    words = ["--users", "300", "--items", "200", "--interactions", "3000", "--columns", "8", "--steps", "1"]
+    script = BENCHMARKS / "recommender" / "main.py"
+    done = warm.run(script, *words, "--out", str(tmp_path), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole, held, cut = read(tmp_path / "results.json").values()
+    losses = [each["loss"] for each in (*whole, *held, *cut)]
+    assert max(losses) - min(losses) < 1e-5  # it is the same training
+    assert [each["rows"] for each in held] == [500] * 4
+    assert sum(each["rows"] for each in cut) == 500
+    assert sum(each["learned"] for each in cut) == whole[0]["learned"]

@@ -101,7 +101,7 @@ def embedded(channel: Channel | None) -> dict[str, Tensor]:
             positive = torch.randint(0, N, (2, 31), generator=torch.Generator().manual_seed(step))[
                 :, rank::size
             ]
-            negative = net.negatives(31, step=step)[1]
+            negative = net.negatives(31, seed=7, step=step)[1]
             h = net(data.edge_index)
             (user, item), other = net.pairs(h, positive), net.read(h, negative)
             score = (user * item).sum(1) - (user * other).sum(1)

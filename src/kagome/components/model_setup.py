@@ -150,15 +150,17 @@ def unlabelled(part: Partition) -> Partition:
     return replace(part, nodes={**part.nodes, **none, **whole})
 
 
-def broadcast_weights(model: nn.Module, channel: Channel) -> None:
-    """Give all ranks rank 0's parameters and buffers.
+def broadcast_weights(model: nn.Module, channel: Channel, apart: Collection[Tensor] = ()) -> None:
+    """Give all ranks rank 0's parameters and buffers, except those of which each rank has its own rows.
 
     Raises:
         ModelError: On all ranks, if a sparse tensor has more entries on one than on another.
     """
     if channel.size == 1:
         return
-    held = (*model.named_parameters(), *model.named_buffers())
+    own = {id(tensor) for tensor in apart}
+    every = (*model.named_parameters(), *model.named_buffers())
+    held = [(name, tensor) for name, tensor in every if id(tensor) not in own]
     with torch.no_grad():
         # gloo aborts if a broadcast has another size on one rank, so the sizes are compared first.
         counts = {name: t._nnz() for name, t in held if t.layout != torch.strided}

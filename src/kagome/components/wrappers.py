@@ -6,12 +6,12 @@ model through here first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Final, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kagome.errors import ModelError
 
@@ -37,8 +37,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module, *, empty: bool = False) -> nn.Module:
     """Return the model that a user wrote, without its wrappers. Compiled layers inside stay.
+
+    Args:
+        model: The user's module.
+        empty: Whether weights may hold no numbers yet; :func:`refuse_empty` refuses those that must.
 
     Raises:
         ModelError: If it is not a module, a layer is in a wrapper that cannot be taken off, or weights hold
@@ -56,14 +60,29 @@ def unwrapped(model: nn.Module) -> nn.Module:
                 where=f"{name or 'the model'}: {kind}",
                 hint=f"leave {kind} out: Kagome divides the work among the ranks, and sums gradients",
             )
+    if not empty:
+        refuse_empty(model)
+    return model
+
+
+def refuse_empty(model: nn.Module, apart: Collection[Tensor] = ()) -> None:
+    """Refuse meta tensors among the weights.
+
+    Args:
+        model: The user's module.
+        apart: Tensors that get their numbers otherwise.
+
+    Raises:
+        ModelError: Naming the first of them.
+    """
+    given = {id(tensor) for tensor in apart}
     for name, held_tensor in (*model.named_parameters(), *model.named_buffers()):
-        if held_tensor.is_meta:
+        if held_tensor.is_meta and id(held_tensor) not in given:
             raise ModelError(
                 "a model with numbers in its weights",
                 f"{name}, a meta tensor, which holds none",
                 hint='model.to_empty(device="cpu"), then give all weights their first values',
             )
-    return model
 
 
 def refuse_no_module(model: object, what: str) -> None:

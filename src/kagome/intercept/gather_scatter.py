@@ -26,6 +26,7 @@ from kagome.placement.axis_rules import attribute, ids_behind_axes
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
 from kagome.placement.symbolic_size import Entries, NoneHere, Shown, SymbolicSize, behind
 from kagome.positions import (
+    cut_rows,
     edge_positions,
     id_values,
     kept_tensors,
@@ -587,8 +588,7 @@ HANDLERS: dict[str, Handler] = {
     **dict.fromkeys(_RECKON, _number),
 }
 """Handlers asked after those of ``model.exact``."""
-_FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)
-"""Handlers asked before :data:`HANDLERS`."""
+_FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)  # asked before HANDLERS
 
 
 def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[str, list[Handler]]:
@@ -601,7 +601,7 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
     """
     # The first answer ends the search, so tables of special cases come before the general reads and writes.
     tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []
-    tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
+    tables += [cut_rows.HANDLERS, edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [
         id_values.HANDLERS,
         unique.HANDLERS,

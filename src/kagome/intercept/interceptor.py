@@ -351,7 +351,7 @@ class Interceptor(TorchFunctionMode):
         if self.parted:
             counts = [view.count for view in self.views]
             sizes = [each.size for each in self.sets]
-            self.edge_tables = edge_tables.tables_of(model, counts, sizes)
+            self.edge_tables = edge_tables.tables_of(model, counts, sizes, self.placements)
             self.keeping.look(self, model, (*sizes, *counts))
 
     def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -208,7 +208,12 @@ def own_edges(scope: Cutter, table: Tensor, axis: int, like: Placement) -> Tenso
     return scope.placements.put(own, Placement(PlacementKind.PAIRS, like.view, axis, edges=view.given))
 
 
-def tables_of(model: nn.Module, edges: Sequence[int], vertices: Sequence[int]) -> EdgeTables | None:
+def tables_of(
+    model: nn.Module,
+    edges: Sequence[int],
+    vertices: Sequence[int],
+    placements: Placements | None = None,
+) -> EdgeTables | None:
     """Return the tensors that a model keeps with a row for each edge; None if there are none.
 
     Weights of torch's and PyG's own layers do not count, whatever their sizes.
@@ -217,6 +222,7 @@ def tables_of(model: nn.Module, edges: Sequence[int], vertices: Sequence[int]) -
         model: The user's module.
         edges: The number of edges of each edge set of the whole graph.
         vertices: The number of vertices of each vertex set.
+        placements: Those of the part; a tensor that has one holds own rows already.
 
     Raises:
         ModelError: If there are as many vertices as edges, so that it is ambiguous which rows they are, or if
@@ -224,7 +230,7 @@ def tables_of(model: nn.Module, edges: Sequence[int], vertices: Sequence[int]) -
     """
     names: WeakTensorMap[str] = WeakTensorMap()
     for each in edges:
-        for name, tensor in _tables_among(model, each, vertices):
+        for name, tensor in _tables_among(model, each, vertices, placements):
             if tensor in names:
                 continue
             if sum(count in tensor.shape for count in edges) > 1:
@@ -264,8 +270,12 @@ def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
     return bool(found)
 
 
-def _tables_among(model: nn.Module, edges: int, vertices: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+def _tables_among(
+    model: nn.Module, edges: int, vertices: Sequence[int], placements: Placements | None = None
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors_of(model):
+        if placements is not None and placements.get(tensor) is not None:
+            continue
         if tensor.layout is not torch.strided and any(each in tensor.shape for each in vertices):
             raise ModelError(
                 "an adjacency to come with the data, so that each part has its own rows",

@@ -40,13 +40,21 @@ class GradientSync:
         modules: The user's module, and those that run beside it.
         channel: The mesh's lane for weights.
         codec: How gradients are encoded while they are summed.
+        cut: Parameters of which each rank has its own rows: backward has summed their gradients already.
 
     Cost:
         One sum of all gradients over the ranks for each backward pass that is synchronized.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], channel: Channel, codec: SumCodec = "none") -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        channel: Channel,
+        codec: SumCodec = "none",
+        cut: Sequence[nn.Parameter] = (),
+    ) -> None:
         self._modules, self._channel, self._codec = modules, channel, codec
+        self._cut = frozenset(map(id, cut))
         self._task = -1
         self._trains = False
         self._before: list[Tensor | None] | None = None
@@ -60,7 +68,7 @@ class GradientSync:
     def _renew(self) -> None:
         """Find the parameters that are trained now; a user may have frozen some since."""
         self._parameters = self._learning()
-        self._gradients = Gradients(self._parameters, self._channel, codec=self._codec, pieces=True)
+        self._gradients = Gradients(self.shared, self._channel, codec=self._codec, pieces=True)
         self._hooks = GradientHooks(self._parameters)
         self._deferred = [None] * len(self._parameters)
 
@@ -71,6 +79,16 @@ class GradientSync:
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter whose gradient is summed."""
         return any(tensor is parameter for parameter in self._parameters)
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """The trained parameters that are whole, and the same, on all ranks."""
+        return [p for p in self._parameters if id(p) not in self._cut]
+
+    @property
+    def cut(self) -> list[nn.Parameter]:
+        """The trained parameters of which this rank has its own rows."""
+        return [p for p in self._parameters if id(p) in self._cut]
 
     @property
     def training_now(self) -> bool:
@@ -153,6 +171,7 @@ class GradientSync:
         self._deferred = [None] * len(self._parameters)
         self._passes += 1
         self._gradients.sum_now(f"sum of gradients, backward {self._passes}")
+        self._agree()
         for parameter in self._parameters:
             if parameter.grad is not None and self._channel.size > 1:
                 parameter.grad.div_(self._channel.size)
@@ -162,6 +181,20 @@ class GradientSync:
         self._restore()
         for parameter, gradient in zip(self._parameters, summed, strict=True):
             parameter.grad = _added(parameter.grad, gradient)
+
+    def _agree(self) -> None:
+        """Give a cut parameter zeros where another rank has a gradient of it, as a shared one gets.
+
+        An optimizer skips a parameter without a gradient, so the ranks would count its steps differently.
+        """
+        if not self.cut or self._channel.size == 1:
+            return
+        # Shared parameters need no such message: theirs travels in front of their gradients.
+        held = torch.tensor([float(p.grad is not None) for p in self.cut], device=self._channel.device)
+        anywhere = self._channel.all_reduce(held, "max", action=f"gradients of tables, {self._passes}")
+        for parameter, some in zip(self.cut, anywhere.tolist(), strict=True):
+            if parameter.grad is None and some:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _restore(self) -> None:
         """Give parameters the gradients from before the backward that has ended or failed."""

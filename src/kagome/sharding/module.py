@@ -37,16 +37,18 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
 from kagome.sharding.boundary import Boundary
+from kagome.sharding.cut_tables import CutTables
+from kagome.sharding.gradient_norm import refuse_apart
 from kagome.sharding.gradient_sync import GradientSync
 from kagome.sharding.kept_edges import KeptEdges
+from kagome.sharding.model_state import ModelState
 from kagome.sharding.placing import Placer, edges_of
 from kagome.sharding.results import gathered, written
 from kagome.sharding.row_sets import RowSets
-from kagome.sharding.train_step import GraphSteps
 from kagome.sharding.training_steps import TrainingSteps
 
 
-class ShardedModel(GraphSteps):
+class ShardedModel(ModelState):
     """A model on this rank's part of a graph; :func:`kagome.shard` makes one.
 
     Its parameters, buffers and ``state_dict`` are the model's own objects, under the same names. All ranks
@@ -59,6 +61,7 @@ class ShardedModel(GraphSteps):
         given: The graph as the user gave it; None if it was read from files.
         beside: Modules that run outside of the model.
         stack: What is closed at the end.
+        tables: Parameters of which this rank has its own rows.
         steps: The training steps by which inexact rows age; None where all rows are exact.
         codec_weights: How gradients are encoded while they are summed.
     """
@@ -74,6 +77,7 @@ class ShardedModel(GraphSteps):
         given: Data | HeteroData | Graph | None,
         beside: Sequence[nn.Module],
         stack: ExitStack,
+        tables: CutTables,
         *,
         steps: TrainingSteps | None = None,
         codec_weights: SumCodec = "none",
@@ -84,7 +88,7 @@ class ShardedModel(GraphSteps):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
         self._mesh, self._rows = mesh, RowSets(parallel.scope)
-        self._sync = GradientSync((model, *beside), mesh.weights, codec_weights)
+        self._sync = GradientSync((model, *beside), mesh.weights, codec_weights, tables.parameters)
         owned = tuple(each.count for each in self._rows.vertices)
         self._boundary = Boundary(self._sync, mesh.graph, owned)
         self._placer = Placer(parallel.scope, self._rows, mesh.graph, self._boundary, given)
@@ -95,6 +99,10 @@ class ShardedModel(GraphSteps):
                 "edges that the model holds, which a layer that runs again in backward would not find",
                 hint="recompute=False",
             )
+        self._tables = tables
+        tables.keep()
+        if tables:
+            tables.watch(model, self)
         # Not by assignment, which would register the model as a layer of its own.
         self.__dict__["model"] = model
         self.__dict__["_parallel"] = parallel
@@ -157,7 +165,10 @@ class ShardedModel(GraphSteps):
         return f"ShardedModel({', '.join(shares)}, part {self.rank} of {self.ranks}): {self.model!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of the plain model, as an average of weights keeps."""
+        """Return a copy of the plain model, as an average of weights keeps.
+
+        A cut table has own rows in the copy too, so that an average takes them; its ``state_dict`` is whole.
+        """
         return copied(self.model)
 
     def train(self, mode: bool = True) -> Self:
@@ -165,14 +176,6 @@ class ShardedModel(GraphSteps):
         self.model.train(mode)
         self.training = mode
         return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own ``state_dict``: whole on every rank."""
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own ``state_dict``; all ranks load the same."""
-        return self.model.load_state_dict(*args, **kwargs)
 
     # Forward --------------------------------------------------------------------------------------
 
@@ -208,6 +211,10 @@ class ShardedModel(GraphSteps):
         training = torch.is_grad_enabled()
         self._sync.refresh()
         self.step += training
+        # At steps 2, 4, 8, ...: torch's norm over cut tables may part the ranks' weights at any step, and the
+        # check reads all of them.
+        if training and self._tables and self.step > 1 and not self.step & (self.step - 1):
+            refuse_apart(self._sync.shared, self._mesh.graph)
         if self._steps is not None:
             self._begin_step(self._steps, training=training)
         checked = training in self._checked
@@ -378,9 +385,14 @@ class ShardedModel(GraphSteps):
         return self._sync.deferred()
 
     def close(self) -> None:
-        """Give the model back untouched, and end what the ranks share. All ranks call it."""
+        """Give the model back, with all rows of cut tables, and end what the ranks share.
+
+        All ranks call it. After an error of one rank, cut tables stay with own rows: load a checkpoint then.
+        """
         if self._steps is not None and self._closing.alive:
             self._steps.settle()
+        if self._closing.alive:
+            self._tables.join()
         self._closing()
 
     def __enter__(self) -> Self:
@@ -391,6 +403,7 @@ class ShardedModel(GraphSteps):
     ) -> None:
         if error is not None and self._closing.alive:
             self._mesh.graph.report_error(error)
+            self._tables.release()  # other ranks may not come to gather rows
             self._ending.error = error
             self._closing()
         self.close()

@@ -17,13 +17,14 @@ from torch_geometric.data import Data, HeteroData
 from kagome.comm.mesh import Mesh, open_mesh
 from kagome.components.model_setup import broadcast_weights, materialise
 from kagome.components.parallelize import PartOptions, parallelize
-from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
+from kagome.components.wrappers import as_written, refuse_empty, refuse_no_module, unwrapped
 from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.sets import Graph
 from kagome.report.progress import warn
+from kagome.sharding.cut_tables import refuse_uncuttable, tables_in
 from kagome.sharding.module import ShardedModel
 from kagome.sharding.parts import part_of, refuse_lazy, whole_of_one_set
 from kagome.sharding.pipelined import PipelinedModel
@@ -44,6 +45,7 @@ def shard(
     parallel: Parallel | None = None,
     mesh: DeviceMesh | None = None,
     beside: Sequence[nn.Module] = (),
+    cut: bool | Sequence[str] = False,
     seed: int = 0,
     fast: bool = True,
     recompute: bool = False,
@@ -66,6 +68,10 @@ def shard(
             ``mesh["graph"]``. ``DistributedDataParallel`` may stand around the result, over the other axis.
         beside: Modules of your loop that run outside of the model on its rows, such as a predictor of pairs:
             they get rank 0's weights, and their gradients are summed too.
+        cut: Names of parameters with a row for each vertex or edge, such as ``("embedding.weight",)``: each
+            rank holds, trains and saves its own rows alone. True takes all embeddings, and parameters of your
+            own modules, with so many rows. On other ranks than 0 they may be on the ``meta`` device. Norms
+            of their gradients are taken by :meth:`ShardedModel.clip_grad_norm_`, not by torch's.
         seed: The seed of dropout and of the partition.
         fast: Whether kernels reduce messages; if off, all runs as PyG runs it.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
@@ -77,7 +83,8 @@ def shard(
         (``Parallel(pipe=2)``) it has ``train_step`` and ``eval_step`` in place of ``net(...)``.
 
     Raises:
-        ConfigError: If the settings need what only :class:`kagome.Trainer` does.
+        ConfigError: If the settings need what only :class:`kagome.Trainer` does, or a name in ``cut`` is of
+            no parameter with the graph's rows.
         DataError: If the graph is invalid.
         ModelError: If the model is sharded already, or has a layer that no split supports.
 
@@ -107,7 +114,7 @@ def shard(
     refuse_unserved(parallel)
     if is_staged(parallel):
         refuse_beside_stages(beside, mesh, recompute=recompute, tensor=parallel.tensor)
-    model = unwrapped(model)
+    model = unwrapped(model, empty=cut is not False)
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:
         ranks = stack.enter_context(open_mesh(parallel, timeout=timeout, log=log, group=group))
@@ -116,13 +123,20 @@ def shard(
         part, notes = part_of(graph, parallel, ranks, seed, fitted.chunks)
         for note in (*ranks.notes, *notes):
             log(note)
+        refuse_uncuttable(cut, part, staged=is_staged(fitted))
+        tables = tables_in(model, cut, part, ranks.graph)
+        # Tables have rank 0's numbers soon; other weights must have their own.
+        refuse_empty(model, tables.parameters)
+        stack.callback(tables.undo)
+        # Before the model moves: a table that does not fit on one device is never there as a whole.
+        tables.cut(ranks.device)
         model = model.to(ranks.device)
         if isinstance(part, Partition):
             materialise(model, part, ranks.device)
         else:
             refuse_lazy(model)
         for module in (model, *beside):
-            broadcast_weights(module.to(ranks.device), ranks.world)
+            broadcast_weights(module.to(ranks.device), ranks.world, tables.parameters)
         given = None if isinstance(graph, str | Path) else graph
         if is_staged(fitted):
             part, given = whole_of_one_set(part, given)
@@ -130,6 +144,7 @@ def shard(
         exchange, steps = exchange_of(fitted, ranks, seed, log)
         options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
         net = parallelize(model, part, exchange, options)
+        tables.place(net.scope)
         stack.enter_context(net)
         return ShardedModel(
             model,
@@ -138,6 +153,7 @@ def shard(
             given,
             beside,
             stack.pop_all(),
+            tables,
             steps=steps,
             codec_weights=fitted.codec_weights,
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kagome.errors import ModelError
 from kagome.graph.structure.labels import labels_of
@@ -128,10 +128,6 @@ class GraphSteps(Collectives):
                 return self.eval()(*args, **kwargs)
         finally:
             self.train(training)
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients down to a norm, as a whole, and return it, as torch's function does."""
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
 
 @dataclass

@@ -1,0 +1,357 @@
+"""Cut tables: parameters with a row for each vertex or edge, of which each rank holds its own rows only.
+
+Where it sits: ``kagome.shard(cut=...)`` finds and cuts them before the model is put on its part;
+``gradient_sync`` leaves their gradients to their owners; ``positions.cut_rows`` reads them in forward.
+
+::
+
+    embedding.weight [N, d]   rank 0's values  ──cut──>   the same Parameter with own rows [n, d]
+                                                          .grad [n, d], optimizer state [n, d]
+    state_dict()    [N, d] in the graph's order  <──────  rows of all ranks
+    close()         the Parameter has all rows again, trained
+
+The ``nn.Parameter`` stays the same object, so an optimizer made before finds its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kagome.comm.channel import Channel
+from kagome.errors import ConfigError, ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import SetsPartition
+from kagome.intercept.interceptor import Interceptor
+from kagome.placement.placement import Placement, PlacementKind
+from kagome.positions.edge_tables import tensors_of
+from kagome.sharding.row_transfer import joined, spread
+
+WHERE = "kagome.shard(cut=...)"
+Rows = Literal["vertices", "edges"]
+"""What the rows of a table belong to."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parameter that is cut with the rows of vertices or edges.
+
+    Args:
+        parameter: The user's parameter; while it is cut it has own rows.
+        names: Its names in the model; tied layers have several.
+        rows: What its rows belong to.
+        ids: The ids of own rows in the whole graph.
+        shape: Its shape with all rows.
+    """
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    rows: Rows
+    ids: Tensor
+    shape: torch.Size
+
+    def owned(self, whole: Tensor) -> Tensor:
+        """Return own rows of a tensor with all rows. Shapes: ``[N, ...]`` -> ``[n, ...]``."""
+        return whole.detach().index_select(0, self.ids.to(whole.device))
+
+
+class CutTables:
+    """The cut parameters of one model.
+
+    Args:
+        tables: Which they are.
+        channel: The channel of all ranks of the graph.
+    """
+
+    def __init__(self, tables: Sequence[Table], channel: Channel) -> None:
+        self.tables, self.channel = tuple(tables), channel
+        self.parameters = [table.parameter for table in self.tables]
+        self._whole: list[tuple[Table, Tensor, Tensor | None]] = []
+        self._handles: list[RemovableHandle] = []
+        self._first_only = False
+        self._is_cut = False
+
+    def __bool__(self) -> bool:
+        return bool(self.tables)
+
+    def table_of(self, parameter: object) -> Table | None:
+        """Return the table that a parameter is, while it is cut; else None."""
+        found = (table for table in self.tables if table.parameter is parameter)
+        return next(found, None) if self._is_cut else None
+
+    # Cut and joined -------------------------------------------------------------------------------
+
+    def cut(self, device: torch.device) -> None:
+        """Leave each parameter this rank's rows of rank 0's values. All ranks call it.
+
+        Raises:
+            ModelError: If a parameter differs in shape or type between ranks, or rank 0 has no values.
+        """
+        for table in self.tables:
+            p, name = table.parameter, table.names[0]
+            mine = [list(p.shape), str(p.dtype), p.is_meta and self.channel.rank == 0]
+            told: Any = self.channel.gather_objects(mine, f"shape of {name}")
+            if any(other[:2] != mine[:2] or other[2] for other in told):
+                raise ModelError(
+                    "a parameter of one shape and type on all ranks, with values on rank 0",
+                    f"{', '.join(f'{shape} {dtype}' for shape, dtype, _ in told)}"
+                    + (", on the meta device of rank 0" if told[0][2] else ""),
+                    where=name,
+                )
+            own = spread(self.channel, p, table.ids, device, f"rows of {name}")
+            # Torch refuses a gradient of another shape than its parameter, so it is taken off meanwhile.
+            gradient = p.grad
+            self._whole.append((table, p.data, gradient))
+            p.grad = None
+            _put(p, own)
+            if gradient is not None:
+                p.grad = table.owned(gradient.to_dense()).to(device)
+        self._is_cut = True
+
+    def undo(self) -> None:
+        """Give the parameters back as they were, if the model could not be put on its part."""
+        for table, values, gradient in self._whole:
+            table.parameter.grad = None
+            _put(table.parameter, values)
+            table.parameter.grad = gradient
+        if self._whole:
+            self._whole, self._is_cut = [], False
+
+    def keep(self) -> None:
+        """Forget the whole tensors: the model is on its part."""
+        self._whole = []
+
+    def place(self, scope: Interceptor) -> None:
+        """Record what the parameters' rows are, for the model's forward."""
+        edges = scope.views[0].edge_index
+        for table in self.tables:
+            placement = (
+                Placement(PlacementKind.ROWS)
+                if table.rows == "vertices"
+                else Placement(PlacementKind.PAIRS, 0, edges=edges)
+            )
+            scope.placements.put(table.parameter, placement)
+
+    def join(self) -> None:
+        """Give each parameter all rows again, and its gradient too. All ranks call it."""
+        if not self._is_cut:
+            return
+        for table in self.tables:
+            p, gradient = table.parameter, table.parameter.grad
+            values = self.whole(table, p.detach(), f"all rows of {table.names[0]}")
+            # A gradient may be there on some ranks alone, if the user set it: then it is dropped.
+            has = torch.tensor(float(gradient is not None), device=self.channel.device)
+            every = float(self.channel.all_reduce(has, "min", action="gradients of tables"))
+            if gradient is not None:
+                gradient = self.whole(table, gradient, "gradients of a table") if every else None
+            assert values is not None
+            p.grad = None
+            p.data = values
+            p.grad = gradient
+        # A closed model is the user's own: no hook of its state dict may wait for other ranks.
+        self.release()
+
+    def release(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._is_cut = [], False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the parameters have own rows only."""
+        return self._is_cut
+
+    def whole(self, table: Table, rows: Tensor, action: str, *, dst: int | None = None) -> Tensor | None:
+        """Return all rows of a tensor with a table's own rows: on rank ``dst`` alone, or on all."""
+        return joined(self.channel, rows, table.ids, table.shape[0], action, dst=dst)
+
+    # State dicts ----------------------------------------------------------------------------------
+
+    def watch(self, *modules: nn.Module) -> None:
+        """Make the state dicts of these modules whole, and let them load whole ones."""
+
+        def give(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+            self._give(state, prefix)
+
+        def take(state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+            self._take(state, prefix, assigned=bool(metadata.get("assign_to_params_buffers")))
+
+        # The model's hook serves net.state_dict() too, which calls the model's. A state dict is loaded into
+        # either: a wrapper such as DistributedDataParallel loads into ``net`` by its layers, not by its
+        # ``load_state_dict``.
+        # Functions, which deepcopy leaves as they are: a copy of the model has a whole state dict too.
+        self._handles.append(modules[0].register_state_dict_post_hook(give))
+        for module in modules:
+            self._handles.append(module._register_load_state_dict_pre_hook(take))
+
+    @contextmanager
+    def on_first_rank(self) -> Iterator[None]:
+        """Within a block, state dicts get the tables' rows on rank 0 alone."""
+        self._first_only = True
+        try:
+            yield
+        finally:
+            self._first_only = False
+
+    def _give(self, state: MutableMapping[str, Any], prefix: str) -> None:
+        """Replace own rows in a state dict by all rows. All ranks call it.
+
+        Raises:
+            ModelError: If the ranks have parted already.
+        """
+        for table in self.tables:
+            # Tied layers have one table under several names: it is gathered once.
+            found = [f"{prefix}{name}" for name in table.names if f"{prefix}{name}" in state]
+            if not found:
+                continue
+            if not self._is_cut:
+                raise ModelError(
+                    "the state dict of a copy while the model is sharded, when the ranks can gather its rows",
+                    f"one after net.close(), with {table.ids.numel():,} own rows of {table.shape[0]:,}",
+                    where=found[0],
+                    hint="state_dict() of the copy before net.close()",
+                )
+            action, dst = f"state dict: {found[0]}", 0 if self._first_only else None
+            # Rows of the state dict, not of the parameter: in a copy they are the copy's own.
+            whole = self.whole(table, state[found[0]], action, dst=dst)
+            state.update(dict.fromkeys(found, state[found[0]] if whole is None else whole))
+
+    def _take(self, state: MutableMapping[str, Any], prefix: str, *, assigned: bool) -> None:
+        """Replace all rows in a state dict by own rows.
+
+        Raises:
+            ModelError: If a tensor has another shape, or takes the parameter's place.
+        """
+        if not self._is_cut:
+            return
+        for table in self.tables:
+            for name in (f"{prefix}{each}" for each in table.names):
+                value = state.get(name)
+                # A missing key is torch's to report, by ``strict``.
+                if not isinstance(value, Tensor):
+                    continue
+                if value.shape != table.shape or assigned:
+                    raise ModelError(
+                        f"a tensor with all rows, {list(table.shape)}, copied into the cut parameter",
+                        f"shape {list(value.shape)}{', with assign=True' if assigned else ''}",
+                        where=name,
+                        hint="what net.state_dict() returned, or the model's before it was cut",
+                    )
+                state[name] = table.owned(value)
+
+
+def _put(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter other values, of another shape; it stays the same object."""
+    if parameter.is_meta == values.is_meta:
+        parameter.data = values
+        return
+    # ``.data`` does not take a tensor of another device than ``meta``.
+    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+
+# Which parameters are cut -------------------------------------------------------------------------
+
+
+def refuse_uncuttable(cut: bool | Sequence[str], part: Partition | SetsPartition, *, staged: bool) -> None:
+    """Refuse cut tables where the model does not run on one part of one vertex set.
+
+    Raises:
+        ConfigError: Naming the reason.
+    """
+    if cut is False or (isinstance(part, Partition) and not staged):
+        return
+    raise ConfigError(
+        "one part a rank of a graph of one vertex set, for a table that is cut",
+        "stages or chunks" if staged else "several vertex sets",
+        where=WHERE,
+        hint="leave cut= out: the table is whole on every rank then",
+    )
+
+
+def tables_in(
+    model: nn.Module, cut: bool | Sequence[str], part: Partition | SetsPartition, channel: Channel
+) -> CutTables:
+    """Return the parameters of a model that are to be cut.
+
+    Args:
+        model: The user's module.
+        cut: Their names; or True for all with a row for each vertex or edge, but weights of layers.
+        part: This rank's part.
+        channel: The channel of all ranks of the graph.
+
+    Raises:
+        ConfigError: If a name is unknown, or its rows are not the graph's.
+    """
+    if cut is False or not isinstance(part, Partition):
+        return CutTables((), channel)
+    if isinstance(cut, str) or not (isinstance(cut, bool) or all(isinstance(each, str) for each in cut)):
+        raise ConfigError(
+            "names of parameters, or True", repr(cut), where=WHERE, hint='cut=("embedding.weight",)'
+        )
+    held = dict(model.named_parameters(remove_duplicate=False))
+    sizes: dict[Rows, int] = {"vertices": part.num_nodes, "edges": part.num_edges}
+    names = _found(model, held, sizes) if isinstance(cut, bool) else list(dict.fromkeys(cut))
+    if not names:
+        if cut is True:
+            what = "a parameter with a row for each vertex or edge"
+            raise ConfigError(what, _sizes(sizes), where=WHERE, hint=_known(held))
+        return CutTables((), channel)
+    # One part has all rows. Only a saved partition may have them in another order, and then they are cut too.
+    if channel.size == 1 and bool((part.own[1:] > part.own[:-1]).all()):
+        for name in names:
+            _rows_of(name, held, sizes)
+        return CutTables((), channel)  # one rank has all rows, in the graph's order
+    own: dict[Rows, Tensor] = {"vertices": part.own, "edges": part.edge_ids}
+    tables: dict[int, Table] = {}
+    for name in names:
+        rows = _rows_of(name, held, sizes)
+        p = held[name]
+        # ``named_parameters`` without duplicates would know the first name of a tied parameter only.
+        every = tuple(each for each, other in held.items() if other is p)
+        tables[id(p)] = Table(p, every, rows, own[rows], p.shape)
+    return CutTables(tuple(tables.values()), channel)
+
+
+def _found(model: nn.Module, held: Mapping[str, nn.Parameter], sizes: Mapping[Rows, int]) -> list[str]:
+    """Return the names of embeddings and of parameters of the user's own modules whose sizes fit."""
+    return [
+        name
+        for name, value in tensors_of(model)
+        if name in held and value.dim() and value.size(0) in sizes.values()
+    ]
+
+
+def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Mapping[Rows, int]) -> Rows:
+    """Return what the rows of a parameter belong to.
+
+    Raises:
+        ConfigError: If there is no such parameter, or its rows are not the graph's.
+    """
+    if name not in held:
+        raise ConfigError("the name of a parameter of the model", repr(name), where=WHERE, hint=_known(held))
+    count = held[name].size(0) if held[name].dim() else -1
+    # A graph with as many edges as vertices leaves it open whose rows they are.
+    fits: list[Rows] = [rows for rows, size in sizes.items() if size == count]
+    if len(fits) != 1:
+        raise ConfigError(
+            "a parameter with a row for each vertex, or for each edge, of the graph",
+            f"{name} of shape {list(held[name].shape)}; {_sizes(sizes)}",
+            where=WHERE,
+        )
+    return fits[0]
+
+
+def _sizes(sizes: Mapping[Rows, int]) -> str:
+    return f"a graph of {sizes['vertices']:,} vertices and {sizes['edges']:,} edges"
+
+
+def _known(held: Mapping[str, nn.Parameter]) -> str:
+    shown = [f"{name} {list(p.shape)}" for name, p in list(held.items())[:8]]
+    return f"the model has {', '.join(shown)}{', ...' if len(held) > 8 else ''}"
