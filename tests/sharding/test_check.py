@@ -305,3 +305,32 @@ def test_lone_collectives_have_a_gradient() -> None:
     assert value.grad is not None
     assert value.grad.tolist() == [7.0] * 3
     assert called == {"all_gather", "all_reduce", "reduce_scatter", "all_gather_into_tensor"}
+
+
+def of_several_sets(channel: Channel) -> list[Any]:
+    """Check a layer from one vertex set to another, whose data are float32."""
+    data = graph()
+    index = torch.stack([data.edge_index[0], data.edge_index[1] % 7])
+    sets = kagome.Graph(
+        grid=kagome.Vertices(N),
+        mesh=kagome.Vertices(7),
+        up=kagome.Edges("grid", "mesh", index, attr=data.edge_attr.float()),
+    )
+    torch.manual_seed(5)
+    model = pyg.GATConv((F, 4), C, edge_dim=2, add_self_loops=False)
+    x, coarse = data.x.float(), torch.randn(7, 4)
+    with kagome.shard(model, sets, log=str) as net:
+        found = kagome.check(
+            net,
+            (x, coarse),
+            sets.edges["up"].index,
+            sets.edges["up"].attr,
+            loss=lambda net, out: net.mean((out - net.place(data.y[:7], "mesh")) ** 2),
+        )
+    return [found.first, found.worst, found.vertices, found.edges, found.dtype]
+
+
+def test_a_net_of_several_sets_passes(ranks: Any) -> None:
+    for first, worst, vertices, edges, dtype in ranks(2, of_several_sets):
+        assert (first, vertices, edges, dtype) == (None, N + 7, 90, "float64")
+        assert worst < 1e-10
