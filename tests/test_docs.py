@@ -115,6 +115,13 @@ def test_own_loop_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
     assert found(alone) == found(printed(tmp_path / "script.py", cwd=tmp_path, ranks=2))
 
 
+def test_own_loop_checks_model_and_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    script, *rest = blocks(ROOT / "docs" / "own-loop.md", "python")
+    (check,) = [block for block in rest if "kagome.check" in block]
+    exec(compile(script + check, "own-loop.md", "exec"), {})
+    assert "one rank and plain PyG equal" in capsys.readouterr().out
+
+
 def test_mesh_simulation_learns_and_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     script = EXAMPLES / "mesh_simulation.py"
     alone = found(printed(script, cwd=tmp_path))

@@ -15,7 +15,7 @@ _FACE = {
     "Parallel": "kagome.config",
     "Report": "kagome.config",
     "Train": "kagome.config",
-    "check": "kagome.verify.check",
+    "check": "kagome.sharding.check",
     "load": "kagome.train.load",
     "plan": "kagome.autoplan.plan",
     "shard": "kagome.sharding.shard",

@@ -90,7 +90,7 @@ class Interceptor(TorchFunctionMode):
         self.channel, self.seed = RecordedRows(channel), seed
         # With several sets, the part of the first edge set: what asks for it knows graphs of one set only.
         self.part = part if isinstance(part, Partition) else part.edges[0].part
-        self._parts = part
+        self.given_part = part
         self.device, self.size = torch.device(device), channel.size
         self.views, self.sets = _views_and_sets(part, self.channel, self.device, rows)
         ascending = bool((self.sets[0].ids[1:] > self.sets[0].ids[:-1]).all())
@@ -124,7 +124,7 @@ class Interceptor(TorchFunctionMode):
         self.forward = forward = RunningForward(self.device, fast=fast)
         self.where = forward.where
         self.axes = axes = Axes(placements, self.sets, forward)
-        last = self.part.last_vertex if isinstance(self._parts, Partition) else None
+        last = self.part.last_vertex if isinstance(self.given_part, Partition) else None
         self.ids = VertexIds(self.sets, views, placements, last)
         self.constants = constants = Constants(channel, forward)
         self.ranks = RankSums(channel, forward, axes, views, slices=tensor > 1)
@@ -138,7 +138,7 @@ class Interceptor(TorchFunctionMode):
 
     def _inputs(self) -> dict[str, Any]:
         """Return all inputs that the model may ask for by name; those without graph rows get no placement."""
-        if isinstance(self._parts, SetsPartition):
+        if isinstance(self.given_part, SetsPartition):
             return self._inputs_of_sets()
         view = self.views[0]
         given = self.part.shared

@@ -88,6 +88,7 @@ class ShardedModel(ModelState):
             self.__dict__[name] = getattr(model, name)
         self.training = model.training
         self._mesh, self._rows = mesh, RowSets(parallel.scope)
+        self._given, self._beside = given, tuple(beside)
         self._sync = GradientSync((model, *beside), mesh.weights, codec_weights, tables.parameters)
         owned = tuple(each.count for each in self._rows.vertices)
         self._boundary = Boundary(self._sync, mesh.graph, owned)
@@ -169,7 +170,14 @@ class ShardedModel(ModelState):
 
         A cut table has own rows in the copy too, so that an average takes them; its ``state_dict`` is whole.
         """
-        return copied(self.model)
+        if not self._closing.alive:
+            return copied(self.model)
+        # Layers on a part hold methods of the part, which a copy would share.
+        self._parallel.__exit__(None, None, None)
+        try:
+            return copied(self.model)
+        finally:
+            self._parallel.__enter__()
 
     def train(self, mode: bool = True) -> Self:
         """Set training mode, as the model's own ``train`` does."""
@@ -207,7 +215,7 @@ class ShardedModel(ModelState):
             args: Its arguments.
             kwargs: Its arguments by name.
         """
-        self._refuse_unusable()
+        self.refuse_unusable()
         training = torch.is_grad_enabled()
         self._sync.refresh()
         self.step += training
@@ -274,7 +282,12 @@ class ShardedModel(ModelState):
                         hint="a mean or sum over all rows by torch, or a row a vertex",
                     )
 
-    def _refuse_unusable(self) -> None:
+    def refuse_unusable(self) -> None:
+        """Refuse a closed net, and a model whose layers have changed since.
+
+        Raises:
+            ModelError: Naming what changed.
+        """
         if not self._closing.alive:
             raise ModelError(
                 "an open sharded model", "one that is closed", hint="kagome.shard(model, graph) again"
@@ -294,7 +307,7 @@ class ShardedModel(ModelState):
         return ModelError(
             "forward to run on a part of the graph as it does on the whole",
             f"{type(error).__name__} on a part: {words[:300]}",
-            where=self._parallel.scope.forward.fault,
+            where=", ".join(filter(None, (self._parallel.scope.forward.fault, f"rank {self.rank}"))),
             hint="net.place(tensor, rows, axis=...) for an argument whose rows its sizes do not say",
         )
 

@@ -74,6 +74,7 @@ class Placer:
         self._edges: dict[bytes, list[str]] = {}
         """The names of the edges of the graph in ``scope.inputs``, by a digest of their values."""
         self._attributes: WeakTensorMap[tuple[int, str]] = WeakTensorMap()
+        self._signatures: set[tuple[tuple[str, str], ...]] = set()
         self._note(given)
 
     def _note(self, given: Data | HeteroData | Graph | None) -> None:
@@ -104,8 +105,32 @@ class Placer:
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with this rank's share of each tensor. All ranks call it."""
+        self._refuse_other_arguments(args, kwargs)
         placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
         return placed, {name: self._value(name, value) for name, value in kwargs.items()}
+
+    def _refuse_other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments that are given on some ranks alone; the ranks compare them the first time.
+
+        Raises:
+            ModelError: Naming the first that differs.
+        """
+        named = [*((f"argument {place + 1}", value) for place, value in enumerate(args)), *kwargs.items()]
+        mine = tuple((path, _kind(value)) for path, value in named)
+        if mine in self._signatures:
+            return
+        self._signatures.add(mine)
+        told: Any = self._channel.gather_objects([list(each) for each in mine], "arguments of a call")
+        each = [dict(theirs) for theirs in told]
+        for path in dict.fromkeys(name for theirs in each for name in theirs):
+            kinds = [theirs.get(path, "not given") for theirs in each]
+            if len(set(kinds)) > 1:
+                raise ModelError(
+                    f"{path} to be of one kind on all ranks",
+                    ", ".join(f"{kind} on rank {rank}" for rank, kind in enumerate(kinds)),
+                    where="net(...)",
+                    hint="the same arguments on all ranks; a rank without rows gives a tensor of none",
+                )
 
     def place(self, value: Tensor, rows: RowSet, axis: int) -> Tensor:
         """Return own rows of a tensor, recorded as such whatever their number.
@@ -121,6 +146,14 @@ class Placer:
         if len(self._sets.vertices) == 1:
             return self.place(value, self._sets.vertices[0], 0)
         return self._tensor("target", value, "")
+
+    def recognized(self, value: Tensor) -> str | None:
+        """Return the set whose attribute a tensor is, ``""`` for an input of the part; None for any other."""
+        return "" if value in self._known else self._attributes.get(value, (0, None))[1]
+
+    def has_rows(self, path: str, value: Tensor) -> bool:
+        """Return whether an argument of an earlier call has rows of vertices or edges."""
+        return self._decided.get((path, value.dim())) is not None
 
     def is_rows(self, value: Tensor) -> bool:
         """Return whether a tensor of the running forward has rows of vertices or edges."""
@@ -174,6 +207,15 @@ class Placer:
         where = self._where(path, value, kind)
         if where is None:
             return self._boundary.enter(value.to(self._scope.device), rows=False)
+        ids = value.dtype == torch.int64 and value.dim() == 2 and value.size(0) == 2
+        if ids and where.axis == 1 and self._sets[where.rows].ends is not None:
+            raise ModelError(
+                f"{path} to be the graph's edge_index of {where.rows}, with the same values",
+                f"an int64 tensor of shape {list(value.shape)} with other values",
+                where="net(...)",
+                hint="kagome.shard(model, Data(edge_index=...)) with the edges that forward uses, in that "
+                "order; net.place(tensor, 'edges', axis=1) for two numbers an edge that are no ids",
+            )
         return self._share(value, where, path)
 
     def _axis_of(self, name: str) -> RowAxis | None:
@@ -285,3 +327,14 @@ def _digest(edges: Tensor) -> bytes:
     """Return a digest of a list of edges, by which it is recognized."""
     array = edges.detach().cpu().contiguous().numpy()
     return hashlib.blake2b(array.data, digest_size=16).digest()
+
+
+def _kind(value: Any) -> str:
+    """Return the kind of an argument, by which ranks compare what they were given."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dim()} axes"
+    if isinstance(value, Mapping) and type(value) is dict:
+        return f"a dict of {', '.join(f'{key}: {_kind(each)}' for key, each in value.items())}"
+    if type(value) in (list, tuple):
+        return f"a {type(value).__name__} of {', '.join(map(_kind, value))}"
+    return type(value).__name__

@@ -112,6 +112,7 @@ def shard(
     group = _group_of(mesh)
     parallel = parallel or Parallel()
     refuse_unserved(parallel)
+    _refuse_unfit(parallel, mesh)
     if is_staged(parallel):
         refuse_beside_stages(beside, mesh, recompute=recompute, tensor=parallel.tensor)
     model = unwrapped(model, empty=cut is not False)
@@ -199,3 +200,22 @@ def _group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
             hint='mesh["graph"], an axis by its name',
         )
     return mesh.get_group()
+
+
+def _refuse_unfit(parallel: Parallel, mesh: DeviceMesh | None) -> None:
+    """Refuse a mesh whose size is not that of the settings.
+
+    Raises:
+        ConfigError: Naming both.
+    """
+    if mesh is None or parallel.graph is None:
+        return
+    need = parallel.graph * parallel.tensor * parallel.pipe
+    if need != mesh.size():
+        raise ConfigError(
+            f"a mesh of {need} ranks for graph={parallel.graph}"
+            + (f", tensor={parallel.tensor}" if parallel.tensor > 1 else ""),
+            f"one of {mesh.size()}: {mesh.mesh_dim_names or tuple(mesh.shape)}",
+            where="kagome.shard(parallel=..., mesh=...)",
+            hint="leave graph out, or give the axis of the DeviceMesh whose ranks share the graph",
+        )

@@ -49,7 +49,8 @@ class ComparedTensor:
 
     Args:
         name: A module's path (and which call of it), or a parameter's name.
-        kind: ``output``, ``gradient`` or ``buffer``.
+        kind: ``output``, ``gradient`` or ``buffer``; of a sharded model also ``loss`` and
+            ``second derivative``.
         error: Largest difference over the largest entry.
     """
 
