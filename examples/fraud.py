@@ -36,10 +36,9 @@ def made() -> Data:
         y[first : first + 5] = 1
     order = torch.randperm(PAYMENTS, generator=generator)
     mask = torch.rand(PAYMENTS, generator=generator) < 0.7
-    attr = torch.stack([amount, torch.rand(PAYMENTS, generator=generator)], dim=1)
-    return Data(
-        x=torch.ones(ACCOUNTS, 1), edge_index=ends[:, order], edge_attr=attr[order], y=y[order], mask=mask
-    )
+    attr = torch.stack([amount, torch.rand(PAYMENTS, generator=generator)], dim=1).double()
+    x = torch.ones(ACCOUNTS, 1, dtype=torch.float64)
+    return Data(x=x, edge_index=ends[:, order], edge_attr=attr[order], y=y[order], train_mask=mask)
 
 
 def mlp(fan_in: int) -> nn.Sequential:
@@ -72,11 +71,11 @@ class Payments(nn.Module):
 def main() -> None:
     """Train on most payments, and print the average precision of the others."""
     torch.manual_seed(0)
-    data, model = made(), Payments()
-    weights = torch.tensor([1.0, 6.0])
+    data, model = made(), Payments().double()
+    weights = torch.tensor([1.0, 6.0], dtype=torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with kagome.shard(model, data) as net:
-        y, seen = net.place(data.y, "edges"), net.place(data.mask, "edges")  # this rank's edges
+        y, seen = net.place(data.y, "edges"), net.place(data.train_mask, "edges")  # this rank's edges
         for _ in range(STEPS):
             out = net(data.x, data.edge_index, data.edge_attr)
             lost = cross_entropy(out[seen], y[seen], reduction="none")
@@ -88,7 +87,7 @@ def main() -> None:
         with torch.no_grad():
             out = net(data.x, data.edge_index, data.edge_attr)[~seen]
             precision = average_precision(net, out[:, 1] - out[:, 0], y[~seen])
-            share = net.mean(y[~seen].float())
+            share = net.mean(y[~seen].double())
         if net.rank == 0:
             print(f"loss {loss.item():.4f}, average precision {precision:.4f}, by chance {share:.4f}")
 

@@ -18,7 +18,7 @@ from torch_geometric.nn import GraphSAGE
 import kagome
 from kagome.metrics import hits_at, mean_reciprocal_rank
 
-SIZE, NEIGHBOURS, HIDDEN, BATCH, EPOCHS = 400, 8, 32, 400, 6
+SIZE, NEIGHBOURS, HIDDEN, BATCH, EPOCHS = 400, 8, 32, 250, 12
 
 
 def made() -> tuple[Data, Tensor, Tensor]:

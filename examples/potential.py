@@ -16,7 +16,7 @@ from torch_geometric.data import Data
 
 import kagome
 
-ATOMS, CUTOFF, HIDDEN, STEPS = 60, 1.6, 16, 40
+ATOMS, CUTOFF, HIDDEN, STEPS = 60, 1.6, 16, 30
 
 
 def energy_of(pos: Tensor, edge_index: Tensor) -> Tensor:
