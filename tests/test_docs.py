@@ -134,6 +134,14 @@ def test_own_loop_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
     assert found(alone) == found(printed(tmp_path / "script.py", cwd=tmp_path, ranks=2))
 
 
+def test_loop_of_links_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
+    script, *_ = blocks(ROOT / "docs" / "links.md", "python")
+    (tmp_path / "script.py").write_text(script)
+    alone = found(printed(tmp_path / "script.py", cwd=tmp_path))
+    assert alone == found(printed(tmp_path / "script.py", cwd=tmp_path, ranks=2))
+    assert alone[2] > 0.5  # MRR; 0.27 by chance
+
+
 def test_mesh_simulation_learns_and_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     script = EXAMPLES / "mesh_simulation.py"
     alone = found(printed(script, cwd=tmp_path))

@@ -57,6 +57,7 @@ def hits_at(net: ShardedModel, positive: Tensor, negative: Tensor, k: int) -> fl
     _at_least_one(k, name)
     positive, negative = _scores(positive), _scores(negative)
     _refuse_nan(channel, name, positive, negative)
+    # The K best of all ranks are among the K best of each.
     best = _joined(channel, negative.topk(min(k, negative.numel())).values, f"{name}: best negatives")
     hits = positive > best.topk(k).values[-1] if best.numel() >= k else torch.ones_like(positive).bool()
     return _mean(channel, hits.double(), name)
@@ -91,6 +92,7 @@ def mean_reciprocal_rank(net: ShardedModel, positive: Tensor, negative: Tensor) 
         )
     _refuse_nan(channel, name, positive, negative)
     own = positive.unsqueeze(1)
+    # The mean of the best and the worst place among equal scores.
     rank = ((negative > own).sum(1) + (negative >= own).sum(1)) / 2 + 1
     return _mean(channel, 1 / rank.double(), name)
 
@@ -120,6 +122,7 @@ def average_precision(net: ShardedModel, scores: Tensor, labels: Tensor) -> floa
     # the share of positive ones.
     theirs = _joined(channel, scores[positive], f"{name}: scores of positive rows").sort().values
     mine = scores[~positive].sort().values
+    # [positive rows of all ranks]: how many of this rank's other rows score as much or more.
     above = mine.numel() - torch.searchsorted(mine, theirs)
     others = channel.all_reduce(above.double(), action=f"{name}: negatives above")
     hits = (theirs.numel() - torch.searchsorted(theirs, theirs)).double()
@@ -172,11 +175,14 @@ def recall_at(
         )
     _refuse_none(wanted.size(1), name, "wanted pair")
     _refuse_nan(channel, name, rows)
+    # A pair that is listed twice is wanted once.
     wanted = wanted.to(own.device).unique(dim=1)
+    # Each user is ranked by the rank that owns it; a rank may own none.
     users = own[torch.isin(own, wanted[0])]
     best = _best_items(channel, rows, own, users, items, known, k, block, name)
     user, item = _of_users(wanted, users)
     hit = (best[user] == item.unsqueeze(1)).any(1)
+    # [hits, wanted items] by user.
     each = torch.zeros(2, users.numel(), dtype=torch.float64, device=own.device)
     each[0].index_add_(0, user, hit.double())
     each[1].index_add_(0, user, torch.ones_like(hit, dtype=torch.float64))
@@ -217,6 +223,7 @@ def rmse(net: ShardedModel, out: Tensor, y: Tensor) -> float:
     """
     name, channel = "kagome.metrics.rmse", net._mesh.graph
     total = _total(channel, _gap(out, y, name).square(), name)
+    # The root after the sum over ranks: roots of parts do not add up.
     return float((total[0] / total[1]).sqrt().mean())
 
 
@@ -264,29 +271,34 @@ def _best_items(
     Shapes:
         ``[users, K]``; -1 where there are fewer items.
     """
+    # Own ids ascend, so a search finds an id's row.
     mine = own[torch.isin(own, items.to(own.device))]
     hidden = torch.empty(2, 0, dtype=torch.int64) if known is None else known
     user, item = _of_users(hidden.to(own.device), users)
     rows_of_users, rows_of_items = (rows[torch.searchsorted(own, ids)] for ids in (users, mine))
     best = rows.new_full((users.numel(), k), float("-inf")), own.new_full((users.numel(), k), -1)
+    # All ranks give a piece of each block, and as many pieces as the rank with most items has.
     each = max(1, block // channel.size)
     turns = channel.all_reduce(torch.tensor([-(-mine.numel() // each)]), "max", action=f"{name}: blocks")
+    # The column of each item in the present block; -1 for items of other blocks.
     place = own.new_full((int(items.max()) + 1 if items.numel() else 0,), -1)
     for turn in range(int(turns)):
         now = slice(turn * each, (turn + 1) * each)
         ids = _joined(channel, mine[now], f"{name}: items")
         theirs = _joined(channel, rows_of_items[now], f"{name}: rows of items")
         place[ids] = torch.arange(ids.numel(), device=ids.device)
+        # Where the scores of known pairs are in this block, so that they can be left out.
         at = place[item.clamp(max=place.numel() - 1)]
-        at[item >= place.numel()] = -1
+        at[item >= place.numel()] = -1  # known pairs with what is no item
         for start in range(0, users.numel(), block):
             some = slice(start, min(start + block, users.numel()))
+            # [users of this turn, items of this block]: the only scores that are held.
             scores = rows_of_users[some] @ theirs.t()
             out = (at >= 0) & (user >= some.start) & (user < some.stop)
             scores[user[out] - some.start, at[out]] = float("-inf")
             merged = _merged((best[0][some], best[1][some]), scores, ids)
             best[0][some], best[1][some] = merged
-        place[ids] = -1
+        place[ids] = -1  # the next block has other items
     # Items that are left out have no place in the ranking, even where no others are left.
     return torch.where(best[0] == float("-inf"), -1, best[1])
 
@@ -295,6 +307,8 @@ def _merged(best: tuple[Tensor, Tensor], scores: Tensor, ids: Tensor) -> tuple[T
     """Return scores and ids of the K best of those so far and of a block, in an order without chance."""
     both = torch.cat([best[0], scores], dim=1)
     each = torch.cat([best[1], ids.expand(scores.size(0), -1)], dim=1)
+    # Ids ascend first, and a stable sort keeps that order among equal scores: which of them are kept does
+    # not depend on how the items are dealt to ranks and blocks.
     by_id = each.argsort(dim=1)
     both, each = both.gather(1, by_id), each.gather(1, by_id)
     order = both.sort(dim=1, descending=True, stable=True).indices[:, : best[0].size(1)]
@@ -340,6 +354,7 @@ def _total(channel: Channel, values: Tensor, name: str) -> Tensor:
     Shapes:
         ``[n, C]`` -> ``[2, C]``.
     """
+    # Sums and counts of one message; their quotient after the sum over ranks is the mean of all rows.
     state = torch.stack([values.sum(0), torch.full_like(values.sum(0), values.size(0))])
     total = channel.all_reduce(state, action=name)
     _refuse_none(int(total[1].max()), name, "row")

@@ -15,7 +15,6 @@ import torch_geometric.nn as pyg
 from test_shard import WORLDS, F, N, both, grads, graph, net_of, of_first
 from torch import Tensor, nn
 from torch.nn import functional
-from torch_geometric.data import Data
 from torch_geometric.utils import degree, scatter, softmax
 
 import kagome
@@ -58,7 +57,10 @@ class NBFNetConv(pyg.MessagePassing):
     def aggregate(self, inputs: Tensor, index: Tensor, dim_size: int) -> Tensor:
         index = torch.cat([index, torch.arange(dim_size, device=inputs.device)])
         of = {"dim": self.node_dim, "dim_size": dim_size}
-        mean, square = scatter(inputs, index, reduce="mean", **of), scatter(inputs**2, index, reduce="mean", **of)
+        mean, square = (
+            scatter(inputs, index, reduce="mean", **of),
+            scatter(inputs**2, index, reduce="mean", **of),
+        )
         most, least = scatter(inputs, index, reduce="max", **of), scatter(inputs, index, reduce="min", **of)
         std = (square - mean**2).clamp(min=1e-6).sqrt()
         features = torch.cat([each.unsqueeze(-1) for each in (mean, most, least, std)], dim=-1).flatten(-2)
@@ -203,7 +205,10 @@ class GraphTransformer(nn.Module):
         self.heads = heads
         self.query, self.key, self.value, self.own = (nn.Linear(8, 8) for _ in range(4))
         self.edge, self.out = nn.Linear(2, 8), nn.Linear(8, 8)
-        self.norm, self.mlp = nn.LayerNorm(8), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.norm, self.mlp = (
+            nn.LayerNorm(8),
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)),
+        )
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
         source, target = edge_index

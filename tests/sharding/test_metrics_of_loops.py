@@ -57,7 +57,9 @@ def expected() -> dict[str, float]:
     d = drawn()
     positive, negative = d["positive"], d["negative"]
     worst = negative.flatten().sort(descending=True).values
-    better = [(n > p).sum().item() + (n == p).sum().item() / 2 for p, n in zip(positive, negative, strict=True)]
+    better = [
+        (n > p).sum().item() + (n == p).sum().item() / 2 for p, n in zip(positive, negative, strict=True)
+    ]
     out, y = d["out"].numpy() + 1e6, d["y"].numpy()
     return {
         "hits": (positive > worst[19]).double().mean().item(),
@@ -84,7 +86,9 @@ def measured(channel: Channel, uneven: bool) -> dict[str, float]:
         kagome.shard(GCN(3, 4, num_layers=1), Data(x=d["rows"], edge_index=d["edges"]), log=str) as net,
     ):
         # Of pairs, all are the last rank's, or they are dealt.
-        share = slice(0, None if net.rank == net.ranks - 1 else 0) if uneven else slice(net.rank, None, net.ranks)
+        share = (
+            slice(0, None if net.rank == net.ranks - 1 else 0) if uneven else slice(net.rank, None, net.ranks)
+        )
         positive, negative = d["positive"][share], d["negative"][share]
         rows, out, y = net.place(d["rows"]), net.place(d["out"]) + 1e6, net.place(d["y"])
         many = {"items": torch.arange(USERS, N), "block": 6}
@@ -124,7 +128,9 @@ def refused(channel: Channel, case: str) -> str:
             elif case == "k":
                 metrics.hits_at(net, d["positive"], d["positive"], 0)
             elif case == "nan":  # on one rank, refused on all
-                metrics.average_precision(net, torch.full((2,), torch.nan) if net.rank else torch.ones(2), torch.ones(2))
+                metrics.average_precision(
+                    net, torch.full((2,), torch.nan) if net.rank else torch.ones(2), torch.ones(2)
+                )
             elif case == "unlike":
                 metrics.r2(net, d["out"], d["y"][:, 0])
             elif case == "negatives":
