@@ -307,3 +307,36 @@ def flattened(channel: Channel, whole: bool) -> str:
 def test_a_batch_flattened_into_rows_is_refused(ranks: Any, whole: bool, words: str) -> None:
     for message in ranks(2, flattened, whole, spoils=True):
         assert words in message
+
+
+def joined(channel: Channel | None, how: str) -> dict[str, Tensor]:
+    """Messages of edges, then one of each vertex to itself, in a plain torch layer."""
+    data = graph(E)
+    torch.manual_seed(5)
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.message = nn.Linear(F, F)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            source, target = edge_index
+            index = torch.cat([target, torch.arange(x.size(0))])
+            sent = self.message(x)[source]
+            rows = torch.concat([sent, x], axis=0) if how == "axis" else torch.cat([sent, x])
+            kept = rows.tanh() * torch.linspace(0.5, 1, F, dtype=x.dtype)
+            return torch.zeros_like(x).index_add(0, index, kept)
+
+    model = Joined().double()
+    with net_of(channel, model, data) as net:
+        out = net(data.x, data.edge_index)
+        loss = net.mean(out**2)
+        loss.backward()
+        rows = net.gather(out)
+    return grads(model) | {"loss": loss.detach(), "out": of_first(channel, rows, (N, F))}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ["dim", "axis"])
+def test_messages_of_edges_and_of_vertices_to_themselves(ranks: Any, world: int, how: str) -> None:
+    both(ranks, world, joined, how)

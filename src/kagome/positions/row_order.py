@@ -136,7 +136,8 @@ def _with_edges(
         local = [_loops(scope, value, placement, lead) for value, placement in given]
     elif pairs is not None:
         axis = pairs.axis
-        if _are_loops(values, placements, pairs, args, kwargs):
+        plain = func.__name__ in ("cat", "concat", "concatenate")
+        if plain and _are_loops(values, placements, pairs, args, kwargs):
             # Messages of edges, and of each vertex to itself: [E, ..] and [N, ..], as NBFNet joins them.
             with torch._C.DisableTorchFunction():
                 joined = torch.cat([now(value) for value in values], axis)
@@ -166,7 +167,7 @@ def _are_loops(
     kwargs: Kwargs,
 ) -> bool:
     """Return whether rows of edges are followed by a row of each own vertex, along the axis of the rows."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % values[0].dim()
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0)) % values[0].dim()
     kinds = [placement.kind if placement is not None else None for placement in placements]
     if dim != pairs.axis or kinds != [PlacementKind.PAIRS] * (len(kinds) - 1) + [PlacementKind.ROWS]:
         return False
