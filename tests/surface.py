@@ -24,7 +24,7 @@ from typing import Any
 from safetensors import safe_open
 
 import kagome
-from kagome import config, errors
+from kagome import config, errors, metrics
 from kagome.cli import app
 from kagome.config.commands import COMMANDS
 
@@ -51,6 +51,7 @@ def names() -> dict[str, Any]:
             for method, body in chain.from_iterable(vars(base).items() for base in reversed(bases)):
                 if not method.startswith("_"):
                     found[f"{name}.{method}"] = _takes(body)
+    found |= {f"metrics.{name}": _takes(getattr(metrics, name)) for name in metrics.__all__}
     leaves = (value for value in vars(errors).values() if inspect.isclass(value))
     found["errors"] = sorted(leaf.__name__ for leaf in leaves if issubclass(leaf, kagome.KagomeError))
     return found

@@ -74,12 +74,31 @@ def test_samples_of_plans_are_as_they_are_printed() -> None:
         assert re.search(r"  (yes|no) +\d[\d.]* (ms|s) \+-\d+% +\d+% ", row), row
 
 
+LEARNED = {
+    "link_prediction": (-1, 0.5),  # of MRR; 0.17 by chance
+    "recommender": (-1, 0.6),  # of recall@20; 0.15 by chance
+    "fraud": (1, 0.6),  # of average precision; 0.06 by chance
+    "potential": (-1, -0.1),
+}
+"""Examples of own loops: which number of the last line is more than a bound, or less than one below 0."""
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_examples_of_own_loops_learn_and_are_the_same_on_two_ranks(tmp_path: Path, name: str) -> None:
+    script = EXAMPLES / f"{name}.py"
+    alone = found(printed(script, cwd=tmp_path))
+    assert alone == found(printed(script, cwd=tmp_path, ranks=2))
+    place, bound = LEARNED[name]
+    assert alone[place] > bound if bound > 0 else alone[place] < -bound
+
+
 def test_every_example_is_run_by_a_test_here() -> None:
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "twelve_lines.py",
         "own_model.py",
         "own_data.py",
         "mesh_simulation.py",
+        *(f"{name}.py" for name in LEARNED),
     }
     for path in EXAMPLES.iterdir():
         if path.is_file():
@@ -120,6 +139,14 @@ def test_own_loop_checks_model_and_loss(capsys: pytest.CaptureFixture[str]) -> N
     (check,) = [block for block in rest if "kagome.check" in block]
     exec(compile(script + check, "own-loop.md", "exec"), {})
     assert "one rank and plain PyG equal" in capsys.readouterr().out
+
+
+def test_loop_of_links_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
+    script, *_ = blocks(ROOT / "docs" / "links.md", "python")
+    (tmp_path / "script.py").write_text(script)
+    alone = found(printed(tmp_path / "script.py", cwd=tmp_path))
+    assert alone == found(printed(tmp_path / "script.py", cwd=tmp_path, ranks=2))
+    assert alone[2] > 0.5  # MRR; 0.27 by chance
 
 
 def test_mesh_simulation_learns_and_is_the_same_on_two_ranks(tmp_path: Path) -> None:

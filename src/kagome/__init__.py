@@ -45,6 +45,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "metrics":
+        return import_module("kagome.metrics")
     if name in _FACE:
         return getattr(import_module(_FACE[name]), name)
     raise AttributeError(f"module 'kagome' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -340,6 +340,9 @@ def _spread_ids(
     elif name == "__getitem__" and isinstance(first, Tensor):
         # x[source]: the handler of gathers has placed it. x[:, source] and the like stay without placement.
         return
+    elif name in ("t", "T", "mT", "transpose") and lead.kind is PlacementKind.EDGES:
+        # Also on ranks that have no edge: all ranks handle a read by these ids alike.
+        placements.put(result, Placement(PlacementKind.MIXED))
     elif name == "view_as" and result.shape == args[1].shape == args[0].shape:
         placements.put(result, lead)  # a module's backward hooks receive its inputs as views
     elif name in _KEEP or (name in _RESHAPE and lead.kind is not PlacementKind.EDGES):
@@ -358,12 +361,8 @@ def _spread_ids(
         kinds = [m.kind for m in found]
         both = sorted(kinds, key=lambda kind: kind.value) == [PlacementKind.SOURCE, PlacementKind.TARGET]
         swapped = kinds[0] is PlacementKind.TARGET
-        placements.put(
-            result,
-            Placement(PlacementKind.EDGES, lead.view, swapped=swapped)
-            if both
-            else Placement(PlacementKind.MIXED),
-        )
+        edges = Placement(PlacementKind.EDGES, lead.view, swapped=swapped)
+        placements.put(result, edges if both else Placement(PlacementKind.MIXED))
     elif name == "flip" and lead.kind is PlacementKind.EDGES:
         dims = kwargs.get("dims", args[1:])
         dims = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims

@@ -286,4 +286,36 @@ def refuse_rows_by_value(
         )
 
 
-HANDLERS: dict[str, Callable[..., Any]] = {"bincount": bincount}
+def both_ends(scope: EndpointValues, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+    """Answer ``x[edge_index.T]``, the rows of both ends of each edge.
+
+    Shapes:
+        x ``[n, ...]``, index ``[E, 2]`` -> ``[E, 2, ...]``.
+    """
+    index = args[1]
+    held = scope.placements.get(index) if isinstance(index, Tensor) else None
+    if held is None or held.kind is not PlacementKind.MIXED:
+        return NotImplemented
+    edges = _turned_back(scope, index)
+    if edges is None:
+        return NotImplemented
+    ends = scope.__torch_function__(func, (), (args[0], edges))  # [2, E, ...]
+    return scope.__torch_function__(Tensor.transpose, (), (ends, 0, 1))
+
+
+def _turned_back(scope: PositionScope, index: Tensor) -> Tensor | None:
+    """Return the list of edges of which a tensor is the transposed view, ``edge_index.T``; else None."""
+    with torch._C.DisableTorchFunction():
+        edges = index._base
+        if edges is None or edges.dim() != 2 or index.dim() != 2:
+            return None
+        placement, turned = scope.placements.get(edges), edges.t()
+        same = (index.shape, index.stride(), index.storage_offset()) == (
+            turned.shape,
+            turned.stride(),
+            turned.storage_offset(),
+        )
+    return edges if same and placement is not None and placement.kind is PlacementKind.EDGES else None
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {"bincount": bincount, "__getitem__": both_ends}

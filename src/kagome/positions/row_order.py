@@ -136,6 +136,12 @@ def _with_edges(
         local = [_loops(scope, value, placement, lead) for value, placement in given]
     elif pairs is not None:
         axis = pairs.axis
+        plain = func.__name__ in ("cat", "concat", "concatenate")
+        if plain and _are_loops(values, placements, pairs, args, kwargs):
+            # Messages of edges, and of each vertex to itself: [E, ..] and [N, ..], as NBFNet joins them.
+            with torch._C.DisableTorchFunction():
+                joined = torch.cat([now(value) for value in values], axis)
+            return scope.placements.put(joined, replace(pairs, edges=None))
         local = [
             own_rows(scope, value, axis, number)
             if placement is None and (number := has_all(scope, value, axis)) is not None
@@ -151,6 +157,24 @@ def _with_edges(
     out = func(local, *args[1:], **kwargs)
     scope.placements.spread(func.__name__, (local, *args[1:]), kwargs, out)
     return out
+
+
+def _are_loops(
+    values: Sequence[Any],
+    placements: Sequence[Placement | None],
+    pairs: Placement,
+    args: Args,
+    kwargs: Kwargs,
+) -> bool:
+    """Return whether rows of edges are followed by a row of each own vertex, along the axis of the rows."""
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0)) % values[0].dim()
+    kinds = [placement.kind if placement is not None else None for placement in placements]
+    if dim != pairs.axis or kinds != [PlacementKind.PAIRS] * (len(kinds) - 1) + [PlacementKind.ROWS]:
+        return False
+    last = placements[-1]
+    assert last is not None
+    whole = last.axis == dim and last.is_complete and last.each == 1
+    return whole and {placement.view for placement in placements if placement is not None} == {0}
 
 
 def _loops(scope: PositionScope, value: Tensor, placement: Placement | None, lead: Placement) -> Tensor:

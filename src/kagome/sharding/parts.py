@@ -6,11 +6,12 @@ Where it sits: ``shard`` takes the part before it puts the model on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
@@ -47,13 +48,30 @@ def part_of(
     def take(channel: Channel) -> tuple[Partition, Meta]:
         if isinstance(graph, str | Path):
             return source.from_folder(graph, channel)
-        return source.from_data(graph, channel, method=method, seed=seed, reuse=parallel.reuse)
+        given = _of_vertices(graph) if isinstance(graph, Data) else graph
+        return source.from_data(given, channel, method=method, seed=seed, reuse=parallel.reuse)
 
     if isinstance(graph, HeteroData | Graph):
         sets = Graph.of(graph) if isinstance(graph, HeteroData) else graph
         return _sets_part(sets, parallel, mesh.graph, "metis" if is_auto(method) else method, seed), ()
     part, meta = source.for_all_stages(take, mesh, chunks)
     return part, meta.notes
+
+
+def _of_vertices(graph: Data) -> Data:
+    """Return a graph without labels and masks of edges: a loop of the user's own places those itself."""
+    edges, vertices = graph.num_edges, graph.num_nodes
+    of_edges = [
+        name
+        for name in ("y", "train_mask", "val_mask", "test_mask")
+        if isinstance(graph.get(name), Tensor) and graph[name].shape[:1] == (edges,) != (vertices,)
+    ]
+    if not of_edges:
+        return graph
+    rest = copy(graph)
+    for name in of_edges:
+        del rest[name]
+    return rest
 
 
 def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, seed: int) -> SetsPartition:

@@ -233,6 +233,7 @@ class Placer:
         if value.dtype != torch.int64 or value.dim() != 2 or value.shape[0] != 2 or not self._edges:
             return None
         if all(view.count != value.size(1) for view in self._scope.views):
+            self._refuse_copies(path, value)
             return None
         names = self._edges.get(_digest(value), [])
         if kind in names:
@@ -247,6 +248,18 @@ class Placer:
             return None
         self._known[value] = names[0], value._version
         return self._scope.inputs[names[0]]  # type: ignore[no-any-return]
+
+    def _refuse_copies(self, path: str, value: Tensor) -> None:
+        """Refuse edges of several copies of the graph in one list, as a batch flattened into rows has."""
+        size = value.size(1)
+        for count in {view.count for view in self._scope.views if view.count and self._channel.size > 1}:
+            if size > count and size % count == 0 and _digest(value[:, :count]) in self._edges:
+                raise ModelError(
+                    f"the graph's {count:,} edges",
+                    f"{size:,} in {path}, those of {size // count} copies of the graph",
+                    where="net(...)",
+                    hint="the graph's own edges, and a batch of samples as an axis of its own: [batch, N, F]",
+                )
 
     def _where(self, path: str, value: Tensor, kind: str) -> RowAxis | None:
         """Return the rows of a tensor by its sizes; the ranks agree the first time."""

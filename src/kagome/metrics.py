@@ -1,0 +1,394 @@
+"""Metrics: scores of links, rankings, edges and numbers that are the same on any number of ranks.
+
+Where it sits: a training loop of the user's own calls them with what ``kagome.shard`` returned; ``Trainer``
+has its own, in ``objective``. All ranks call them alike, each with its share of the rows; all get the same
+number. A rank may have no row. There is no gradient.
+
+====================  =========================================================  ==========================
+metric                what each rank gives                                       what is sent
+====================  =========================================================  ==========================
+hits_at               scores of its positive and of its negative pairs           k scores a rank
+mean_reciprocal_rank  the same, negatives by pair                                two numbers
+recall_at             own rows of users and items                                the items' rows, in blocks
+average_precision     scores and labels of its rows                              the positive rows' scores
+r2, mae, rmse         output and targets of its rows                             a few numbers a column
+====================  =========================================================  ==========================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kagome.comm.channel import Channel
+from kagome.errors import ModelError
+from kagome.sharding.module import ShardedModel
+
+__all__ = ["average_precision", "hits_at", "mae", "mean_reciprocal_rank", "r2", "recall_at", "rmse"]
+
+
+def hits_at(net: ShardedModel, positive: Tensor, negative: Tensor, k: int) -> float:
+    """Return hits@K: the share of positive pairs that score above the K-th best negative pair of all ranks.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        positive: Scores of this rank's positive pairs.
+        negative: Scores of this rank's negative pairs.
+        k: K. With fewer than K negatives all positives are hits, as in OGB's evaluator.
+
+    Raises:
+        ModelError: If there is no positive pair on any rank, a score is NaN, or k is below 1.
+
+    Shapes:
+        positive ``[P]``, negative ``[Q]``, of other sizes on each rank.
+
+    Cost:
+        At most K numbers from each rank to each other.
+
+    Example:
+        >>> import torch, kagome
+        >>> from torch_geometric.nn import GCN
+        >>> data = kagome.load("digits")
+        >>> with kagome.shard(GCN(64, 16, num_layers=2), data) as net:
+        ...     kagome.metrics.hits_at(net, torch.tensor([3.0, 1.0]), torch.tensor([2.0, 0.0]), k=1)
+        0.5
+    """
+    channel, name = net._mesh.graph, "kagome.metrics.hits_at"
+    _at_least_one(k, name)
+    positive, negative = _scores(positive), _scores(negative)
+    _refuse_nan(channel, name, positive, negative)
+    # The K best of all ranks are among the K best of each.
+    best = _joined(channel, negative.topk(min(k, negative.numel())).values, f"{name}: best negatives")
+    hits = positive > best.topk(k).values[-1] if best.numel() >= k else torch.ones_like(positive).bool()
+    return _mean(channel, hits.double(), name)
+
+
+def mean_reciprocal_rank(net: ShardedModel, positive: Tensor, negative: Tensor) -> float:
+    """Return the mean of one over the rank of each positive pair among its own negatives.
+
+    Of negatives with the same score half count as better, as in OGB's evaluator.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        positive: Scores of this rank's positive pairs.
+        negative: Scores of the negatives of each of them.
+
+    Raises:
+        ModelError: If there is no positive pair on any rank, a score is NaN, or the sizes differ.
+
+    Shapes:
+        positive ``[P]``, negative ``[P, M]``.
+
+    Cost:
+        Two numbers.
+    """
+    channel, name = net._mesh.graph, "kagome.metrics.mean_reciprocal_rank"
+    positive, negative = _scores(positive), negative.detach().double()
+    if negative.dim() != 2 or negative.size(0) != positive.numel():
+        raise ModelError(
+            f"negatives of each positive pair, [{positive.numel()}, M]",
+            f"shape {list(negative.shape)}",
+            where=name,
+        )
+    _refuse_nan(channel, name, positive, negative)
+    own = positive.unsqueeze(1)
+    # The mean of the best and the worst place among equal scores.
+    rank = ((negative > own).sum(1) + (negative >= own).sum(1)) / 2 + 1
+    return _mean(channel, 1 / rank.double(), name)
+
+
+def average_precision(net: ShardedModel, scores: Tensor, labels: Tensor) -> float:
+    """Return the average precision of all ranks' rows, as scikit-learn's ``average_precision_score``.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        scores: A score for each of this rank's rows, of vertices, edges or pairs.
+        labels: Whether each is positive: 0 or 1.
+
+    Raises:
+        ModelError: If no row on any rank is positive, a score is NaN, or the sizes differ.
+
+    Shapes:
+        scores ``[n]``, labels ``[n]``.
+
+    Cost:
+        The scores of positive rows from each rank to each other, and as many counts.
+    """
+    channel, name = net._mesh.graph, "kagome.metrics.average_precision"
+    scores, positive = _scores(scores), labels.reshape(-1) > 0
+    _refuse_unlike(scores, positive, name)
+    _refuse_nan(channel, name, scores)
+    # Each positive row counts with the precision at its own score: of all rows that score as much or more,
+    # the share of positive ones.
+    theirs = _joined(channel, scores[positive], f"{name}: scores of positive rows").sort().values
+    mine = scores[~positive].sort().values
+    # [positive rows of all ranks]: how many of this rank's other rows score as much or more.
+    above = mine.numel() - torch.searchsorted(mine, theirs)
+    others = channel.all_reduce(above.double(), action=f"{name}: negatives above")
+    hits = (theirs.numel() - torch.searchsorted(theirs, theirs)).double()
+    _refuse_none(theirs.numel(), name, "positive row")
+    return float((hits / (hits + others)).mean())
+
+
+def recall_at(
+    net: ShardedModel,
+    rows: Tensor,
+    wanted: Tensor,
+    k: int,
+    *,
+    items: Tensor,
+    known: Tensor | None = None,
+    block: int = 4096,
+) -> float:
+    """Return recall@K: for each user, the share of wanted items that are among the K best ones; their mean.
+
+    A score is the product of a user's row with an item's. Each rank ranks all items for its own users. The
+    rows of items arrive in blocks, so no rank holds a score for each user and item. Of items with the same
+    score the one with the smaller id is better.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        rows: Own rows of all vertices, such as the model's output.
+        wanted: Pairs of user and item, ids of the whole graph; the same on all ranks. The users are those
+            that occur here.
+        k: K.
+        items: The ids of all items; the same on all ranks.
+        known: Pairs of user and item that are left out of the ranking, such as those of the training.
+        block: Items, and users, whose scores are held at a time.
+
+    Raises:
+        ModelError: If there is no pair, a row is NaN, or ``rows`` are not this rank's own.
+
+    Shapes:
+        rows ``[n, F]``, wanted ``[2, P]``, items ``[I]``, known ``[2, Q]``.
+
+    Cost:
+        The rows of items from each rank to each other. Memory for ``block * block`` scores, K items a user,
+        and all items' rows of one block.
+    """
+    channel, name = net._mesh.graph, "kagome.metrics.recall_at"
+    own, rows = net.own(), rows.detach()
+    _at_least_one(k, name)
+    if rows.dim() != 2 or rows.size(0) != own.numel():
+        raise ModelError(
+            f"{own.numel():,} own rows of vertices, [n, F]", f"shape {list(rows.shape)}", where=name
+        )
+    _refuse_none(wanted.size(1), name, "wanted pair")
+    _refuse_nan(channel, name, rows)
+    # A pair that is listed twice is wanted once.
+    wanted = wanted.to(own.device).unique(dim=1)
+    # Each user is ranked by the rank that owns it; a rank may own none.
+    users = own[torch.isin(own, wanted[0])]
+    best = _best_items(channel, rows, own, users, items, known, k, block, name)
+    user, item = _of_users(wanted, users)
+    hit = (best[user] == item.unsqueeze(1)).any(1)
+    # [hits, wanted items] by user.
+    each = torch.zeros(2, users.numel(), dtype=torch.float64, device=own.device)
+    each[0].index_add_(0, user, hit.double())
+    each[1].index_add_(0, user, torch.ones_like(hit, dtype=torch.float64))
+    return _mean(channel, each[0] / each[1], name)
+
+
+def mae(net: ShardedModel, out: Tensor, y: Tensor) -> float:
+    """Return the mean absolute error of all ranks' rows; columns count alike.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        out: The output for this rank's rows.
+        y: Their targets.
+
+    Raises:
+        ModelError: If there is no row on any rank, or the sizes differ.
+
+    Shapes:
+        out and y ``[n]`` or ``[n, C]``.
+    """
+    gap, channel = _gap(out, y, "kagome.metrics.mae"), net._mesh.graph
+    return _mean(channel, gap.abs(), "kagome.metrics.mae")
+
+
+def rmse(net: ShardedModel, out: Tensor, y: Tensor) -> float:
+    """Return the root of the mean squared error of all ranks' rows, that of each column, and their mean.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        out: The output for this rank's rows.
+        y: Their targets.
+
+    Raises:
+        ModelError: If there is no row on any rank, or the sizes differ.
+
+    Shapes:
+        out and y ``[n]`` or ``[n, C]``.
+    """
+    name, channel = "kagome.metrics.rmse", net._mesh.graph
+    total = _total(channel, _gap(out, y, name).square(), name)
+    # The root after the sum over ranks: roots of parts do not add up.
+    return float((total[0] / total[1]).sqrt().mean())
+
+
+def r2(net: ShardedModel, out: Tensor, y: Tensor) -> float:
+    """Return R2 of all ranks' rows, as scikit-learn's ``r2_score``: that of each column, and their mean.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        out: The output for this rank's rows.
+        y: Their targets.
+
+    Raises:
+        ModelError: If there is no row on any rank, or the sizes differ.
+
+    Shapes:
+        out and y ``[n]`` or ``[n, C]``.
+    """
+    name, channel = "kagome.metrics.r2", net._mesh.graph
+    lost = _total(channel, _gap(out, y, name).square(), name)[0]
+    target = _columns(y)
+    mean = _total(channel, target, name)
+    # A second pass around the mean: in one pass large targets lose all their digits.
+    spread = _total(channel, (target - mean[0] / mean[1]).square(), name)[0]
+    # As scikit-learn: constant targets score 1 if all are met, else 0.
+    each = torch.where(spread > 0, 1 - lost / spread.clamp(min=1e-300), (lost == 0).double())
+    return float(each.mean())
+
+
+# Rankings ----------------------------------------------------------------------------------------
+
+
+def _best_items(
+    channel: Channel,
+    rows: Tensor,
+    own: Tensor,
+    users: Tensor,
+    items: Tensor,
+    known: Tensor | None,
+    k: int,
+    block: int,
+    name: str,
+) -> Tensor:
+    """Return the ids of the K best items of each own user. All ranks call it.
+
+    Shapes:
+        ``[users, K]``; -1 where there are fewer items.
+    """
+    # Own ids ascend, so a search finds an id's row.
+    mine = own[torch.isin(own, items.to(own.device))]
+    hidden = torch.empty(2, 0, dtype=torch.int64) if known is None else known
+    user, item = _of_users(hidden.to(own.device), users)
+    rows_of_users, rows_of_items = (rows[torch.searchsorted(own, ids)] for ids in (users, mine))
+    best = rows.new_full((users.numel(), k), float("-inf")), own.new_full((users.numel(), k), -1)
+    # All ranks give a piece of each block, and as many pieces as the rank with most items has.
+    each = max(1, block // channel.size)
+    turns = channel.all_reduce(torch.tensor([-(-mine.numel() // each)]), "max", action=f"{name}: blocks")
+    # The column of each item in the present block; -1 for items of other blocks.
+    place = own.new_full((int(items.max()) + 1 if items.numel() else 0,), -1)
+    for turn in range(int(turns)):
+        now = slice(turn * each, (turn + 1) * each)
+        ids = _joined(channel, mine[now], f"{name}: items")
+        theirs = _joined(channel, rows_of_items[now], f"{name}: rows of items")
+        place[ids] = torch.arange(ids.numel(), device=ids.device)
+        # Where the scores of known pairs are in this block, so that they can be left out.
+        at = place[item.clamp(max=place.numel() - 1)]
+        at[item >= place.numel()] = -1  # known pairs with what is no item
+        for start in range(0, users.numel(), block):
+            some = slice(start, min(start + block, users.numel()))
+            # [users of this turn, items of this block]: the only scores that are held.
+            scores = rows_of_users[some] @ theirs.t()
+            out = (at >= 0) & (user >= some.start) & (user < some.stop)
+            scores[user[out] - some.start, at[out]] = float("-inf")
+            merged = _merged((best[0][some], best[1][some]), scores, ids)
+            best[0][some], best[1][some] = merged
+        place[ids] = -1  # the next block has other items
+    # Items that are left out have no place in the ranking, even where no others are left.
+    return torch.where(best[0] == float("-inf"), -1, best[1])
+
+
+def _merged(best: tuple[Tensor, Tensor], scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores and ids of the K best of those so far and of a block, in an order without chance."""
+    both = torch.cat([best[0], scores], dim=1)
+    each = torch.cat([best[1], ids.expand(scores.size(0), -1)], dim=1)
+    # Ids ascend first, and a stable sort keeps that order among equal scores: which of them are kept does
+    # not depend on how the items are dealt to ranks and blocks.
+    by_id = each.argsort(dim=1)
+    both, each = both.gather(1, by_id), each.gather(1, by_id)
+    order = both.sort(dim=1, descending=True, stable=True).indices[:, : best[0].size(1)]
+    return both.gather(1, order), each.gather(1, order)
+
+
+def _of_users(pairs: Tensor, users: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places of users, and items, of the pairs of these users; users ascend."""
+    pairs = pairs[:, torch.isin(pairs[0], users)]
+    return torch.searchsorted(users, pairs[0].contiguous()), pairs[1]
+
+
+# Sums and refusals -------------------------------------------------------------------------------
+
+
+def _scores(values: Tensor) -> Tensor:
+    return values.detach().double().reshape(-1)
+
+
+def _columns(values: Tensor) -> Tensor:
+    values = values.detach().double()
+    return values.unsqueeze(1) if values.dim() == 1 else values.flatten(1)
+
+
+def _gap(out: Tensor, y: Tensor, name: str) -> Tensor:
+    _refuse_unlike(out, y, name)
+    return _columns(out) - _columns(y)
+
+
+def _joined(channel: Channel, rows: Tensor, action: str) -> Tensor:
+    """Return the rows of all ranks, in rank order, on every rank."""
+    found = channel.gather_rows(rows, action=action)
+    assert found is not None
+    return torch.cat(found).to(rows.device)
+
+
+def _total(channel: Channel, values: Tensor, name: str) -> Tensor:
+    """Return the sum and the number of rows of all ranks, by column.
+
+    Raises:
+        ModelError: If there are none.
+
+    Shapes:
+        ``[n, C]`` -> ``[2, C]``.
+    """
+    # Sums and counts of one message; their quotient after the sum over ranks is the mean of all rows.
+    state = torch.stack([values.sum(0), torch.full_like(values.sum(0), values.size(0))])
+    total = channel.all_reduce(state, action=name)
+    _refuse_none(int(total[1].max()), name, "row")
+    return total
+
+
+def _mean(channel: Channel, values: Tensor, name: str) -> float:
+    total = _total(channel, _columns(values), name)
+    return float((total[0] / total[1]).mean())
+
+
+def _refuse_none(count: int, name: str, what: str) -> None:
+    if not count:
+        raise ModelError(f"a {what} or more", "none on any rank", where=name)
+
+
+def _refuse_unlike(one: Tensor, other: Tensor, name: str) -> None:
+    if one.shape != other.shape:
+        raise ModelError(
+            "two tensors of one shape",
+            f"{list(one.shape)} and {list(other.shape)}",
+            where=name,
+            hint="net.place(y) for this rank's rows of targets",
+        )
+
+
+def _refuse_nan(channel: Channel, name: str, *values: Tensor) -> None:
+    """Refuse NaN on any rank, on all ranks together: no order has a place for it."""
+    own = sum(int(value.isnan().sum()) for value in values)
+    count = int(channel.all_reduce(torch.tensor([float(own)]), action=f"{name}: NaN"))
+    if count:
+        raise ModelError("scores that are numbers", f"{count:,} NaN", where=name)
+
+
+def _at_least_one(k: int, name: str) -> None:
+    if k < 1:
+        raise ModelError("k of 1 or more", f"{k}", where=name)
