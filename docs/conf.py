@@ -58,6 +58,7 @@ CONTENTS = """
 
 docs/training
 docs/own-loop
+docs/frameworks
 ```
 
 ```{toctree}

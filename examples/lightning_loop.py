@@ -39,6 +39,12 @@ class Regression(lightning.LightningModule):
         net, self.model = self.model, self.model.model
         net.close()
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["step"] = self.model.step  # a run that continues draws dropout as if it had not ended
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.model.step = checkpoint["step"]
+
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         x, y = batch  # all rows, or this rank's own
         out = self.model(x, self.data.edge_index)
@@ -60,7 +66,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        strategy="ddp",  # its mean over ranks leaves gradients as they are: see docs/frameworks.md
+        strategy="ddp",  # it averages gradients that are equal on all ranks: see docs/frameworks.md
         use_distributed_sampler=False,  # all ranks take the same samples
         max_epochs=STEPS,
         callbacks=[best],

@@ -199,7 +199,9 @@ def load_rows(folder: str | Path) -> Tensor:
     if not bool(seen.all()):
         lost = (~seen).nonzero().view(-1)
         raise DataError(
-            f"all {first.total:,} rows", f"{lost.numel():,} missing, such as {int(lost[0])}", where=str(folder)
+            f"all {first.total:,} rows",
+            f"{lost.numel():,} missing, such as {int(lost[0])}",
+            where=str(folder),
         )
     return found.movedim(0, first.axis)
 
