@@ -39,14 +39,9 @@ class Regression(lightning.LightningModule):
         net, self.model = self.model, self.model.model
         net.close()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["step"] = self.model.step  # a run that continues draws dropout as if it had not ended
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.model.step = checkpoint["step"]
-
     def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
         x, y = batch  # all rows, or this rank's own
+        self.model.step = self.trainer.fit_loop.total_batch_idx  # of dropout, also after ckpt_path=
         out = self.model(x, self.data.edge_index)
         loss = self.model.mean((out - self.model.place(y)) ** 2)
         self.log("loss", loss)  # the same number on all ranks: no sync_dist

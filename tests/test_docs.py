@@ -187,7 +187,7 @@ def test_frameworks_give_the_loss_of_the_plain_loop(package: str, ranks: int, tm
         saved = torch.load(tmp_path / "runs" / "lightning" / "best.ckpt")
         weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
         GCN(64, 16, num_layers=2, out_channels=1).load_state_dict(weights)
-        assert saved["step"] == 20
+        assert saved["global_step"] <= 20  # of the best epoch
     else:
         assert (tmp_path / "runs" / "accelerate" / "model.safetensors").exists()
 

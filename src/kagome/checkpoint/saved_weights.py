@@ -86,6 +86,7 @@ def load_weights(model: nn.Module, where: str | Path) -> None:
     """
     check_kind("model", model, nn.Module)
     weights = weights_at(where)
+    # A lazy weight has no shape to compare, so it takes the file's first.
     if _lazy(model):
         with suppress(RuntimeError):  # other names or shapes, which `give` names
             model.load_state_dict(weights, strict=False)

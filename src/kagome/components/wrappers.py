@@ -74,6 +74,7 @@ def refuse_pieces(model: nn.Module, where: str) -> None:
     Raises:
         ModelError: If so.
     """
+    # By name, as in `_classes`; a class of fully_shard has a base of torch's and one of the user's.
     kinds = (kind.__name__ for module in model.modules() for kind in type(module).__mro__)
     pieces = next((kind for kind in kinds if kind == "FSDPModule"), "")
     pieces = pieces or next((type(p).__name__ for p in model.parameters() if _is_flat(p)), "")

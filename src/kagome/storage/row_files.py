@@ -97,6 +97,7 @@ def write_rows(folder: Path, ids: Tensor, rows: Tensor, share: Share, format: Fo
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rows-{share.rank:05}-of-{share.ranks:05}.{format}"
+    # Beside the file, because a rename is atomic within one file system only.
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     ids, rows, about = ids.cpu().contiguous(), rows.detach().cpu().contiguous(), json.dumps(asdict(share))
     try:
@@ -105,8 +106,10 @@ def write_rows(folder: Path, ids: Tensor, rows: Tensor, share: Share, format: Fo
 
             save_file({"ids": ids, "rows": rows}, draft, metadata={ABOUT: about})
         elif format == "npz":
+            # To an open file: given a path, NumPy would put ".npz" behind the draft's name.
             with draft.open("wb") as file:
-                np.savez(file, ids=ids.numpy(), rows=_array(rows, format), **{ABOUT: np.array(about)})
+                arrays: dict[str, Any] = {"ids": ids.numpy(), "rows": _array(rows, format)}
+                np.savez(file, **arrays, **{ABOUT: np.array(about)})
         else:
             _write_parquet(draft, ids, _array(rows, format), about)
         os.replace(draft, path)
@@ -117,6 +120,7 @@ def write_rows(folder: Path, ids: Tensor, rows: Tensor, share: Share, format: Fo
 
 def _array(rows: Tensor, format: str) -> Any:
     try:
+        # NumPy has no bfloat16 and no float8.
         return rows.numpy()
     except TypeError:
         raise DataError(
@@ -129,6 +133,7 @@ def _write_parquet(path: Path, ids: Tensor, rows: Any, about: str) -> None:
     import pyarrow
     from pyarrow import parquet
 
+    # One column, since wide rows as columns of their own would be thousands.
     try:
         column = pyarrow.array(rows.reshape(-1))
     except pyarrow.ArrowException as error:
@@ -137,6 +142,7 @@ def _write_parquet(path: Path, ids: Tensor, rows: Any, about: str) -> None:
         ) from None
     if rows.ndim > 1:
         column = pyarrow.FixedSizeListArray.from_arrays(column, int(np.prod(rows.shape[1:])))
+    # The metadata of the schema is the file's, and other readers skip it.
     table = pyarrow.table({"ids": ids.numpy(), "rows": column})
     parquet.write_table(table.replace_schema_metadata({ABOUT: about}), path)
 
@@ -178,6 +184,7 @@ def load_rows(folder: str | Path) -> Tensor:
     paths = sorted(path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name))
     if not paths:
         raise DataError("a folder with files of net.save", "none", where=str(folder))
+    # Allocated by what the first file says; then one file at a time is in memory.
     found: Tensor | None = None
     seen = torch.zeros(0, dtype=torch.bool)
     first: Share | None = None
@@ -190,10 +197,12 @@ def load_rows(folder: str | Path) -> Tensor:
             seen = torch.zeros(share.total, dtype=torch.bool)
         _refuse_mixed(folder, path, share, first)
         _refuse_damaged(path, share, ids, rows, found)
+        # Against the files before it, then within the file.
         if bool(seen[ids].any()) or ids.unique().numel() < ids.numel():
             raise DataError("each row once", f"row {_twice(ids, seen)} a second time", where=str(path))
         seen[ids] = True
         found[ids] = rows
+    # Each file was whole, but their ids may leave some out.
     assert found is not None
     assert first is not None
     if not bool(seen.all()):
@@ -220,6 +229,7 @@ def _refuse_missing(folder: Path, paths: list[Path], share: Share) -> None:
     Raises:
         DataError: Naming the ranks.
     """
+    # By the names alone, before any file but the first is read.
     numbers = [tuple(map(int, found.groups()[:2])) for p in paths if (found := _NAME.fullmatch(p.name))]
     others = [path for path, (_, ranks) in zip(paths, numbers, strict=True) if ranks != share.ranks]
     if others or len(numbers) > len(set(numbers)):
@@ -241,6 +251,7 @@ def _refuse_missing(folder: Path, paths: list[Path], share: Share) -> None:
 
 def _refuse_mixed(folder: Path, path: Path, share: Share, first: Share) -> None:
     """Refuse files that two calls of ``net.save`` wrote."""
+    # All that a file says of itself, but for its rank.
     one, other = ({**asdict(each), "rank": 0} for each in (share, first))
     if one != other:
         raise DataError(
@@ -277,6 +288,7 @@ def _read(path: Path) -> tuple[Share, Tensor, Tensor]:
     try:
         about, ids, rows = _READERS[path.suffix](path)
         share = Share(**json.loads(about))
+        # JSON of another writer may have other types.
         if [type(each) for each in asdict(share).values()] != [str, int, int, int, int, list]:
             raise ValueError("it says other things of itself")
         return share, ids, rows.reshape(ids.numel(), *share.shape)
@@ -304,8 +316,10 @@ def _parquet(path: Path) -> tuple[str, Tensor, Tensor]:
 
     table = parquet.read_table(path)
     ids, rows = (table.column(name).combine_chunks() for name in ("ids", "rows"))
+    # ``flatten`` gives the numbers of all lists in a row; their shape is that of the metadata.
     if hasattr(rows, "flatten") and hasattr(rows.type, "list_size"):
         rows = rows.flatten()
+    # A copy, because Arrow's memory may not be written to.
     arrays = (torch.from_numpy(np.array(each.to_numpy(zero_copy_only=False))) for each in (ids, rows))
     return table.schema.metadata[ABOUT.encode()].decode(), *arrays
 
