@@ -1,6 +1,6 @@
 """Row files: rows of vertices or edges that each rank writes to a file of its own, and one reader of all.
 
-Where it sits: ``net.save`` of a sharded model writes with it; ``kagome.load_rows`` reads what all ranks wrote.
+Where it sits: ``net.save`` writes with it; ``kagome.load_rows`` reads what all ranks wrote.
 
 ::
 
