@@ -109,7 +109,8 @@ def write_rows(folder: Path, ids: Tensor, rows: Tensor, share: Share, format: Fo
             # To an open file: given a path, NumPy would put ".npz" behind the draft's name.
             with draft.open("wb") as file:
                 arrays: dict[str, Any] = {"ids": ids.numpy(), "rows": _array(rows, format)}
-                np.savez(file, **arrays, **{ABOUT: np.array(about)})
+                arrays[ABOUT] = np.array(about)
+                np.savez(file, **arrays)
         else:
             _write_parquet(draft, ids, _array(rows, format), about)
         os.replace(draft, path)
