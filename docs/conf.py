@@ -59,6 +59,7 @@ CONTENTS = """
 docs/training
 docs/own-loop
 docs/links
+docs/frameworks
 ```
 
 ```{toctree}

@@ -43,7 +43,7 @@ def imported() -> set[str]:
 
 def test_what_is_declared_is_what_is_imported():
     declared = modules(PYPROJECT["project"]["dependencies"])
-    optional = modules([*EXTRAS["data"], *EXTRAS["tensorboard"]])
+    optional = modules([*EXTRAS["data"], *EXTRAS["tensorboard"], *EXTRAS["parquet"]])
     assert declared == imported() - optional - NOT_DECLARED.keys()
 
 

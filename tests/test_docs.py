@@ -8,10 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch_geometric.nn import GCN
 
+import kagome
 import warm
 from imports import MODULES, arrows
 
@@ -99,6 +103,9 @@ def test_every_example_is_run_by_a_test_here() -> None:
         "own_data.py",
         "mesh_simulation.py",
         *(f"{name}.py" for name in LEARNED),
+        "lightning_loop.py",
+        "accelerate_loop.py",
+        "ray_loop.py",
     }
     for path in EXAMPLES.iterdir():
         if path.is_file():
@@ -154,6 +161,77 @@ def test_mesh_simulation_learns_and_is_the_same_on_two_ranks(tmp_path: Path) -> 
     alone = found(printed(script, cwd=tmp_path))
     assert alone == found(printed(script, cwd=tmp_path, ranks=2))
     assert alone[1] > 0.3  # of the variance is explained
+
+
+def test_scores_without_labels_as_the_page_shows(tmp_path: Path) -> None:
+    _, script, _ = complete(ROOT / "docs" / "own-loop.md")
+    data = kagome.load("digits")
+    model = GCN(64, 16, num_layers=2, out_channels=10)
+    kagome.Trainer(model, data, out=tmp_path / "runs" / "digits").fit(2)
+    (tmp_path / "script.py").write_text(script)
+    printed(tmp_path / "script.py", cwd=tmp_path, ranks=2)
+    expected = model.eval()(data.x, data.edge_index).detach()
+    torch.testing.assert_close(kagome.load_rows(tmp_path / "scores"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_goes_on_with_other_ranks_as_the_page_shows(tmp_path: Path) -> None:
+    *_, script = complete(ROOT / "docs" / "own-loop.md")
+    for name, ranks, steps in (("whole", 1, 20), ("parts", 1, 7), ("parts", 2, 20)):
+        (folder := tmp_path / name).mkdir(exist_ok=True)
+        (folder / "script.py").write_text(script.replace("STEPS, FILE = 20", f"STEPS, FILE = {steps}"))
+        last = printed(folder / "script.py", cwd=folder, ranks=ranks)
+        if name == "whole":
+            whole = last
+    assert numbers(last) == pytest.approx(numbers(whole), rel=1e-3)
+    assert torch.load(tmp_path / "parts" / "run.pt")["step"] == 20
+
+
+def complete(page: Path) -> list[str]:
+    """The scripts of a page: blocks that import what they use."""
+    return [block for block in blocks(page, "python") if "import kagome" in block]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss (\d+\.\d+)", text)]
+
+
+def plain_loss() -> float:
+    """The last loss of the examples' training by PyTorch and PyG alone."""
+    data = kagome.load("digits")
+    torch.manual_seed(0)
+    model = GCN(64, 16, num_layers=2, out_channels=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(20):
+        loss = ((model(data.x, data.edge_index) - data.x.mean(dim=1, keepdim=True)) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("package", ["lightning", "accelerate"])
+def test_frameworks_give_the_loss_of_the_plain_loop(package: str, ranks: int, tmp_path: Path) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    text = run(*torchrun, EXAMPLES / f"{package}_loop.py", cwd=tmp_path)
+    assert numbers(text) == [pytest.approx(plain_loss(), rel=1e-3)]
+    if package == "lightning":  # its checkpoint is the plain model's
+        saved = torch.load(tmp_path / "runs" / "lightning" / "best.ckpt")
+        weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
+        GCN(64, 16, num_layers=2, out_channels=1).load_state_dict(weights)
+        assert saved["global_step"] <= 20  # of the best epoch
+    else:
+        assert (tmp_path / "runs" / "accelerate" / "model.safetensors").exists()
+
+
+def test_a_ray_train_function_gives_the_loss_of_the_plain_loop(tmp_path: Path) -> None:
+    if find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    text = run(sys.executable, EXAMPLES / "ray_loop.py", cwd=tmp_path)
+    assert numbers(text.splitlines()[-1]) == [pytest.approx(plain_loss(), rel=1e-3)]
+    assert "checkpoint True" in text
 
 
 def found(text: str) -> list[float]:

@@ -1,12 +1,13 @@
 """Saved weights: load the weights of a run, a checkpoint or a file into a model that scores with them.
 
-Where it sits: ``train.trainer`` loads them; ``kagome predict`` asks how many output columns the model had
-that wrote them.
+Where it sits: the public function ``kagome.load_weights``; ``train.trainer`` loads them; ``kagome predict``
+asks how many output columns the model had that wrote them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from kagome.checkpoint import checkpoint
 from kagome.checkpoint.files import latest
 from kagome.comm.channel import Channel
-from kagome.config.fields import path_of
+from kagome.config.fields import check_kind, path_of
 from kagome.errors import CheckpointError
 from kagome.model.state import load_state
 
@@ -54,6 +55,50 @@ def weights_at(where: str | Path) -> dict[str, Tensor]:
         return dict(load_file(path))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"weights in {path}", f"a file that cannot be read: {error}") from None
+
+
+def load_weights(model: nn.Module, where: str | Path) -> None:
+    """Load the weights of a run of ``kagome.Trainer`` or of a file into a model, for inference for example.
+
+    Neither labels nor masks are needed, nor as many ranks as the run had. Before ``kagome.shard`` it is
+    enough on rank 0, whose weights all ranks get; a model that is sharded loads them on all ranks.
+
+    Args:
+        model: A model of the same shapes; lazy layers get theirs from the file.
+        where: The folder of a run, of its ``checkpoints`` or of one of them, or a ``.safetensors`` file. A
+            run gives the weights of its best epoch, if it knows one.
+
+    Raises:
+        CheckpointError: If there are none, or they are damaged or of another model; the model is then as it
+            was.
+
+    Example:
+        >>> import tempfile, torch, kagome
+        >>> from torch_geometric.nn import GCN
+        >>> data, out = kagome.load("digits"), tempfile.mkdtemp() + "/run"
+        >>> trainer = kagome.Trainer(GCN(64, 16, num_layers=2, out_channels=10), data, out=out)
+        >>> summary = trainer.fit(1)
+        >>> model = GCN(64, 16, num_layers=2, out_channels=10)
+        >>> kagome.load_weights(model, out)
+        >>> with kagome.shard(model, data) as net, torch.no_grad():
+        ...     net.gather(net(data.x, data.edge_index)).shape
+        torch.Size([1797, 10])
+    """
+    check_kind("model", model, nn.Module)
+    weights = weights_at(where)
+    # A lazy weight has no shape to compare, so it takes the file's first.
+    if _lazy(model):
+        with suppress(RuntimeError):  # other names or shapes, which `give` names
+            model.load_state_dict(weights, strict=False)
+        if lost := _lazy(model):
+            raise CheckpointError("weights of this model", f"none of its {lost[0]}", where=str(where))
+    give(model, weights, where)
+
+
+def _lazy(model: nn.Module) -> list[str]:
+    """Return the names of weights that have no shape yet."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, value in named if nn.parameter.is_lazy(value)]
 
 
 def give_alike(model: nn.Module, where: str | Path, world: Channel) -> None:

@@ -125,7 +125,7 @@ class GradientSync:
         self._restore()
         self._task, self._trains = task, self._reaches_parameters()
         if self._trains:
-            self._before = [p.grad for p in self._parameters]
+            self._before = [_kept(p.grad) for p in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
             self._hooks.take_off()
@@ -164,6 +164,7 @@ class GradientSync:
         found = [p.grad for p in self._parameters]
         self._deferred = [_added(one, other) for one, other in zip(self._deferred, found, strict=True)]
         if not self._syncs:
+            self._deferred = [_kept(gradient) for gradient in self._deferred]
             self._restore()
             return
         for parameter, gradient in zip(self._parameters, self._deferred, strict=True):
@@ -212,6 +213,17 @@ def _accumulator(parameter: nn.Parameter) -> Any:
         node = parameter.expand_as(parameter).grad_fn
     assert node is not None
     return node.next_functions[0][0]
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient that the next backward does not overwrite.
+
+    With ``gradient_as_bucket_view``, ``DistributedDataParallel`` makes gradients views of buckets that it
+    writes to in each backward.
+    """
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -29,6 +29,7 @@ from kagome.comm.mesh import Mesh
 from kagome.comm.stats import Traffic
 from kagome.components.parallelize import ParallelModel
 from kagome.components.task import draws_of
+from kagome.components.wrappers import refuse_pieces
 from kagome.config import SumCodec
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
@@ -46,6 +47,7 @@ from kagome.sharding.placing import Placer, edges_of
 from kagome.sharding.results import gathered, written
 from kagome.sharding.row_sets import RowSets
 from kagome.sharding.training_steps import TrainingSteps
+from kagome.storage.row_files import Format, refuse_format
 
 
 class ShardedModel(ModelState):
@@ -299,6 +301,8 @@ class ShardedModel(ModelState):
                 hint="close it, change the model, and shard it again",
             )
 
+        refuse_pieces(self, "net(...)")
+
     def _explained(self, error: Exception) -> Exception:
         """Return the error for a first call that failed on a part."""
         if self._mesh.graph.size == 1:
@@ -355,23 +359,38 @@ class ShardedModel(ModelState):
         out = gathered(self._mesh.graph, front, self.own(rows), rows or "rows")
         return None if out is None else out.movedim(0, range(value.dim())[axis])
 
-    def save(self, value: Tensor, folder: str | Path, rows: str | None = None, *, axis: int = 0) -> Path:
+    def save(
+        self,
+        value: Tensor,
+        folder: str | Path,
+        rows: str | None = None,
+        *,
+        axis: int = 0,
+        format: Format = "safetensors",
+    ) -> Path:
         """Write own rows and their ids to a file of this rank, for results that no rank can hold.
+
+        All ranks call it. :func:`kagome.load_rows` reads the files of all ranks back.
 
         Args:
             value: Own rows, such as the model's output.
             folder: Where to write; made if it is not there.
             rows: What they belong to.
             axis: The axis of the rows.
+            format: ``safetensors``, ``npz``, or ``parquet``, which needs pyarrow.
 
         Returns:
-            The file, ``rows-RANK-of-RANKS.safetensors``, with the tensors ``ids`` and ``rows``.
+            The file, ``rows-RANK-of-RANKS.FORMAT``, with ``ids``, ascending, and ``rows``.
 
         Raises:
             ModelError: If the axis has another number of rows than this rank owns.
+            ConfigError: If there is no such format, or its package is not installed.
+            DataError: If the format cannot hold the type of the rows.
         """
+        refuse_format(format, "net.save")
         front = self._own_rows_first(value, rows, axis, "net.save")
-        return written(folder, self.rank, self.ranks, front, self.own(rows))
+        along = range(value.dim())[axis]
+        return written(self._mesh.graph, folder, front, self.own(rows), axis=along, format=format)
 
     def _own_rows_first(self, value: Tensor, rows: str | None, axis: int, where: str) -> Tensor:
         """Return own rows along axis 0, without gradient.

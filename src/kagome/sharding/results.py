@@ -6,15 +6,17 @@ Where it sits: ``module`` and ``pipelined`` give rows of vertices to the user wi
 from __future__ import annotations
 
 from pathlib import Path
+from secrets import token_hex
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.storage.row_files import Format, Share, write_rows
 
 # [Note: order of rows] Each rank has the rows of its own vertices, in ascending order of their ids. The ids
 # go along, so that rank 0 can put all rows at their places in the graph:
@@ -42,20 +44,30 @@ def gathered(channel: Channel, rows: Tensor, own: Tensor, what: str) -> Tensor |
     return out
 
 
-def written(folder: str | Path, rank: int, ranks: int, rows: Tensor, own: Tensor) -> Path:
-    """Write own rows and their ids, and return the file.
+def written(
+    channel: Channel,
+    folder: str | Path,
+    rows: Tensor,
+    own: Tensor,
+    *,
+    axis: int = 0,
+    format: Format = "safetensors",
+) -> Path:
+    """Write own rows and their ids, and return the file. All ranks of the channel call it.
 
     Args:
+        channel: The ranks that share the graph.
         folder: Where to write; made if it is not there.
-        rank: The number of the part.
-        ranks: The number of parts.
         rows: Own rows, along axis 0.
         own: Their ids.
+        axis: The axis of the rows in the tensor that is read back.
+        format: Of the file.
     """
-    path = Path(folder) / f"rows-{rank:05}-of-{ranks:05}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"ids": own.cpu().contiguous(), "rows": rows.detach().cpu().contiguous()}, path)
-    return path
+    # Rank 0's text marks the files of all ranks, so files of an older save are known from them.
+    told: Any = channel.gather_objects([token_hex(8), own.numel()], "save of rows")
+    total = sum(count for _, count in told)
+    share = Share(told[0][0], channel.rank, channel.size, total, axis, list(rows.shape[1:]))
+    return write_rows(Path(folder), own, rows, share, format)
 
 
 class PartRows(nn.Module):
@@ -109,4 +121,4 @@ class PartRows(nn.Module):
         # Ranks of later stages have the same rows, and must not write one file at the same time.
         if self._mesh.stage:
             return Path(folder) / f"rows-{channel.rank:05}-of-{channel.size:05}.safetensors"
-        return written(folder, channel.rank, channel.size, self.place(value), self.own())
+        return written(channel, folder, self.place(value), self.own())
