@@ -57,7 +57,7 @@ class Weather(nn.Module):
 
 
 def sphere() -> tuple[kagome.Graph, Tensor]:
-    """Return a grid of latitudes and longitudes with a mesh of fewer points, and the area of each grid point."""
+    """Return a grid of latitudes and longitudes, a mesh of fewer points, and the area of each grid point."""
     latitude = (torch.arange(LATITUDES) + 0.5) / LATITUDES * torch.pi - torch.pi / 2
     longitude = torch.arange(LONGITUDES) / LONGITUDES * 2 * torch.pi
     lat, lon = (each.flatten() for each in torch.meshgrid(latitude, longitude, indexing="ij"))

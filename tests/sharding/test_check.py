@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 
 import kagome
 from kagome.comm.channel import Channel
-from kagome.sharding.lone_collectives import lone_collectives
+from kagome.sharding.compare.lone_collectives import lone_collectives
 
 # What passes -------------------------------------------------------------------------------------
 

@@ -381,7 +381,9 @@ def refused(channel: Channel) -> list[str]:
     """What a graph of several sets refuses, each by a message of its own."""
     data, said = hetero(), []
     graph = kagome.Graph(
-        a=kagome.Vertices(6), b=kagome.Vertices(9), ab=kagome.Edges("a", "b", torch.tensor([[0, 5, 3], [8, 1, 4]]))
+        a=kagome.Vertices(6),
+        b=kagome.Vertices(9),
+        ab=kagome.Edges("a", "b", torch.tensor([[0, 5, 3], [8, 1, 4]])),
     )
 
     class Read(nn.Module):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from kagome.comm.mesh import Mesh
 from kagome.errors import ModelError
-from kagome.sharding.boundary import Boundary
-from kagome.sharding.gradient_sync import GradientSync
-from kagome.sharding.row_reads import RowReads
-from kagome.sharding.row_sets import RowSets
+from kagome.sharding.gradients.boundary import Boundary
+from kagome.sharding.gradients.gradient_sync import GradientSync
+from kagome.sharding.rows.row_reads import RowReads
+from kagome.sharding.rows.row_sets import RowSets
 
 
 class Collectives(nn.Module):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kagome.errors import CheckpointError
-from kagome.sharding.cut_tables import CutTables, Table
-from kagome.sharding.gradient_norm import clip
+from kagome.sharding.gradients.gradient_norm import clip
+from kagome.sharding.rows.cut_tables import CutTables, Table
 from kagome.sharding.train_step import GraphSteps
 
 

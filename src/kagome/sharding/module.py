@@ -33,19 +33,19 @@ from kagome.components.wrappers import refuse_pieces
 from kagome.config import SumCodec
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
-from kagome.graph.sets import Graph
+from kagome.graph.structure.sets import Graph
 from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
-from kagome.sharding.boundary import Boundary
-from kagome.sharding.cut_tables import CutTables
-from kagome.sharding.gradient_norm import refuse_apart
-from kagome.sharding.gradient_sync import GradientSync
-from kagome.sharding.kept_edges import KeptEdges
+from kagome.sharding.gradients.boundary import Boundary
+from kagome.sharding.gradients.gradient_norm import refuse_apart
+from kagome.sharding.gradients.gradient_sync import GradientSync
 from kagome.sharding.model_state import ModelState
-from kagome.sharding.placing import Placer, edges_of
 from kagome.sharding.results import gathered, written
-from kagome.sharding.row_sets import RowSets
+from kagome.sharding.rows.cut_tables import CutTables
+from kagome.sharding.rows.kept_edges import KeptEdges
+from kagome.sharding.rows.placing import Placer, edges_of
+from kagome.sharding.rows.row_sets import RowSets
 from kagome.sharding.training_steps import TrainingSteps
 from kagome.storage.row_files import Format, refuse_format
 

@@ -27,7 +27,7 @@ from kagome.graph.partition.sets_partition import (
     sets_fingerprint,
 )
 from kagome.graph.partition.store import Meta
-from kagome.graph.sets import Graph
+from kagome.graph.structure.sets import Graph
 from kagome.train import data as source
 
 _PLAIN: Final = Parallel()

@@ -22,9 +22,8 @@ from kagome.config import Parallel, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
-from kagome.graph.sets import Graph
+from kagome.graph.structure.sets import Graph
 from kagome.report.progress import warn
-from kagome.sharding.cut_tables import refuse_uncuttable, tables_in
 from kagome.sharding.module import ShardedModel
 from kagome.sharding.parts import part_of, refuse_lazy, whole_of_one_set
 from kagome.sharding.pipelined import PipelinedModel
@@ -35,6 +34,7 @@ from kagome.sharding.policies import (
     refuse_beside_stages,
     refuse_unserved,
 )
+from kagome.sharding.rows.cut_tables import refuse_uncuttable, tables_in
 
 
 @as_written

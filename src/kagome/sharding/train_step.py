@@ -25,7 +25,7 @@ from kagome.graph.structure.labels import labels_of
 from kagome.objective.loss_state import Moves, unmoved
 from kagome.objective.objective import Objective, Target
 from kagome.sharding.collectives import Collectives
-from kagome.sharding.placing import Placer
+from kagome.sharding.rows.placing import Placer
 
 Loss = Callable[..., Any]
 """``loss(out, *targets)``: a value a row, or ``(values, weights)``, of some rows."""

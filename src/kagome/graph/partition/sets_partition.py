@@ -1,6 +1,6 @@
 """Sets partition: one part of a graph with several vertex sets and edge sets.
 
-Where it sits: made from a ``graph.sets.Graph`` and the owner of each vertex; ``intercept.interceptor`` takes
+Where it sits: made from a ``graph.structure.sets.Graph`` and the owner of each vertex. The interceptor takes
 one in place of a ``Partition``. Each edge set is cut as a graph of its own, whose vertices are those of its
 two ends::
 
@@ -22,7 +22,7 @@ from torch_geometric.data import Data
 from kagome.errors import PartitionError
 from kagome.graph.partition.partition import Partition, extract
 from kagome.graph.partition.partitioners import assign
-from kagome.graph.sets import Edges, Graph
+from kagome.graph.structure.sets import Edges, Graph
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Row sets: what the rows of a tensor can belong to: the vertex sets and the edge sets of a graph.
 
-Where it sits: :class:`kagome.sharding.placing.Placer` places tensors by them; the methods of a sharded model
-take their names. A graph of one kind of vertices has ``"vertices"`` and ``"edges"``.
+Where it sits: :class:`kagome.sharding.rows.placing.Placer` places tensors by them; the methods of a sharded
+model take their names. A graph of one kind of vertices has ``"vertices"`` and ``"edges"``.
 """
 
 from __future__ import annotations

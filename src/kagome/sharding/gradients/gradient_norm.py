@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
-from kagome.sharding.gradient_sync import GradientSync
+from kagome.sharding.gradients.gradient_sync import GradientSync
 
 
 def clip(sync: GradientSync, channel: Channel, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -29,13 +29,13 @@ from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
-from kagome.graph.sets import Graph, edge_name
+from kagome.graph.structure.sets import Graph, edge_name
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.forward_call import as_data
 from kagome.placement.placement import PlacementKind
 from kagome.placement.weak_map import WeakTensorMap
-from kagome.sharding.boundary import Boundary
-from kagome.sharding.row_sets import RowSet, RowSets
+from kagome.sharding.gradients.boundary import Boundary
+from kagome.sharding.rows.row_sets import RowSet, RowSets
 
 HINT: Final = "net.place(tensor, 'vertices', axis=...) for such a tensor, or the name of another set"
 

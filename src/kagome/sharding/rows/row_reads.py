@@ -23,8 +23,8 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import ExchangeRequest, swap_counts
 from kagome.errors import ModelError
-from kagome.sharding.gradient_sync import GradientSync
-from kagome.sharding.row_sets import RowSet
+from kagome.sharding.gradients.gradient_sync import GradientSync
+from kagome.sharding.rows.row_sets import RowSet
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from kagome.comm.channel import Channel
 from kagome.errors import ModelError
 from kagome.halo.forward_pass import ForwardPass
 from kagome.placement.weak_map import WeakTensorMap
-from kagome.sharding.gradient_sync import GradientSync
+from kagome.sharding.gradients.gradient_sync import GradientSync
 
 
 @dataclass(frozen=True)

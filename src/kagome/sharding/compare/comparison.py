@@ -30,10 +30,11 @@ from kagome.components.parallelize import parallelize
 from kagome.errors import ConfigError, KagomeError, ModelError
 from kagome.graph.partition.partition import Partition, split_all
 from kagome.graph.partition.sets_partition import SetsPartition, extract_sets
-from kagome.graph.sets import Graph
+from kagome.graph.structure.sets import Graph
 from kagome.graph.structure.validate import validate
-from kagome.sharding.lone_collectives import lone_collectives
+from kagome.sharding.compare.lone_collectives import lone_collectives
 from kagome.sharding.module import ShardedModel
+from kagome.sharding.rows.cut_tables import CutTables
 
 Loss = Callable[[Any, Any], Tensor]
 """A loss of a sharded model and its output: ``loss(net, out)``."""
@@ -165,7 +166,8 @@ def _sharded(
         for module in beside:
             stack.enter_context(_in_dtype(module, dtype))
         parallel = stack.enter_context(parallelize(model, part, mesh.graph, options))
-        made = ComparedModel(model, parallel, mesh, net._given, beside, ExitStack())
+        none = CutTables((), mesh.graph)
+        made = ComparedModel(model, parallel, mesh, net._given, beside, ExitStack(), none)
         made.dtype = dtype
         stack.callback(made.close)
         torch.set_default_dtype(dtype)

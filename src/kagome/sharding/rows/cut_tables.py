@@ -31,7 +31,7 @@ from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.intercept.interceptor import Interceptor
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.positions.edge_tables import tensors_of
-from kagome.sharding.row_transfer import joined, spread
+from kagome.sharding.rows.row_transfer import joined, spread
 
 WHERE = "kagome.shard(cut=...)"
 Rows = Literal["vertices", "edges"]

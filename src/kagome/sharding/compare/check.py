@@ -19,9 +19,9 @@ from kagome.components.wrappers import as_written
 from kagome.config.fields import check_kind
 from kagome.errors import CheckError, ConfigError, KagomeError
 from kagome.graph.partition.partition import Partition
-from kagome.sharding.comparison import Loss, Measured, Sample, run_split, run_whole
+from kagome.sharding.compare.comparison import Loss, Measured, Sample, run_split, run_whole
 from kagome.sharding.module import ShardedModel
-from kagome.sharding.row_sets import RowSet
+from kagome.sharding.rows.row_sets import RowSet
 from kagome.verify import check as of_sample
 from kagome.verify.check import TOLERANCE, CheckResult, ComparedTensor
 
@@ -121,6 +121,13 @@ def _of_sharded(
     if dtype not in TOLERANCE:
         raise ConfigError("dtype to be torch.float64 or torch.float32", repr(dtype))
     net.refuse_unusable()
+    if net._tables:
+        raise ConfigError(
+            "a sharded model with whole tables, because one rank runs the whole graph",
+            f"{len(net._tables.parameters)} that are cut",
+            where="kagome.check(net, ...)",
+            hint="kagome.shard(model, graph) without cut=, for the check",
+        )
     args = tuple(_whole(net, value) for value in args)
     named = {name: _whole(net, value) for name, value in named.items()}
     sample = Sample(args, named, loss, second, dtype, net.step)
