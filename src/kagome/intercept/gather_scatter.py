@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +20,9 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Linear
 from kagome.deferred.rewrite_rules import all_computed
 from kagome.errors import ModelError
-from kagome.intercept import embedding_bag, sparse_adjacency
-from kagome.placement.axis_rules import attribute, ids_behind_axes
+from kagome.intercept import embedding_bag, row_counts, sparse_adjacency
+from kagome.placement.axis_rules import ids_behind_axes
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
-from kagome.placement.symbolic_size import Entries, NoneHere, Shown, SymbolicSize, behind
 from kagome.positions import (
     cut_rows,
     edge_positions,
@@ -43,7 +41,7 @@ from kagome.sparse_ops.edge_view import EdgeView
 from kagome.sparse_ops.sparse_features import SparseFeatures
 from kagome.user_code import host_reads, in_backward
 from kagome.user_code.derivatives import DERIVATIVES
-from kagome.user_frame import by_kagome, from_library
+from kagome.user_frame import from_library
 
 
 class Reader(PositionScope, Protocol):
@@ -398,87 +396,6 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     return torch.tensor(scope.ids.last_row() - 1, device=scope.device)
 
 
-def _size(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer ``x.size(0)`` and ``x.shape`` of ids or of a tensor with one row per vertex or edge."""
-    if name == "__get__" and attribute(func) != "shape":
-        return NotImplemented
-    placement = scope.placements.get(args[0])
-    if placement is None or placement.kind is PlacementKind.MIXED:
-        return NotImplemented
-    size = list(func(args[0]))
-    if placement.kind is PlacementKind.LOCAL and math.prod(size) != size[0]:
-        return NotImplemented  # not a list of positions
-    axis = len(size) - 1 if placement.kind in IDS else placement.axis
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if dim is not None and dim not in (axis, axis - len(size)):
-        return func(*args, **kwargs)  # torch checks that the axis exists
-    what = placement if placement.axis == 0 else replace(placement, axis=0)
-    if placement.kind in IDS:
-        what = Placement(
-            PlacementKind.PAIRS,
-            placement.view,
-            0,
-            args[0] if placement.kind is PlacementKind.EDGES else placement.edges,
-        )
-    kind = edge_positions.counts(scope, what)
-    count = kind(size[axis], what, lambda: scope.ranks.number_of(what, int(count)))
-    # User code sees the whole graph's number. PyG's and Kagome's own code allocates rows of this part.
-    told = scope.parted and scope.ranks.knows_number(what) and not from_library() and not by_kagome()
-    size[axis] = Shown.of(count) if told else count
-    return torch.Size(size) if dim is None else size[axis]
-
-
-def _numel(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer ``x.numel()``, so that ranks without edges take the same branch as their peers."""
-    tensor = args[0] if args else kwargs["input"]
-    placement = scope.placements.get(tensor)
-    if not scope.parted or placement is None or placement.kind not in (*ALIGNED, *IDS, PlacementKind.LOCAL):
-        return NotImplemented
-    # GATConv returns early if ``index.numel() == 0``. A rank without edges must not skip its peers'
-    # collectives.
-    if from_library():
-        kinds = (*IDS, *VERTICES)  # HANConv returns early without rows of a vertex type
-        return NoneHere(0) if placement.kind in kinds and not func(tensor) else NotImplemented
-    size = behind(_size(scope, "size", Tensor.size, (tensor,), {}))
-    at = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None) if size else None
-    if at is None:
-        return NotImplemented
-    each = math.prod(int(other) for place, other in enumerate(size) if place != at)
-    flat = placement.kind in VERTICES and at == 0 and placement.subset is None
-    return Entries.of(
-        size[at], each, placement.merged(each) if flat else Placement(PlacementKind.LOST, origin=name)
-    )
-
-
-def _make(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mark ``torch.zeros(x.size(0))`` as a row per vertex, ``x.new_ones(3, row.size(0))`` as one per edge."""
-    place = int(name.startswith("new"))
-    size = args[place] if len(args) > place else kwargs.get("size")
-    sizes = size if isinstance(size, (tuple, list)) else args[place:]
-    axis = next((at for at, each in enumerate(sizes) if isinstance(each, SymbolicSize)), None)
-    if axis is None:
-        return NotImplemented
-    count = sizes[axis]
-    assert isinstance(count, SymbolicSize)
-    if count.placement.kind is PlacementKind.LOCAL:
-        return NotImplemented
-    return scope.placements.put(func(*args, **kwargs), replace(count.placement, axis=axis))
-
-
-def _widened(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Mark ``bias.expand(x.size(0), -1)`` as one row per vertex, all of them equal."""
-    size = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-    axis = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None)
-    base = args[0]
-    if axis is None or not isinstance(base, Tensor) or scope.placements.get(base) is not None:
-        return NotImplemented
-    at, count = base.dim() - len(size) + axis, size[axis]
-    assert isinstance(count, SymbolicSize)
-    if (at >= 0 and base.size(at) != 1) or count.placement.kind is PlacementKind.LOCAL:
-        return NotImplemented
-    return scope.placements.put(func(*args, **kwargs), replace(count.placement, axis=axis))
-
-
 def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse sparse matrices of edges: their halo columns make torch access memory out of bounds."""
     known = (*ALIGNED, PlacementKind.TARGET) if name.startswith("_convert") else ALIGNED
@@ -491,64 +408,6 @@ def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         where=scope.where(),
         hint="give the layer edge_index itself, or gather x[edge_index[0]] and scatter by edge_index[1]",
     )
-
-
-def _scale(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer ``x.sum(0) / x.size(0)`` with the number of rows on all ranks."""
-    if not any(isinstance(value, SymbolicSize) for value in args):
-        return NotImplemented
-    given = [value.of_all() if isinstance(value, SymbolicSize) else value for value in args]
-    out = func(*given, **kwargs)
-    scope.placements.spread(name, args, kwargs, out)
-    return out
-
-
-def _number(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer ``x - x.size(0)`` or ``torch.tensor(x.size(0))`` in user code with the count over all ranks."""
-    # In ``torch.full(size, fill)`` the size stays this part's number; only the fill value is converted.
-    at = range(len(args)) if name not in _FILLS else (_FILLS[name],)
-    named = [key for key in kwargs if key not in ("size", "dim")]
-    found = [args[place] for place in at if place < len(args)] + [kwargs[key] for key in named]
-    if not any(map(_counts, found)) or not scope.parted or from_library() or by_kagome():
-        return NotImplemented
-    given = tuple(_whole(value) if place in at else value for place, value in enumerate(args))
-    return scope.__torch_function__(
-        func, (), given, {**kwargs, **{key: _whole(kwargs[key]) for key in named}}
-    )
-
-
-def _counts(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return any(isinstance(each, SymbolicSize) for each in value)
-    return isinstance(value, SymbolicSize)
-
-
-def _whole(value: Any) -> Any:
-    if type(value) in (list, tuple) and _counts(value):
-        return type(value)(map(_whole, value))
-    return value.of_all() if isinstance(value, SymbolicSize) else value
-
-
-_FILLS: Final = {"full": 1, "full_like": 1, "new_full": 2}
-"""Calls with a size and a fill value, and the position of the fill value."""
-_RECKON: Final = (
-    *("add", "add_", "sub", "sub_", "subtract", "rsub", "__radd__", "__rsub__", "pow", "pow_", "__rpow__"),
-    *("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
-    *(
-        "clamp",
-        "clamp_",
-        "clamp_min",
-        "clamp_max",
-        "clip",
-        "hardtanh",
-        "masked_fill",
-        "masked_fill_",
-        "fill_",
-    ),
-    *("floor_divide", "__floordiv__", "__rfloordiv__", "remainder", "fmod", "__mod__", "where", "lerp"),
-    *("addcdiv", "addcmul", "mul_", "div_", "tensor", "as_tensor", "new_tensor", "scalar_tensor"),
-)
-"""Calls whose number arguments are not sizes."""
 
 
 def _rebuilt(scope: PositionScope, what: str) -> ModelError:
@@ -565,13 +424,13 @@ HANDLERS: dict[str, Handler] = {
     **DERIVATIVES,
     "linear": _linear_of_rows,
     **dict.fromkeys(("matmul", "mm", "__matmul__"), _matmul),
-    **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), _scale),
-    "size": _size,
-    **dict.fromkeys(("numel", "nelement"), _numel),
-    "__get__": _size,
-    **dict.fromkeys(("zeros", "ones", "full", "empty"), _make),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new"), _make),
-    **dict.fromkeys(("expand", "broadcast_to", "repeat", "tile"), _widened),
+    **dict.fromkeys(("div", "true_divide", "__rdiv__", "__rtruediv__", "mul", "__rmul__"), row_counts.scale),
+    "size": row_counts.size,
+    **dict.fromkeys(("numel", "nelement"), row_counts.numel),
+    "__get__": row_counts.size,
+    **dict.fromkeys(("zeros", "ones", "full", "empty"), row_counts.make),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new"), row_counts.make),
+    **dict.fromkeys(("expand", "broadcast_to", "repeat", "tile"), row_counts.widened),
     **dict.fromkeys((f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "compressed")), _sparse),
     "_convert_indices_from_coo_to_csr": _sparse,
     "__getitem__": _gather,
@@ -585,10 +444,10 @@ HANDLERS: dict[str, Handler] = {
     "flip": _flip,
     "max": _greatest_id,
     **host_reads.HANDLERS,
-    **dict.fromkeys(_RECKON, _number),
+    **dict.fromkeys(row_counts.RECKON, row_counts.number),
 }
 """Handlers asked after those of ``model.exact``."""
-_FIRST: dict[str, Handler] = dict.fromkeys(_FILLS, _number)  # asked before HANDLERS
+_FIRST: dict[str, Handler] = dict.fromkeys(row_counts.FILLS, row_counts.number)  # asked before HANDLERS
 
 
 def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[str, list[Handler]]:

@@ -277,23 +277,9 @@ def _outputs(result: Any) -> Iterator[Tensor]:
 
 _KEEP = frozenset(
     [
-        "clone",
-        "contiguous",
-        "to",
-        "long",
-        "int",
-        "type",
-        "type_as",
-        "detach",
-        "cpu",
-        "cuda",
-        "alias",
-        "requires_grad_",
-        "pin_memory",
-        "__deepcopy__",
-        "sort",
-        "masked_select",
-        "as_subclass",
+        *("clone", "contiguous", "to", "long", "int", "type", "type_as", "detach", "cpu", "cuda"),
+        *("alias", "requires_grad_", "pin_memory", "__deepcopy__", "sort", "masked_select"),
+        *("as_subclass",),
     ]
 )
 _RESHAPE = frozenset(
@@ -303,21 +289,9 @@ NO_IDS = frozenset(
     ["index_select", "gather", "embedding", "scatter_add_", "scatter_add", "index_add_", "index_add"]
 ) | frozenset(
     [
-        "scatter_reduce_",
-        "scatter_reduce",
-        "scatter_",
-        "scatter",
-        "index_put_",
-        "take_along_dim",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "rand_like",
+        *("scatter_reduce_", "scatter_reduce", "scatter_", "scatter", "index_put_"),
+        *("take_along_dim", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like"),
+        *("ones_like", "full_like", "empty_like", "rand_like"),
     ]
 )
 _GATHERS = frozenset(["__getitem__", "index_select", "gather", "embedding"])
@@ -591,23 +565,8 @@ def _lose(placements: Placements, name: str, out: Tensor, does: str = "") -> Non
 
 _SAME_NUMBERS = frozenset(
     [
-        "view",
-        "reshape",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "repeat",
-        "clone",
-        "to",
-        "long",
-        "contiguous",
-        "detach",
-        "flatten",
-        "t",
-        "T",
-        "stack",
-        "type_as",
-        "alias",
+        *("view", "reshape", "unsqueeze", "squeeze", "expand", "repeat", "clone", "to", "long"),
+        *("contiguous", "detach", "flatten", "t", "T", "stack", "type_as", "alias"),
     ]
 )
 _WRITES = frozenset(["scatter", "scatter_", "scatter_reduce", "scatter_reduce_", "index_put_", "index_put"])

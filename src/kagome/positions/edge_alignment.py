@@ -21,7 +21,7 @@ from kagome.deferred.lazy_tensor import now
 from kagome.halo.forward_pass import RunningForward
 from kagome.kernels.base.address import address
 from kagome.placement.placement import IDS, Placement, PlacementKind, tensors
-from kagome.positions.edge_positions import Edges, refused
+from kagome.positions.edge_positions import EdgeScope, refused
 from kagome.positions.edge_tables import edge_axis
 from kagome.positions.position_scope import Args, Kwargs
 from kagome.scope.constants import Constants
@@ -30,7 +30,7 @@ _JOINS: Final = frozenset(["cat", "concat", "concatenate", "hstack"])
 _ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
 
 
-class AlignedEdges(Edges, Protocol):
+class AlignedEdges(EdgeScope, Protocol):
     """The interface of the running interceptor that alignment uses."""
 
     forward: RunningForward

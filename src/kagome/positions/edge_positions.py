@@ -35,7 +35,7 @@ from kagome.user_frame import from_library, user_line
 __answers__ = True  # for ``user_frame``: functions here are also methods of numbers
 
 
-class Edges(Cutter, Protocol):
+class EdgeScope(Cutter, Protocol):
     """The interface of the running interceptor that these handlers use."""
 
     parted: bool
@@ -128,7 +128,7 @@ def counts(scope: Any, placement: Placement) -> type[SymbolicSize]:
     return EdgeCount if placement.kind is PlacementKind.PAIRS and scope.parted else SymbolicSize
 
 
-def refused(scope: Edges, got: str, *, hint: str = "") -> ModelError:
+def refused(scope: EdgeScope, got: str, *, hint: str = "") -> ModelError:
     """Return the error for a call that depends on edge positions in a way that no part can follow."""
     return _refused(scope.where(), got, hint)
 
@@ -142,7 +142,7 @@ def _refused(where: str, got: str, hint: str = "") -> ModelError:
     )
 
 
-def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
+def _edge_axis(scope: EdgeScope, tensor: Any) -> tuple[int, Placement] | None:
     """Return the axis along which a tensor has one entry per edge, and its placement."""
     placement = scope.placements.get(tensor) if scope.parted else None
     if placement is None:
@@ -154,7 +154,7 @@ def _edge_axis(scope: Edges, tensor: Any) -> tuple[int, Placement] | None:
     return None if axis is None else (axis, placement)
 
 
-def _ids(scope: Edges, tensor: Tensor, axis: int, placement: Placement) -> Tensor | None:
+def _ids(scope: EdgeScope, tensor: Tensor, axis: int, placement: Placement) -> Tensor | None:
     """Return each edge's position in the whole list; None if the edges are not exactly those of a view."""
     # Only the lists that the part itself provides are in the graph's order. A list that forward made (with
     # self-loops, or with edges dropped) has another position for each edge.
@@ -163,7 +163,7 @@ def _ids(scope: Edges, tensor: Tensor, axis: int, placement: Placement) -> Tenso
     return ids if ids is not None and tensor.size(axis) == ids.numel() else None
 
 
-def _view(scope: Edges, edges: Tensor | None) -> int | None:
+def _view(scope: EdgeScope, edges: Tensor | None) -> int | None:
     """Return the number of the view that provides a list of edges; None if forward made the list."""
     return next((at for at, v in enumerate(scope.views) if edges is v.edge_index or edges is v.given), None)
 
@@ -174,7 +174,7 @@ def _subset(tensor: Tensor, placement: Placement) -> Placement:
     return replace(placement, edges=None)
 
 
-def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def getitem(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer an index that selects along the edge axis."""
     found = _edge_axis(scope, args[0])
     if found is None:
@@ -195,7 +195,9 @@ def getitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     raise refused(scope, f"one edge read by its place, {item!r}")
 
 
-def _sliced(scope: Edges, base: Tensor, axis: int, placement: Placement, items: list[Any], at: int) -> Any:
+def _sliced(
+    scope: EdgeScope, base: Tensor, axis: int, placement: Placement, items: list[Any], at: int
+) -> Any:
     item = items[at]
     counts = [end for end in (item.start, item.stop) if end is not None]
     ids = None if from_library() else _ids(scope, base, axis, placement)
@@ -211,7 +213,7 @@ def _sliced(scope: Edges, base: Tensor, axis: int, placement: Placement, items: 
     return _placed(scope, base[tuple(items)], base, placement, items, at)
 
 
-def _own_slice(scope: Edges, ids: Tensor, item: slice, count: int) -> slice | Tensor:
+def _own_slice(scope: EdgeScope, ids: Tensor, item: slice, count: int) -> slice | Tensor:
     """Convert a slice of the whole list to one of own edges, or to their positions if it has a step."""
     # ``edge_ids`` ascends, so a slice of the whole list is one run of own edges:
     #   edge_ids  1 3 4 7     edge_index[:, 2:6]     own edges 1:3, the graph's edges 3 and 4
@@ -230,7 +232,7 @@ def _own_slice(scope: Edges, ids: Tensor, item: slice, count: int) -> slice | Te
 
 
 def _chosen(
-    scope: Edges, func: Func, args: Args, axis: int, placement: Placement, items: list[Any], at: int
+    scope: EdgeScope, func: Func, args: Args, axis: int, placement: Placement, items: list[Any], at: int
 ) -> Any:
     """Select edges by one flag each, or by numbers."""
     base, item = now(args[0]), items[at]
@@ -259,7 +261,7 @@ def _chosen(
 
 
 def _placed(
-    scope: Edges, out: Tensor, base: Tensor, placement: Placement, items: list[Any], at: int
+    scope: EdgeScope, out: Tensor, base: Tensor, placement: Placement, items: list[Any], at: int
 ) -> Tensor:
     """Return the result of an index with the placement of a selection of edges."""
     if placement.kind is PlacementKind.PAIRS:
@@ -283,7 +285,7 @@ def _placed(
     return scope.placements.put(out, _subset(base, placement))
 
 
-def index_select(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def index_select(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``messages.index_select(0, ids)`` along the edge axis."""
     base = args[0]
     found = _edge_axis(scope, base)
@@ -295,7 +297,7 @@ def index_select(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs
     return _chosen(scope, func, args, *found, items, found[0])
 
 
-def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def narrow(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``narrow`` along the edge axis as a slice."""
     base = args[0]
     found = _edge_axis(scope, base)
@@ -313,13 +315,13 @@ def narrow(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     return _cut(scope, base, *found, slice(start, start + length))
 
 
-def _cut(scope: Edges, base: Tensor, axis: int, placement: Placement, item: slice) -> Any:
+def _cut(scope: EdgeScope, base: Tensor, axis: int, placement: Placement, item: slice) -> Any:
     items: list[Any] = [FULL] * base.dim()
     items[axis] = item
     return _sliced(scope, now(base), axis, placement, items, axis)
 
 
-def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def split(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``split`` and ``chunk`` along the edge axis as slices of the whole list."""
     base = args[0] if args else kwargs.get("input")
     found, how = _edge_axis(scope, base), pieces_of(args, kwargs)
@@ -339,7 +341,7 @@ def split(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> An
     return tuple(_cut(scope, base, *found, slice(*each)) for each in ends)
 
 
-def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def arange(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``torch.arange(edge_index.size(1))`` with the positions of own edges; likewise ``linspace``."""
     count = next((each for each in (*args, *kwargs.values()) if isinstance(each, SymbolicSize)), None)
     if any(isinstance(each, EdgeEntries) for each in (*args, *kwargs.values())) and not from_library():
@@ -363,7 +365,7 @@ def arange(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     return own_edges(scope, every, 0, Placement(PlacementKind.PAIRS, view))
 
 
-def by_order(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def by_order(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse calls along the edge axis in which a row's result depends on the rows before it."""
     base = args[0] if args else None
     found = _edge_axis(scope, base)
@@ -392,7 +394,7 @@ _DIMS: Final[dict[str, tuple[int, int | None]]] = {
 """Argument index of the axis where it is not 1, and the axis used where none is given."""
 
 
-def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def setitem(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``w[:m] = 2`` with the same slice of own edges."""
     base = args[0]
     found = _edge_axis(scope, base)
@@ -414,7 +416,7 @@ def setitem(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> 
     return func(base, tuple(items), args[2])
 
 
-def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def viewed(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse ``messages.view(K, P, F)``, which groups edges by their positions in the list."""
     base = args[0] if args else kwargs["input"]
     placement = scope.placements.get(base) if scope.parted else None
@@ -451,7 +453,7 @@ def viewed(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> A
     raise refused(scope, f"{name} to {sizes}, which groups edges by their places in the list")
 
 
-def scatter(scope: Edges, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
+def scatter(scope: EdgeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Cut the rows written by ends of a part's edges from one per edge of the graph to this part's own."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     index = kwargs.get("index", args[2] if len(args) > 2 else None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,9 @@ def apply_rules(model: nn.Module, scope: LayerScope) -> Callable[[], None]:
     Raises:
         ModelError: For a layer of :data:`REFUSED`, with its reason. The model is unchanged after any error.
     """
+    refused = REFUSED if scope.views[0].name else (*REFUSED, *OF_SEVERAL_SETS)
     for path, module in model.named_modules():
-        for kind, reason in REFUSED:
+        for kind, reason in refused:
             if isinstance(module, kind) and scope.size > 1:
                 raise ModelError(
                     f"a layer that can be split over {scope.size} parts",
@@ -209,6 +210,13 @@ REFUSED: Sequence[tuple[type[nn.Module], str]] = (
     (pyg.WLConv, "it numbers colours in the order in which it meets them, and has no gradient"),
 )
 """Layers that no split makes exact, each with its reason."""
+_DICTS: Final = "it takes several vertex types as dicts: kagome.shard takes a HeteroData"
+OF_SEVERAL_SETS: Sequence[tuple[type[nn.Module], str]] = (
+    (pyg.HGTConv, _DICTS),
+    (pyg.HANConv, _DICTS),
+    (pyg.HeteroConv, _DICTS),
+)
+"""Layers that run on a graph of several vertex sets only."""
 
 
 # Aggregations that look at the rows of a group in an order, or as one dense block, and are no sum over rows.

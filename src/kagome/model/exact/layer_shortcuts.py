@@ -19,12 +19,14 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from kagome.kernels.base.address import address
 from kagome.model.exact.scope import Scope
 from kagome.scope.constants import Constants
+from kagome.sparse_ops.edge_view import EdgeView
 
 
 class LayerScope(Scope, Protocol):
     """The interceptor as layer rules see it: they may ask for more than handlers may."""
 
     constants: Constants
+    views: list[EdgeView]
     runs_once: bool
 
     def run_once(self) -> AbstractContextManager[None]:
