@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kagome.errors import DataError
+from kagome.kernels import ops
 from kagome.kernels.base.csr import LARGEST, Structure, _sorted
 from kernel_cases import cases
 
@@ -102,3 +103,27 @@ def test_an_edge_to_a_row_that_is_not_there_is_refused_before_kernels_write(layo
     found = Structure(torch.tensor([0, source]), torch.tensor([1, target]), own=3, num_sources=4)
     with pytest.raises(IndexError, match="out of bounds"):
         getattr(found, layout)
+
+
+@pytest.mark.parametrize("own", [3, 9])
+def test_edges_from_one_vertex_set_to_another(own: int) -> None:
+    """Own and halo rows of the sources are counted by themselves, whether there are more of them or fewer."""
+    generator = torch.Generator().manual_seed(1)
+    sources, halo = 6, 4
+    source = torch.randint(0, sources + halo, (40,), generator=generator)
+    target = torch.randint(0, own, (40,), generator=generator)
+    s = Structure(source, target, own, sources + halo, sources)
+    assert (s.first_halo, s.bipartite, s.walked.first_halo) == (sources, True, sources)
+    layout = s.by_target
+    for row in range(own):
+        begin, middle, end = (int(p[row]) for p in (layout.pointer, layout.middle, layout.pointer[1:]))
+        assert (layout.column[begin:middle] < sources).all()
+        assert (layout.column[middle:end] >= sources).all()
+    x = torch.randn(sources + halo, 5, generator=generator, dtype=torch.float64)
+    wanted = torch.zeros(own, 5, dtype=torch.float64).index_add_(0, target, x[source])
+    torch.testing.assert_close(ops.sum_rows(layout, x), wanted)
+    apart = ops.sum_rows(layout, x[:sources], span="own")
+    ops.sum_rows(layout, x[sources:], span="halo", offset=sources, into=apart)
+    torch.testing.assert_close(apart, wanted)
+    back = torch.zeros(sources + halo, 5, dtype=torch.float64).index_add_(0, source, wanted[target])
+    torch.testing.assert_close(ops.sum_rows(s.by_source, wanted), back)

@@ -441,3 +441,48 @@ def test_what_a_graph_of_several_sets_refuses(ranks: Any) -> None:
         for text, words in zip(found, expected, strict=True):
             assert any(word in text for word in words.split("|")), (words, text)
             assert text != "nothing"
+
+
+def cut(channel: Channel | None) -> dict[str, Tensor]:
+    """Learned tables of users and of items, each cut with its set, with Adam's state."""
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(8)
+    bought = torch.stack([torch.randint(n, (60,), generator=generator) for n in (19, 11)])
+    graph = kagome.Graph(
+        user=kagome.Vertices(19),
+        item=kagome.Vertices(11),
+        bought=kagome.Edges("user", "item", bought),
+        by=kagome.Edges("item", "user", bought.flip(0).contiguous()),
+    )
+
+    class Light(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.user, self.item = nn.Embedding(19, 4), nn.Embedding(11, 4)
+            self.up, self.down = pyg.SAGEConv((4, 4), 4), pyg.SAGEConv((4, 4), 4)
+
+        def forward(self, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+            users, items = self.user.weight, self.item.weight
+            return users + self.down((items, users), down), items + self.up((users, items), up)
+
+    model = Light().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    more = {} if channel is None else {"cut": ("user.weight", "item.weight")}
+    with net_of(channel, model, graph, **more) as net:
+        share = slice(net.rank, None, net.ranks)
+        for _ in range(3):
+            users, items = net(bought, bought.flip(0).contiguous())
+            good = net.read(users, bought[0, share], "user") * net.read(items, bought[1, share], "item")
+            loss = net.mean(torch.nn.functional.softplus(-good.sum(1)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if channel is not None and channel.size > 1:
+            assert model.user.weight.size(0) == net.own("user").numel() < 19
+            assert optimizer.state[model.item.weight]["exp_avg"].size(0) == net.own("item").numel()
+    return {name: value.detach() for name, value in model.state_dict().items()} | {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_tables_of_two_vertex_sets_are_cut_with_their_rows(ranks: Any, world: int) -> None:
+    both(ranks, world, cut)

@@ -124,7 +124,7 @@ def shard(
         part, notes = part_of(graph, parallel, ranks, seed, fitted.chunks)
         for note in (*ranks.notes, *notes):
             log(note)
-        refuse_uncuttable(cut, part, staged=is_staged(fitted))
+        refuse_uncuttable(cut, staged=is_staged(fitted))
         tables = tables_in(model, cut, part, ranks.graph)
         # Tables have rank 0's numbers soon; other weights must have their own.
         refuse_empty(model, tables.parameters)

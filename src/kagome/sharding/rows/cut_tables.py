@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,23 @@ from kagome.positions.edge_tables import tensors_of
 from kagome.sharding.rows.row_transfer import joined, spread
 
 WHERE = "kagome.shard(cut=...)"
-Rows = Literal["vertices", "edges"]
-"""What the rows of a table belong to."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the rows of a table may belong to: a vertex set or an edge set of the graph.
+
+    Args:
+        name: Its name.
+        own: The ids of own rows in the whole graph.
+        size: The number of rows of the whole graph.
+        placement: The placement of a table with such rows; of edges, without their list.
+    """
+
+    name: str
+    own: Tensor
+    size: int
+    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -45,14 +60,14 @@ class Table:
     Args:
         parameter: The user's parameter; while it is cut it has own rows.
         names: Its names in the model; tied layers have several.
-        rows: What its rows belong to.
+        placement: What its rows belong to; of edges, without their list.
         ids: The ids of own rows in the whole graph.
         shape: Its shape with all rows.
     """
 
     parameter: nn.Parameter
     names: tuple[str, ...]
-    rows: Rows
+    placement: Placement
     ids: Tensor
     shape: torch.Size
 
@@ -129,13 +144,10 @@ class CutTables:
 
     def place(self, scope: Interceptor) -> None:
         """Record what the parameters' rows are, for the model's forward."""
-        edges = scope.views[0].edge_index
         for table in self.tables:
-            placement = (
-                Placement(PlacementKind.ROWS)
-                if table.rows == "vertices"
-                else Placement(PlacementKind.PAIRS, 0, edges=edges)
-            )
+            placement = table.placement
+            if placement.kind is PlacementKind.PAIRS:
+                placement = replace(placement, edges=scope.views[placement.view].edge_index)
             scope.placements.put(table.parameter, placement)
 
     def join(self) -> None:
@@ -259,17 +271,17 @@ def _put(parameter: nn.Parameter, values: Tensor) -> None:
 # Which parameters are cut -------------------------------------------------------------------------
 
 
-def refuse_uncuttable(cut: bool | Sequence[str], part: Partition | SetsPartition, *, staged: bool) -> None:
-    """Refuse cut tables where the model does not run on one part of one vertex set.
+def refuse_uncuttable(cut: bool | Sequence[str], *, staged: bool) -> None:
+    """Refuse cut tables where the model does not run on one part.
 
     Raises:
-        ConfigError: Naming the reason.
+        ConfigError: If it runs in stages or chunks.
     """
-    if cut is False or (isinstance(part, Partition) and not staged):
+    if cut is False or not staged:
         return
     raise ConfigError(
-        "one part a rank of a graph of one vertex set, for a table that is cut",
-        "stages or chunks" if staged else "several vertex sets",
+        "one part a rank, for a table that is cut",
+        "stages or chunks",
         where=WHERE,
         hint="leave cut= out: the table is whole on every rank then",
     )
@@ -289,14 +301,14 @@ def tables_in(
     Raises:
         ConfigError: If a name is unknown, or its rows are not the graph's.
     """
-    if cut is False or not isinstance(part, Partition):
+    if cut is False:
         return CutTables((), channel)
     if isinstance(cut, str) or not (isinstance(cut, bool) or all(isinstance(each, str) for each in cut)):
         raise ConfigError(
             "names of parameters, or True", repr(cut), where=WHERE, hint='cut=("embedding.weight",)'
         )
     held = dict(model.named_parameters(remove_duplicate=False))
-    sizes: dict[Rows, int] = {"vertices": part.num_nodes, "edges": part.num_edges}
+    sizes = _rows_in(part)
     names = _found(model, held, sizes) if isinstance(cut, bool) else list(dict.fromkeys(cut))
     if not names:
         if cut is True:
@@ -304,31 +316,49 @@ def tables_in(
             raise ConfigError(what, _sizes(sizes), where=WHERE, hint=_known(held))
         return CutTables((), channel)
     # One part has all rows. Only a saved partition may have them in another order, and then they are cut too.
-    if channel.size == 1 and bool((part.own[1:] > part.own[:-1]).all()):
+    ascending = all(bool((each.own[1:] > each.own[:-1]).all()) for each in sizes)
+    if channel.size == 1 and ascending:
         for name in names:
             _rows_of(name, held, sizes)
         return CutTables((), channel)  # one rank has all rows, in the graph's order
-    own: dict[Rows, Tensor] = {"vertices": part.own, "edges": part.edge_ids}
     tables: dict[int, Table] = {}
     for name in names:
         rows = _rows_of(name, held, sizes)
         p = held[name]
         # ``named_parameters`` without duplicates would know the first name of a tied parameter only.
         every = tuple(each for each, other in held.items() if other is p)
-        tables[id(p)] = Table(p, every, rows, own[rows], p.shape)
+        tables[id(p)] = Table(p, every, rows.placement, rows.own, p.shape)
     return CutTables(tuple(tables.values()), channel)
 
 
-def _found(model: nn.Module, held: Mapping[str, nn.Parameter], sizes: Mapping[Rows, int]) -> list[str]:
+def _rows_in(part: Partition | SetsPartition) -> list[_Rows]:
+    """Return the vertex sets and edge sets of a part."""
+    if isinstance(part, Partition):
+        return [
+            _Rows("vertices", part.own, part.num_nodes, Placement(PlacementKind.ROWS)),
+            _Rows("edges", part.edge_ids, part.num_edges, Placement(PlacementKind.PAIRS)),
+        ]
+    vertices = zip(part.names, part.own, part.sizes, strict=True)
+    found = [
+        _Rows(name, own, size, Placement(PlacementKind.ROWS, vertex_set=number))
+        for number, (name, own, size) in enumerate(vertices)
+    ]
+    return found + [
+        _Rows(each.name, each.part.edge_ids, each.part.num_edges, Placement(PlacementKind.PAIRS, view))
+        for view, each in enumerate(part.edges)
+    ]
+
+
+def _found(model: nn.Module, held: Mapping[str, nn.Parameter], sizes: Sequence[_Rows]) -> list[str]:
     """Return the names of embeddings and of parameters of the user's own modules whose sizes fit."""
     return [
         name
         for name, value in tensors_of(model)
-        if name in held and value.dim() and value.size(0) in sizes.values()
+        if name in held and value.dim() and any(value.size(0) == each.size for each in sizes)
     ]
 
 
-def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Mapping[Rows, int]) -> Rows:
+def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Sequence[_Rows]) -> _Rows:
     """Return what the rows of a parameter belong to.
 
     Raises:
@@ -338,7 +368,7 @@ def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Mapping[Rows, i
         raise ConfigError("the name of a parameter of the model", repr(name), where=WHERE, hint=_known(held))
     count = held[name].size(0) if held[name].dim() else -1
     # A graph with as many edges as vertices leaves it open whose rows they are.
-    fits: list[Rows] = [rows for rows, size in sizes.items() if size == count]
+    fits = [rows for rows in sizes if rows.size == count]
     if len(fits) != 1:
         raise ConfigError(
             "a parameter with a row for each vertex, or for each edge, of the graph",
@@ -348,8 +378,8 @@ def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Mapping[Rows, i
     return fits[0]
 
 
-def _sizes(sizes: Mapping[Rows, int]) -> str:
-    return f"a graph of {sizes['vertices']:,} vertices and {sizes['edges']:,} edges"
+def _sizes(sizes: Sequence[_Rows]) -> str:
+    return f"a graph of {' and '.join(f'{each.size:,} {each.name}' for each in sizes)}"
 
 
 def _known(held: Mapping[str, nn.Parameter]) -> str:
