@@ -265,6 +265,7 @@ def refusals(channel: Channel) -> dict[str, str]:
         tried("rows", lambda: step(data.x, data.y[:3]))
         tried("no_sync", net.no_sync)
         tried("copy", lambda: copy.deepcopy(net))
+        tried("check", lambda: kagome.check(net, data.x, data.edge_index))
         step(data.x, data.y)  # none of them did harm
         data.x.mul_(2)
         tried("changed", lambda: step(data.x, data.y))
@@ -281,6 +282,7 @@ def test_what_a_net_in_stages_refuses(ranks: Any) -> None:
         "rows": "shape [3, 3]",
         "no_sync": "several net.train_step",
         "copy": "net.state_dict()",
+        "check": "a net of kagome.shard with graph= alone",
         "changed": "changed in place",
         "closed": "one that is closed",
     }

@@ -21,6 +21,7 @@ from kagome.errors import CheckError, ConfigError, KagomeError
 from kagome.graph.partition.partition import Partition
 from kagome.sharding.compare.comparison import Loss, Measured, Sample, run_split, run_whole
 from kagome.sharding.module import ShardedModel
+from kagome.sharding.pipelined import PipelinedModel
 from kagome.sharding.rows.row_sets import RowSet
 from kagome.verify import check as of_sample
 from kagome.verify.check import TOLERANCE, CheckResult, ComparedTensor
@@ -95,6 +96,13 @@ def check(model: nn.Module, *inputs: Any, **settings: Any) -> CheckResult:
         >>> result.first is None
         True
     """
+    if isinstance(model, PipelinedModel):
+        raise ConfigError(
+            "a model that is not in stages or chunks",
+            "one of kagome.shard with a pipe axis or chunks",
+            where="kagome.check(net, ...)",
+            hint="kagome.check(model, data), or a net of kagome.shard with graph= alone",
+        )
     if not isinstance(model, ShardedModel):
         return of_sample.check(model, *inputs, **settings)
     return _of_sharded(model, inputs, **settings)
