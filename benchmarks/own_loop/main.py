@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch_geometric.data import Data
+from models import case_of
 
 import kagome
 
@@ -30,68 +29,21 @@ SETTLED = 2
 """Steps of a start that do not count."""
 
 
-class Layer(nn.Module):
-    """A processor layer after MeshGraphNet: edges have a state, and then vertices are updated."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.edge = nn.Sequential(nn.Linear(3 * width, width), nn.ReLU(), nn.Linear(width, width))
-        self.vertex = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, width))
-
-    def forward(self, h: Tensor, state: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-        source, target = edge_index
-        state = state + self.edge(torch.cat([state, h[source], h[target]], dim=-1))
-        sums = torch.zeros_like(h).index_add(0, target, state)
-        return h + self.vertex(torch.cat([h, sums], dim=-1)), state
-
-
-class Net(nn.Module):
-    """Encoder, layers, decoder."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.vertices, self.edges, self.decoder = (
-            nn.Linear(8, width),
-            nn.Linear(4, width),
-            nn.Linear(width, 3),
-        )
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-        h, state = self.vertices(x), self.edges(edge_attr)
-        for layer in self.layers:
-            h, state = layer(h, state, edge_index)
-        return self.decoder(h)
-
-
-def mesh(side: int) -> Data:
-    """Return a square of triangles: six edges a vertex."""
-    place = torch.arange(side * side).view(side, side)
-    pairs = [(place[:, :-1], place[:, 1:]), (place[:-1], place[1:]), (place[:-1, :-1], place[1:, 1:])]
-    one = torch.cat([torch.stack([a.flatten(), b.flatten()]) for a, b in pairs], dim=1)
-    edges = torch.cat([one, one.flip(0)], dim=1)
-    generator = torch.Generator().manual_seed(0)
-    points = torch.cartesian_prod(torch.arange(side), torch.arange(side)).float()
-    x = torch.randn(side * side, 8, generator=generator)
-    return Data(
-        x=x, pos=points, edge_index=edges, edge_attr=torch.randn(edges.size(1), 4, generator=generator)
-    )
-
-
 def steps(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run one rank's steps; return their seconds, the last loss and the peak of resident memory."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    data, model = mesh(options.side), Net(options.width, options.layers)
+    case = case_of(options.model, options.side, options.width, options.layers)
+    model, graph = case.model, case.graph
     optimizer, seconds = torch.optim.Adam(model.parameters()), []
     parallel = kagome.Parallel(partitioner="coordinates")
-    net = model if way == "plain" else kagome.shard(model, data, parallel=parallel, log=str)
-    y = torch.sin(data.x[:, :3])
-    y = y if way == "plain" else net.place(y)
+    net: Any = model if way == "plain" else kagome.shard(model, graph, parallel=parallel, log=str)
+    y = torch.sin(case.x[:, :3])
+    y = y if way == "plain" else net.place(y, case.rows)
     loss = torch.zeros(())
     for _ in range(SETTLED + options.steps):
         begin = time.perf_counter()
-        squares = (net(data.x, data.edge_index, data.edge_attr) - y) ** 2
+        squares = (net(*case.inputs) - y) ** 2
         loss = squares.mean() if way == "plain" else net.mean(squares)
         loss.backward()
         optimizer.step()
@@ -110,14 +62,8 @@ def started(way: str, options: argparse.Namespace) -> dict[str, Any]:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         command = [sys.executable, __file__, "--rank-of", kind, "--side", str(options.side)]
-        command += [
-            "--width",
-            str(options.width),
-            "--layers",
-            str(options.layers),
-            "--steps",
-            str(options.steps),
-        ]
+        for name in ("model", "width", "layers", "steps"):
+            command += [f"--{name}", str(getattr(options, name))]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
     found = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
     return {**found[0], "peak": max(each["peak"] for each in found)}
@@ -138,8 +84,9 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    """Run all ways by turns, and write ``results.md`` and ``results.json``."""
+    """Run all ways by turns, and write the table and every step."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=["mesh", "weather"], default="mesh")
     parser.add_argument("--side", type=int, default=140, help="vertices along a side of the mesh")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=15)
@@ -156,8 +103,9 @@ def main() -> None:
         for way in sorted(WAYS, reverse=bool(turn % 2)):
             results[way].append(started(way, options))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps(results) + "\n", encoding="utf-8")
-    (options.out / "results.md").write_text(table(results) + "\n", encoding="utf-8")
+    name = f"{options.model}-{options.side}-{options.width}-{options.layers}"
+    (options.out / f"{name}.json").write_text(json.dumps(results) + "\n", encoding="utf-8")
+    (options.out / f"{name}.md").write_text(table(results) + "\n", encoding="utf-8")
     print(table(results))
 
 

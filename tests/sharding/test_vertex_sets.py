@@ -357,9 +357,14 @@ def bipartite(channel: Channel | None) -> dict[str, Tensor]:
 
         def forward(self, user: Tensor, item: Tensor, up: Tensor, down: Tensor, none: Tensor) -> Any:
             rows = self.up((user, item), up).relu() + self.liked((user, item), none)
+            paid = user[self.list[0]] * self.prices
+            rows = rows + torch.zeros_like(rows).index_add(0, self.list[1], paid)
             return self.down((rows, user), down), rows
 
     model = Both().double()
+    # As many edges as their reverse: the sizes leave open of which a kept tensor has rows.
+    model.register_buffer("prices", torch.rand(50, 1, generator=generator, dtype=torch.float64))
+    model.register_buffer("list", bought.clone())
     with net_of(channel, model, graph) as net:
         users, items = net(user, item, bought, bought.flip(0).contiguous(), none)
         share = slice(net.rank, None, net.ranks)

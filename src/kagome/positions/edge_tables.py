@@ -233,16 +233,16 @@ def tables_of(
         for name, tensor in _tables_among(model, each, vertices, placements):
             if tensor in names:
                 continue
-            if sum(count in tensor.shape for count in edges) > 1:
-                raise ModelError(
-                    "a tensor in the model whose sizes say to which edge set it belongs",
-                    f"{name} of shape {list(tensor.shape)}, and edge sets of "
-                    f"{', '.join(map(str, edges))} edges",
-                    where=name,
-                    hint="give it to forward, placed by net.place(tensor, edge_set)",
-                )
+            # Rows of two edge sets of one size, such as a set and its reverse: the tensor stays whole until
+            # it meets rows of one of them. Lists of edges are for ``sharding.rows.kept_edges``.
+            if sum(count in tensor.shape for count in edges) > 1 or (len(edges) > 1 and _is_list(tensor)):
+                continue
             names[tensor] = name
     return EdgeTables(names) if len(names) else None
+
+
+def _is_list(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.int64 and tensor.dim() == 2 and tensor.size(0) == 2
 
 
 def fit(model: nn.Module, edges: int, vertices: int, places: Tensor) -> bool:
