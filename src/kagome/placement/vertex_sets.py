@@ -88,11 +88,13 @@ class VertexSets(Sequence[VertexSet]):
 
     def joined(self, members: Sequence[int]) -> int:
         """Return the number of the set whose rows are those of these sets, one after the other."""
+        # cat([cat([a, b]), c]) is cat([a, b, c]).
         flat = tuple(each for member in members for each in (self._each[member].members or (member,)))
         for number, held in enumerate(self._each):
             if held.members == flat:
                 return number
         begin, ids = 0, []
+        # Ids of the k-th set are behind those of the sets before it, as in the whole graph's tensor.
         for member in flat:
             ids.append(self._each[member].ids + begin)
             begin += self._each[member].size

@@ -91,6 +91,7 @@ def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, 
             where="kagome.shard(parallel=...)",
             hint=f"Parallel(graph={channel.size})",
         )
+    # Compared before any message whose size depends on the graph: gloo aborts if sizes differ.
     marks = channel.gather_objects(sets_fingerprint(graph), "compare the ranks' graphs")
     if len(set(marks)) > 1:
         raise PartitionError(
@@ -99,6 +100,7 @@ def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, 
             hint="seed whatever makes the graph, or load it from one file",
         )
     counts = [each.count for each in graph.vertices.values()]
+    # [all vertices]: the part of each, the sets one after the other.
     owner = torch.zeros(sum(counts), dtype=torch.int64, device=channel.device)
     if channel.rank == 0 and channel.size > 1:
         owner = torch.cat([*assign_sets(graph, method, channel.size, seed).values()]).to(channel.device)

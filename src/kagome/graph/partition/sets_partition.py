@@ -79,6 +79,7 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
     Shapes:
         owners ``[count]`` of each set, int64.
     """
+    # One graph of all sets: the vertices of each are numbered behind those of the sets before it.
     counts = [each.count for each in graph.vertices.values()]
     begins = dict(zip(graph.vertices, torch.tensor([0, *counts]).cumsum(0).tolist(), strict=False))
     edge_index = torch.cat(
@@ -143,6 +144,7 @@ def _edges_part(edges: Edges, sources: Tensor, targets: Tensor, part: int, num_p
     mine, theirs = own.numel(), found.own.numel() - own.numel()
     #     local rows of the joined graph    own sources | own targets | halo
     #     rows of the edge set              own sources | halo             and own targets by themselves
+    # Edges read sources alone, so no target's row is in the halo, and none is sent.
     source, target = found.edge_index
     source = torch.where(source < mine, source, source - theirs)
     return _with_attribute(

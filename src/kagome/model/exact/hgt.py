@@ -38,6 +38,7 @@ def type_by_type(
     Cost:
         A message of the layer's width for each edge, as PyG's own.
     """
+    # [n, 3 * heads * D] of each type: its keys, queries and values side by side, as PyG's kqv_lin gives them.
     parts = {kind: torch.tensor_split(each, 3, dim=1) for kind, each in layer.kqv_lin(rows).items()}
     shape = layer.heads, layer.out_channels // layer.heads
     key, query, value = (
@@ -46,6 +47,8 @@ def type_by_type(
     )
     scores: dict[str, list[tuple[EdgeType, Tensor]]] = {}
     for kind, index in edges.items():
+        # The relation's map is applied to rows, of which there are fewer than edges; halo rows are mapped by
+        # their owners.
         mapped = _mapped(layer, layer.k_rel, kind, key[kind[0]])[index[0]]
         score = (query[kind[2]][index[1]] * mapped).sum(dim=-1) * layer.p_rel["__".join(kind)]
         scores.setdefault(kind[2], []).append((kind, score / math.sqrt(mapped.size(-1))))
@@ -57,6 +60,7 @@ def type_by_type(
 
 def _mapped(layer: Any, linear: Any, kind: EdgeType, rows: Tensor) -> Tensor:
     """Return rows times the weight of an edge type, by head: ``[n, H, D]``."""
+    # PyG keeps the weights of all heads and types in one tensor: head h of type t is entry h * types + t.
     types, at = len(layer.edge_types), layer.edge_types_map[kind]
     weight = torch.stack([linear.weight[head * types + at] for head in range(layer.heads)])
     return torch.stack([rows[:, head] @ weight[head] for head in range(layer.heads)], dim=1)
@@ -70,10 +74,13 @@ def _weighted(
     scores: list[tuple[EdgeType, Tensor]],
 ) -> Tensor:
     """Return the sum of messages into one vertex type, weighted by a softmax over all its in-edges."""
+    # The largest score of each row over all types first: exp of a difference from it cannot overflow. It has
+    # no gradient, since the softmax does not depend on it.
     most = torch.full_like(query[..., 0], -torch.inf)
     for kind, score in scores:
         ends = edges[kind][1].view(-1, 1).expand(-1, layer.heads)
         most = most.scatter_reduce(0, ends, score.detach(), "amax", include_self=True)
+    # [n, H] sums of shares and [n, H, D] of messages, over the types one after the other.
     total, out = torch.zeros_like(query[..., 0]), torch.zeros_like(query)
     for kind, score in scores:
         ends = edges[kind][1]

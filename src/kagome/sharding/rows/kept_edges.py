@@ -77,6 +77,7 @@ class KeptEdges:
         # ``model.to(device)`` makes new tensors.
         if any(slot.holder[slot.key] is not slot.given for slot in self._slots):
             self._find()
+        # Set in the dict itself: ``setattr`` would register a tensor of another shape.
         for slot in self._slots:
             slot.holder[slot.key] = slot.own
         try:
@@ -91,6 +92,7 @@ class KeptEdges:
     def _own(self, name: str, value: Tensor) -> Tensor | None:
         """Return own edges for a list that a module holds; None if it has not the size of one."""
         alike = [n for n, index in self._graph.items() if index.size(1) == value.size(1)]
+        # Compared on the CPU, once: the graph's edges are there.
         given = value.detach().cpu()
         for number in alike:
             for turned in (False, True):
@@ -110,6 +112,7 @@ class KeptEdges:
     def _matched(self, number: int, given: Tensor) -> Tensor | None:
         """Return the edges of a view, or of a concatenation, if a list is the edge set with shifted ids."""
         view, index = self._scope.views[number], self._graph[number]
+        # A shift of a whole row means that its ids count the rows of a concatenation.
         shifts = given - index
         if shifts.numel() and not bool((shifts == shifts[:, :1]).all()):
             return None
@@ -136,6 +139,7 @@ class KeptEdges:
 def _integers_of(model: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:
     """Yield all tensors int64 [2, E] that modules hold, with the dict or list that holds each."""
     for path, module in model.named_modules():
+        # Registered buffers are not in ``vars`` by their names; lists and dicts are one level deep.
         holders: list[tuple[str, Any]] = [("", module._buffers), ("", vars(module))]
         for name, value in vars(module).items():
             if isinstance(value, dict | list) and name not in ("_parameters", "_buffers", "_modules"):

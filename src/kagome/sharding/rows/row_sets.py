@@ -56,6 +56,7 @@ class RowSets(Mapping[str, RowSet]):
             placement = Placement(PlacementKind.ROWS, vertex_set=number)
             name = held.name or "vertices"
             self._each[name] = RowSet(name, held.ids, held.size, placement)
+        # Only the graph's own sets so far: forward may join some later.
         names = [*self._each]
         for number, view in enumerate(scope.views):
             placement = Placement(PlacementKind.PAIRS, number, edges=view.edge_index)
