@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kagome.intercept.gather_scatter import attribute
+from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Placement, PlacementKind, Placements
 
 SIZES = st.integers(1, 4)

@@ -11,6 +11,7 @@ from kagome.graph.partition.partition import extract
 from kagome.halo.comm_recorder import RecordedRows
 from kagome.halo.forward_pass import ForwardPass, RunningForward
 from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.vertex_sets import VertexSet, VertexSets
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes, VertexIds
@@ -28,11 +29,12 @@ class Part:
         part = extract(Data(edge_index=EDGES, num_nodes=4), torch.tensor([1, 0, 1, 0]), 0, 2)
         channel, self.placements = RecordedRows(alone()), Placements()
         self.forward = RunningForward(CPU, fast=True)
-        self.axes = Axes(self.placements, 4, self.forward)
         self.views = [in_view(part, channel, CPU)]
-        self.ids = VertexIds(part, self.views, self.placements)
+        sets = VertexSets([VertexSet("", part.own, 4)])
+        self.axes = Axes(self.placements, sets, self.forward)
+        self.ids = VertexIds(sets, self.views, self.placements, part.last_vertex)
         self.constants = Constants(channel, self.forward)
-        self.ranks = RankSums(channel, self.forward, self.axes, self.views[0], 5, slices=False)
+        self.ranks = RankSums(channel, self.forward, self.axes, self.views, slices=False)
         self.reads = NeighborReads(
             channel, self.forward, self.views, self.ids, self.placements, self.constants, sums_only=sums_only
         )

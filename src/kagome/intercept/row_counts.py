@@ -60,7 +60,8 @@ def numel(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwa
     # GATConv returns early if ``index.numel() == 0``. A rank without edges must not skip its peers'
     # collectives.
     if from_library():
-        kinds = (*IDS, *VERTICES)  # HANConv returns early without rows of a vertex type
+        # HANConv returns early without rows of a vertex type.
+        kinds = (*IDS, *VERTICES) if scope.sets.several else IDS
         return NoneHere(0) if placement.kind in kinds and not func(tensor) else NotImplemented
     sizes = behind(size(scope, "size", Tensor.size, (tensor,), {}))
     at = (

@@ -25,6 +25,12 @@ class Vertices:
         count: The number of vertices.
         pos: Their coordinates, by which ``partitioner="coordinates"`` cuts; all sets in one space.
 
+    Example:
+        >>> import torch
+        >>> from kagome import Vertices
+        >>> Vertices(3, pos=torch.zeros(3, 2)).count
+        3
+
     Raises:
         DataError: If the coordinates are not those of ``count`` vertices.
 
@@ -54,6 +60,12 @@ class Edges:
         target: The name of the vertex set that row 1 numbers.
         index: The edges.
         attr: A tensor with a row for each edge, if the model takes one.
+
+    Example:
+        >>> import torch
+        >>> from kagome import Edges
+        >>> Edges("user", "item", torch.tensor([[0, 1], [2, 0]])).target
+        'item'
 
     Shapes:
         index ``[2, E]``, int64; attr ``[E, ...]``.
