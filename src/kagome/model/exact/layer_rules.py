@@ -88,7 +88,11 @@ def _cheb(module: Any, scope: LayerScope) -> Settings:
             weight = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)[1]
             # A rank without edges takes part in the maximum with the least number, and does not win.
             low = weight.new_full((), torch.finfo(weight.dtype).min)
-            lambda_max = 2.0 * scope.ranks.greatest(weight.detach().amax() if weight.numel() else low)
+            # This rank's maximum alone: a maximum over all ranks would be a step that a rank without edges
+            # does not take part in.
+            with torch._C.DisableTorchFunction():
+                own = weight.detach().amax() if weight.numel() else low
+            lambda_max = 2.0 * scope.ranks.greatest(own)
         return inner(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype=dtype, batch=batch)
 
     return [(module, "__norm__", cached_call(norm, scope, "ChebConv"))]
