@@ -524,3 +524,26 @@ def test_features_that_two_edge_sets_read_are_sent_once(ranks: Any) -> None:
     for first, *later in ranks(2, sent):
         assert first > 0
         assert later == [0, 0]
+
+
+def shared(channel: Channel | None) -> dict[str, Tensor]:
+    """One tensor is the features of two vertex types, and one the edges of two edge types."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    edges = torch.randint(0, 12, (2, 40), generator=generator)
+    data = HeteroData()
+    data["a"].x, data["b"].x = x, x
+    data["a", "to", "b"].edge_index, data["b", "to", "a"].edge_index = edges, edges
+    torch.manual_seed(5)
+    model = pyg.HeteroConv({link: pyg.SAGEConv((4, 4), 3) for link in data.edge_types}).double()
+    with net_of(channel, model, data) as net:
+        for _ in range(2):
+            out = net(data.x_dict, data.edge_index_dict)
+            loss = net.mean(out["a"] ** 2) + net.mean(out["b"].abs())
+            loss.backward()
+    return grads(model) | {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_tensor_of_two_sets_is_cut_by_each(ranks: Any, world: int) -> None:
+    both(ranks, world, shared)
