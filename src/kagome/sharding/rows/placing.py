@@ -189,7 +189,7 @@ class Placer:
         return name if isinstance(name, str) and name in self._sets else ""
 
     def _tensor(self, path: str, value: Tensor, kind: str) -> Tensor:
-        """Return this rank's share of a tensor; ``kind`` is the set that the key of a dict names, or empty."""
+        """Return this rank's share of a tensor; ``kind`` is the set that a key names, or empty."""
         # One tensor may stand for two sets, under two keys: what the key names comes first.
         name, version = self._known.get(value, ("", -1))
         if name and version == value._version and kind in ("", name):
