@@ -41,11 +41,12 @@ from kagome.sharding.gradients.boundary import Boundary
 from kagome.sharding.gradients.gradient_norm import refuse_apart
 from kagome.sharding.gradients.gradient_sync import GradientSync
 from kagome.sharding.model_state import ModelState
-from kagome.sharding.results import gathered, written
+from kagome.sharding.results import written
 from kagome.sharding.rows.cut_tables import CutTables
 from kagome.sharding.rows.kept_edges import KeptEdges
 from kagome.sharding.rows.placing import Placer, edges_of
 from kagome.sharding.rows.row_sets import RowSets
+from kagome.sharding.rows.row_transfer import joined
 from kagome.sharding.training_steps import TrainingSteps
 from kagome.storage.row_files import Format, refuse_format
 
@@ -356,7 +357,8 @@ class ShardedModel(ModelState):
             All rows and their ids are sent to rank 0.
         """
         front = self._own_rows_first(value, rows, axis, "net.gather")
-        out = gathered(self._mesh.graph, front, self.own(rows), rows or "rows")
+        held, action = self._rows.named(rows, "net.gather"), f"gather of {rows or 'rows'}"
+        out = joined(self._mesh.graph, front, held.own, held.size, action, dst=0)
         return None if out is None else out.movedim(0, range(value.dim())[axis])
 
     def save(

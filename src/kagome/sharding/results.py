@@ -9,39 +9,14 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.sharding.rows.row_transfer import joined
 from kagome.storage.row_files import Format, Share, write_rows
-
-# [Note: order of rows] Each rank has the rows of its own vertices, in ascending order of their ids. The ids
-# go along, so that rank 0 can put all rows at their places in the graph:
-#
-#     rank 0   ids 0 3 4    rows a d e  ┐
-#     rank 1   ids 1 2      rows b c    ┴──> rank 0   a b c d e
-
-
-def gathered(channel: Channel, rows: Tensor, own: Tensor, what: str) -> Tensor | None:
-    """Return the rows of all ranks in the graph's order on rank 0 of a channel; None on the others.
-
-    Args:
-        channel: The ranks that share the graph.
-        rows: Own rows, along axis 0.
-        own: Their ids.
-        what: What the rows belong to, for errors.
-    """
-    found = channel.gather_rows(rows, action=f"gather of {what}", dst=0)
-    ids = channel.gather_rows(own, action=f"gather of {what}: ids", dst=0)
-    if found is None or ids is None or channel.rank:
-        return None
-    joined = torch.cat(found)
-    out = torch.empty_like(joined)
-    out[torch.cat(ids)] = joined
-    return out
 
 
 def written(
@@ -106,7 +81,8 @@ class PartRows(nn.Module):
         Args:
             value: Own rows, such as those of ``net.eval_step``. All ranks call it.
         """
-        found = gathered(self._mesh.graph, self.place(value).detach(), self.own(), "vertices")
+        rows = self.place(value)
+        found = joined(self._mesh.graph, rows, self.own(), self._part.num_nodes, "gather of vertices", dst=0)
         # Each stage's ranks have gathered the same rows; rank 0 of the first stage is rank 0 of all.
         return None if self._mesh.rank else found
 

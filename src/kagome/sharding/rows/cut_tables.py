@@ -175,11 +175,6 @@ class CutTables:
             handle.remove()
         self._handles, self._is_cut = [], False
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the parameters have own rows only."""
-        return self._is_cut
-
     def whole(self, table: Table, rows: Tensor, action: str, *, dst: int | None = None) -> Tensor | None:
         """Return all rows of a tensor with a table's own rows: on rank ``dst`` alone, or on all."""
         return joined(self.channel, rows, table.ids, table.shape[0], action, dst=dst)

@@ -1,6 +1,6 @@
 """Row transfer: rank 0's tensor to the owners of its rows, and the owners' rows back into one tensor.
 
-Where it sits: ``cut_tables`` uses it. Rows travel in blocks, so that beside the whole
+Where it sits: ``cut_tables`` uses it, and ``net.gather``. Rows travel in blocks, so that beside the whole
 tensor a rank holds one block.
 
 ::
