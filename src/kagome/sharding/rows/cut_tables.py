@@ -31,26 +31,10 @@ from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.intercept.interceptor import Interceptor
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.positions.edge_tables import tensors_of
+from kagome.sharding.rows.row_sets import RowSet, sets_of
 from kagome.sharding.rows.row_transfer import joined, spread
 
 WHERE = "kagome.shard(cut=...)"
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What the rows of a table may belong to: a vertex set or an edge set of the graph.
-
-    Args:
-        name: Its name.
-        own: The ids of own rows in the whole graph.
-        size: The number of rows of the whole graph.
-        placement: The placement of a table with such rows; of edges, without their list.
-    """
-
-    name: str
-    own: Tensor
-    size: int
-    placement: Placement
 
 
 @dataclass(frozen=True)
@@ -303,7 +287,7 @@ def tables_in(
             "names of parameters, or True", repr(cut), where=WHERE, hint='cut=("embedding.weight",)'
         )
     held = dict(model.named_parameters(remove_duplicate=False))
-    sizes = _rows_in(part)
+    sizes = sets_of(part)
     names = _found(model, held, sizes) if isinstance(cut, bool) else list(dict.fromkeys(cut))
     if not names:
         if cut is True:
@@ -326,25 +310,7 @@ def tables_in(
     return CutTables(tuple(tables.values()), channel)
 
 
-def _rows_in(part: Partition | SetsPartition) -> list[_Rows]:
-    """Return the vertex sets and edge sets of a part."""
-    if isinstance(part, Partition):
-        return [
-            _Rows("vertices", part.own, part.num_nodes, Placement(PlacementKind.ROWS)),
-            _Rows("edges", part.edge_ids, part.num_edges, Placement(PlacementKind.PAIRS)),
-        ]
-    vertices = zip(part.names, part.own, part.sizes, strict=True)
-    found = [
-        _Rows(name, own, size, Placement(PlacementKind.ROWS, vertex_set=number))
-        for number, (name, own, size) in enumerate(vertices)
-    ]
-    return found + [
-        _Rows(each.name, each.part.edge_ids, each.part.num_edges, Placement(PlacementKind.PAIRS, view))
-        for view, each in enumerate(part.edges)
-    ]
-
-
-def _found(model: nn.Module, held: Mapping[str, nn.Parameter], sizes: Sequence[_Rows]) -> list[str]:
+def _found(model: nn.Module, held: Mapping[str, nn.Parameter], sizes: Sequence[RowSet]) -> list[str]:
     """Return the names of embeddings and of parameters of the user's own modules whose sizes fit."""
     return [
         name
@@ -353,7 +319,7 @@ def _found(model: nn.Module, held: Mapping[str, nn.Parameter], sizes: Sequence[_
     ]
 
 
-def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Sequence[_Rows]) -> _Rows:
+def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Sequence[RowSet]) -> RowSet:
     """Return what the rows of a parameter belong to.
 
     Raises:
@@ -373,7 +339,7 @@ def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Sequence[_Rows]
     return fits[0]
 
 
-def _sizes(sizes: Sequence[_Rows]) -> str:
+def _sizes(sizes: Sequence[RowSet]) -> str:
     return f"a graph of {' and '.join(f'{each.size:,} {each.name}' for each in sizes)}"
 
 

@@ -1,18 +1,21 @@
 """Row sets: what the rows of a tensor can belong to: the vertex sets and the edge sets of a graph.
 
 Where it sits: :class:`kagome.sharding.rows.placing.Placer` places tensors by them; the methods of a sharded
-model take their names. A graph of one kind of vertices has ``"vertices"`` and ``"edges"``.
+model take their names, and ``cut_tables`` finds by them whose rows a parameter has. A graph of one kind of
+vertices has ``"vertices"`` and ``"edges"``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
 from kagome.errors import ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.intercept.interceptor import Interceptor
 from kagome.placement.placement import Placement, PlacementKind
 
@@ -49,21 +52,16 @@ class RowSets(Mapping[str, RowSet]):
     """
 
     def __init__(self, scope: Interceptor) -> None:
-        self._scope = scope
         self._each: dict[str, RowSet] = {}
-        for number in range(scope.sets.given):
-            held = scope.sets[number]
-            placement = Placement(PlacementKind.ROWS, vertex_set=number)
-            name = held.name or "vertices"
-            self._each[name] = RowSet(name, held.ids, held.size, placement)
-        # Only the graph's own sets so far: forward may join some later.
-        names = [*self._each]
-        for number, view in enumerate(scope.views):
-            placement = Placement(PlacementKind.PAIRS, number, edges=view.edge_index)
-            name = view.name or "edges"
-            own = view.edge_ids.to(scope.device)
-            ends = names[view.sources], names[view.targets]
-            self._each[name] = RowSet(name, own, view.count, placement, ends)
+        for each in sets_of(scope.given_part):
+            # On the device of the model, and with the list of edges that forward is given.
+            if each.ends is None:
+                held = replace(each, own=scope.sets[each.placement.vertex_set].ids)
+            else:
+                view = scope.views[each.placement.view]
+                placement = replace(each.placement, edges=view.edge_index)
+                held = replace(each, own=view.edge_ids.to(scope.device), placement=placement)
+            self._each[each.name] = held
 
     def __getitem__(self, name: str) -> RowSet:
         return self._each[name]
@@ -106,3 +104,25 @@ class RowSets(Mapping[str, RowSet]):
             ):
                 return each
         return None
+
+
+def sets_of(part: Partition | SetsPartition) -> list[RowSet]:
+    """Return the vertex sets and edge sets of a part; placements of edges are without their list."""
+    if isinstance(part, Partition):
+        vertices, ends = [("vertices", part.own, part.num_nodes)], ("vertices", "vertices")
+        edges = [("edges", part, ends)]
+    else:
+        vertices = [*zip(part.names, part.own, part.sizes, strict=True)]
+        edges = [
+            (each.name, each.part, (part.names[each.source], part.names[each.target])) for each in part.edges
+        ]
+    return [
+        *(
+            RowSet(name, own, size, Placement(PlacementKind.ROWS, vertex_set=number))
+            for number, (name, own, size) in enumerate(vertices)
+        ),
+        *(
+            RowSet(name, cut.edge_ids, cut.num_edges, Placement(PlacementKind.PAIRS, view), ends)
+            for view, (name, cut, ends) in enumerate(edges)
+        ),
+    ]
