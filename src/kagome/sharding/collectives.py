@@ -7,20 +7,19 @@ loop is made with them.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kagome.comm.mesh import Mesh
 from kagome.errors import ModelError
 from kagome.sharding.gradients.boundary import Boundary
 from kagome.sharding.gradients.gradient_sync import GradientSync
+from kagome.sharding.model_face import ModelFace
 from kagome.sharding.rows.row_reads import RowReads
 from kagome.sharding.rows.row_sets import RowSets
 
 
-class Collectives(nn.Module):
+class Collectives(ModelFace):
     """What all ranks that share a graph call together in a training loop."""
 
-    _mesh: Mesh
     _rows: RowSets
     _boundary: Boundary
     _sync: GradientSync

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from kagome.errors import CheckpointError
@@ -27,7 +27,6 @@ from kagome.sharding.train_step import GraphSteps
 class ModelState(GraphSteps):
     """What a training loop takes of a sharded model's weights, gradients and optimizer as a whole."""
 
-    model: nn.Module
     _tables: CutTables
 
     def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> Any:
@@ -49,10 +48,6 @@ class ModelState(GraphSteps):
         with self._tables.on_first_rank():
             found = self.model.state_dict(*args, **kwargs)
         return {} if self.rank else found
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a whole ``state_dict``; all ranks load the same, and keep own rows of a cut table."""
-        return self.model.load_state_dict(*args, **kwargs)
 
     def optimizer_state_dict(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         """Return an optimizer's state with all rows of cut tables, in the graph's order. All ranks call it.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.mesh import Mesh
-from kagome.comm.stats import Traffic
 from kagome.components.parallelize import ParallelModel
 from kagome.components.task import draws_of
 from kagome.components.wrappers import refuse_pieces
@@ -40,6 +39,7 @@ from kagome.model.copies import copied
 from kagome.sharding.gradients.boundary import Boundary
 from kagome.sharding.gradients.gradient_norm import refuse_apart
 from kagome.sharding.gradients.gradient_sync import GradientSync
+from kagome.sharding.model_face import no_files
 from kagome.sharding.model_state import ModelState
 from kagome.sharding.results import written
 from kagome.sharding.rows.cut_tables import CutTables
@@ -69,7 +69,6 @@ class ShardedModel(ModelState):
         codec_weights: How gradients are encoded while they are summed.
     """
 
-    model: nn.Module
     _parallel: ParallelModel
 
     def __init__(
@@ -85,12 +84,8 @@ class ShardedModel(ModelState):
         steps: TrainingSteps | None = None,
         codec_weights: SumCodec = "none",
     ) -> None:
-        super().__init__()
-        # The same dicts, so that parameters(), state_dict() and to() are the model's.
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = getattr(model, name)
-        self.training = model.training
-        self._mesh, self._rows = mesh, RowSets(parallel.scope)
+        super().__init__(model, mesh)
+        self._rows = RowSets(parallel.scope)
         self._given, self._beside = given, tuple(beside)
         self._sync = GradientSync((model, *beside), mesh.weights, codec_weights, tables.parameters)
         owned = tuple(each.count for each in self._rows.vertices)
@@ -107,8 +102,7 @@ class ShardedModel(ModelState):
         tables.keep()
         if tables:
             tables.watch(model, self)
-        # Not by assignment, which would register the model as a layer of its own.
-        self.__dict__["model"] = model
+        # Not by assignment, which would register it as a layer.
         self.__dict__["_parallel"] = parallel
         self._reads, self._steps = {}, steps
         self._known_modules = tuple(map(id, model.modules()))
@@ -117,17 +111,7 @@ class ShardedModel(ModelState):
         """The number of forward passes with gradient so far. Dropout draws other numbers in each; set it when
         a run continues."""
         self._ending = _Ending(stack)
-        self._closing = weakref.finalize(self, Finalizer(self._ending, _nothing))
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank among those that share the graph."""
-        return self._mesh.graph.rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that share the graph."""
-        return self._mesh.graph.size
+        self._closing = weakref.finalize(self, Finalizer(self._ending, no_files))
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -136,25 +120,6 @@ class ShardedModel(ModelState):
         They may be given to the model; a graph that was read from a folder is nowhere else.
         """
         return self._parallel.scope.inputs
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this rank has sent since the start: bytes and messages by kind, and the time of waits.
-
-        ``halo`` are rows of neighbours and their gradients, ``weights`` the sums of gradients. Each call
-        returns a copy of its own.
-
-        Example:
-            >>> import kagome
-            >>> from torch_geometric.nn import GCN
-            >>> data = kagome.load("digits")
-            >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=1), data) as net:
-            ...     before = net.traffic
-            ...     out = net(data.x, data.edge_index)
-            ...     net.traffic.since(before).bytes["halo"]  # one rank sends nothing
-            0
-        """
-        return self._mesh.world.traffic.copy()
 
     # The model's own face -------------------------------------------------------------------------
 
@@ -181,12 +146,6 @@ class ShardedModel(ModelState):
             return copied(self.model)
         finally:
             self._parallel.__enter__()
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode, as the model's own ``train`` does."""
-        self.model.train(mode)
-        self.training = mode
-        return self
 
     # Forward --------------------------------------------------------------------------------------
 
@@ -291,10 +250,7 @@ class ShardedModel(ModelState):
         Raises:
             ModelError: Naming what changed.
         """
-        if not self._closing.alive:
-            raise ModelError(
-                "an open sharded model", "one that is closed", hint="kagome.shard(model, graph) again"
-            )
+        super().refuse_unusable()
         if tuple(map(id, self.model.modules())) != self._known_modules:
             raise ModelError(
                 "the layers that the model had when it was sharded",
@@ -429,9 +385,6 @@ class ShardedModel(ModelState):
             self._tables.join()
         self._closing()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -457,10 +410,6 @@ class _Ending:
         # Dropped, because an error keeps the frames alive in which it was raised.
         error, self.error = self.error, None
         self.stack.__exit__(None if error is None else type(error), error, None)
-
-
-def _nothing() -> None:
-    """Close nothing: no file is open."""
 
 
 def _is_lazy(value: Any) -> bool:

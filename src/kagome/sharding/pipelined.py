@@ -19,14 +19,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from inspect import signature
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from kagome.comm.mesh import Mesh
-from kagome.comm.stats import Traffic
 from kagome.config import Parallel, Train
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
@@ -35,6 +34,7 @@ from kagome.model.forward_call import ForwardCall
 from kagome.objective.metrics import metric_of
 from kagome.objective.optimizers import Criteria
 from kagome.pipelining.chunk_engine import ChunkEngine
+from kagome.sharding.model_face import no_files
 from kagome.sharding.results import PartRows
 from kagome.sharding.train_step import PLACES, Loss, StepObjective, no_step, tensors_of
 
@@ -58,7 +58,6 @@ class PipelinedModel(PartRows):
         fast: Whether kernels reduce messages.
     """
 
-    model: nn.Module
     _engine: ChunkEngine
 
     def __init__(
@@ -73,15 +72,9 @@ class PipelinedModel(PartRows):
         *,
         fast: bool,
     ) -> None:
-        super().__init__()
-        # The same dicts, so that parameters(), state_dict() and to() are the model's.
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = getattr(model, name)
-        # Not by assignment, which would register the model as a layer of its own.
-        self.__dict__["model"] = model
-        self.training = model.training
+        super().__init__(model, mesh)
         # Without attributes: a rank holds those that its stages read alone, in chunks.
-        self._mesh, self._part, self._given = mesh, replace(part, nodes={}, edges={}), given
+        self._part, self._given = replace(part, nodes={}, edges={}), given
         self._attributes = frozenset(part.names)
         self._call = no_step()
         objective = StepObjective.of(self._call)
@@ -103,30 +96,9 @@ class PipelinedModel(PartRows):
         self.step = 0
         """The number of training steps so far. Dropout draws other numbers in each; set it when a run
         continues."""
-        self._closing = weakref.finalize(self, Finalizer(stack.close, _nothing))
+        self._closing = weakref.finalize(self, Finalizer(stack.close, no_files))
 
     # The model's own face -------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank's part."""
-        return self._mesh.graph.rank
-
-    @property
-    def ranks(self) -> int:
-        """The number of parts of the graph."""
-        return self._mesh.graph.size
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this rank has sent since the start; ``stage`` are values and gradients between stages."""
-        return self._mesh.world.traffic.copy()
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training mode. A step sets the mode that it needs by itself."""
-        self.model.train(mode)
-        self.training = mode
-        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own ``state_dict``, whole on every rank. All ranks call it.
@@ -136,10 +108,6 @@ class PipelinedModel(PartRows):
         """
         self._engine.join_weights()
         return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own ``state_dict``; all ranks load the same."""
-        return self.model.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse a copy, which would have old weights of other stages.
@@ -238,10 +206,7 @@ class PipelinedModel(PartRows):
         Raises:
             ModelError: Naming the first of them.
         """
-        if not self._closing.alive:
-            raise ModelError(
-                "an open sharded model", "one that is closed", hint="kagome.shard(model, graph) again"
-            )
+        self.refuse_unusable()
         bound = signature(self.model.forward).bind(*args, **kwargs).arguments if args or kwargs else {}
         # Arguments of forward by the names that the graph has for them: forward(h, edges) gets x, edge_index.
         names = dict(zip(signature(self.model.forward).parameters, self._names, strict=False))
@@ -302,9 +267,6 @@ class PipelinedModel(PartRows):
             self._engine.join_weights()
         self._closing()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -346,7 +308,3 @@ def _marked(model: nn.Module, part: Partition) -> Partition:
     count = part.own.numel()
     marks = {"train_mask": torch.ones(count, dtype=torch.bool), PLACES: torch.arange(count)}
     return replace(part, nodes={**part.nodes, **marks})
-
-
-def _nothing() -> None:
-    """Close nothing: no file is open."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kagome.comm.channel import Channel
-from kagome.comm.mesh import Mesh
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.sharding.model_face import ModelFace
 from kagome.sharding.rows.row_transfer import joined
 from kagome.storage.row_files import Format, Share, write_rows
 
@@ -45,10 +45,9 @@ def written(
     return write_rows(Path(folder), own, rows, share, format)
 
 
-class PartRows(nn.Module):
+class PartRows(ModelFace):
     """Rows of vertices along axis 0, where each of a part's stages has the same ones."""
 
-    _mesh: Mesh
     _part: Partition
 
     def own(self) -> Tensor:
