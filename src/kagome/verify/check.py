@@ -395,7 +395,7 @@ def _compare(
             shares = [trace.buffers[name] for trace in split]
             if all(share.shape == buffer.shape for share in shares):
                 rows.append(
-                    ComparedTensor(name, "buffer", max(_error(share, buffer, None) for share in shares))
+                    ComparedTensor(name, "buffer", max(error_of(share, buffer, None) for share in shares))
                 )
         if options.parts > 1:
             # Compare again with dropout on, against Kagome on one rank: draws must not depend on the mesh.
@@ -440,7 +440,7 @@ def _differences(
         for piece, part in zip(pieces, found, strict=True):
             assert part is not None
             joined.index_copy_(axis, piece.own, part.to(joined.dtype))
-        rows.append(ComparedTensor(name + note, "output", _error(joined, value, None)))
+        rows.append(ComparedTensor(name + note, "output", error_of(joined, value, None)))
     # The largest gradient of all: a gradient that is 0 up to rounding, as of a
     # bias before a norm, has no scale of its own.
     scale = max(
@@ -460,7 +460,7 @@ def _differences(
             ComparedTensor(
                 name + note,
                 "gradient",
-                _error(total, torch.zeros_like(total) if grad is None else grad, scale),
+                error_of(total, torch.zeros_like(total) if grad is None else grad, scale),
             )
         )
     return rows
@@ -481,14 +481,24 @@ def _row_axis(value: Tensor, found: list[Tensor], pieces: list[Partition], count
     return None
 
 
-def _error(a: Tensor, b: Tensor, scale: float | None) -> float:
-    if not a.numel():
+def error_of(got: Tensor, wanted: Tensor, scale: float | None) -> float:
+    """Return the largest difference over the largest entry; infinite for NaN on one side only.
+
+    Args:
+        got: One tensor.
+        wanted: The other, of the same shape.
+        scale: The least that a difference is divided by.
+    """
+    if not got.numel():
         return 0.0
     # Equal infinities differ by NaN, and NaN is unequal to itself: both count as equal here.
-    both = torch.isnan(a) & torch.isnan(b) | (a == b)
-    gap = torch.where(both, torch.zeros_like(a), (a - b).abs())
-    largest = float(b[torch.isfinite(b)].abs().max()) if torch.isfinite(b).any() else 0.0
-    base = max(largest, scale or 0.0, 1e-30)
-    worst = float(gap.max()) / base
-    # NaN on one side only.
+    both = torch.isnan(got) & torch.isnan(wanted) | (got == wanted)
+    gap = torch.where(both, torch.zeros_like(got), (got - wanted).abs())
+    worst = float(gap.max()) / max(largest(wanted), scale or 0.0, 1e-30)
     return worst if worst == worst else float("inf")
+
+
+def largest(value: Tensor) -> float:
+    """Return the largest absolute value of the finite entries; 0 of none."""
+    finite = value[torch.isfinite(value)]
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -24,7 +24,7 @@ from kagome.sharding.module import ShardedModel
 from kagome.sharding.pipelined import PipelinedModel
 from kagome.sharding.rows.row_sets import RowSet
 from kagome.verify import check as of_sample
-from kagome.verify.check import TOLERANCE, CheckResult, ComparedTensor
+from kagome.verify.check import TOLERANCE, CheckResult, ComparedTensor, error_of, largest
 
 
 @overload
@@ -283,7 +283,7 @@ class _Compared:
             )
 
     def _stage(self, kind: str, whole: dict[str, Tensor], split: dict[str, Tensor]) -> list[ComparedTensor]:
-        scale = max((_largest(value) for value in whole.values()), default=0.0)
+        scale = max((largest(value) for value in whole.values()), default=0.0)
         alone = kind in ("output", "loss")
         rows, faults = [], []
         for name in dict.fromkeys([*whole, *split]):
@@ -292,7 +292,9 @@ class _Compared:
             like = one if one is not None else other
             assert like is not None
             one, other = (torch.zeros_like(like) if each is None else each for each in (one, other))
-            gap = _gap(other, one, 0.0 if alone else scale)
+            gap = float("inf")
+            if one.shape == other.shape:
+                gap = error_of(other.double().cpu(), one.double().cpu(), None if alone else scale)
             rows.append(ComparedTensor(name.removeprefix(f"{kind} of "), kind, gap))
             if not gap <= TOLERANCE[self.dtype]:
                 faults.append((gap, name, one, other))
@@ -335,23 +337,6 @@ class _Compared:
             "a collective of torch.distributed has no gradient, or one rank's share: net.mean, net.sum, "
             "net.read and net.pairs have one"
         )
-
-
-def _largest(value: Tensor) -> float:
-    finite = value[torch.isfinite(value)] if value.is_floating_point() else value
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _gap(got: Tensor, wanted: Tensor, scale: float) -> float:
-    """Return the largest difference over the largest entry; infinite for other shapes, and for one NaN."""
-    if got.shape != wanted.shape:
-        return float("inf")
-    if not got.numel():
-        return 0.0
-    got, wanted = got.double().cpu(), wanted.double().cpu()
-    same = torch.isnan(got) & torch.isnan(wanted) | (got == wanted)
-    worst = float(torch.where(same, torch.zeros_like(got), (got - wanted).abs()).max())
-    return worst / max(_largest(wanted), scale, 1e-30) if worst == worst else float("inf")
 
 
 def _factor(wanted: Tensor, got: Tensor) -> float | None:
