@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
@@ -46,10 +47,7 @@ def clip(sync: GradientSync, channel: Channel, max_norm: float, norm_type: float
         else:
             powers = channel.all_reduce(part**norm_type, action=action)
             norm = (norm**norm_type + powers) ** (1 / norm_type)
-    # As torch's: 1e-6 keeps a norm of zero from a division by zero.
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in (*shared, *cut):
-        gradient.mul_(factor.to(gradient.dtype))
+    clip_grads_with_norm_([*sync.shared, *sync.cut], max_norm, norm)
     return norm
 
 
