@@ -22,6 +22,7 @@ from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.placement.symbolic_size import SymbolicSize
+from kagome.placement.vertex_sets import VertexSet
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
@@ -117,9 +118,12 @@ class Deferral:
 
     def written(self, index: Tensor) -> int:
         """Return the number of own vertices that are written by targets of edges; of any, for other ids."""
+        return self._written(index).own
+
+    def _written(self, index: Tensor) -> VertexSet:
         placement = self.placements.get(index)
         view = self._views[0 if placement is None else placement.view]
-        return self.axes.sets[view.targets].own
+        return self.axes.sets[view.targets]
 
     def writes_all(self, index: Tensor, rows: int | None) -> bool:
         """Return whether a reduction by targets of edges has a row for each own vertex of their set.
@@ -128,13 +132,12 @@ class Deferral:
             index: The targets.
             rows: The number of rows of the result, as it was asked for.
         """
-        placement = self.placements.get(index)
-        view = self._views[0 if placement is None else placement.view]
+        written = self._written(index)
         # Of a concatenation, rows of the receivers alone are asked for by the whole graph's number, which
         # may be this part's number of both.
-        if self.axes.sets[view.targets].members and not isinstance(rows, SymbolicSize):
+        if written.members and not isinstance(rows, SymbolicSize):
             return False
-        return rows is None or rows == self.axes.sets[view.targets].own
+        return rows is None or rows == written.own
 
     def drops_shares(self, value: Any) -> bool:
         """Return True if a tensor is deferred attention, so that its dropout is deferred too."""
