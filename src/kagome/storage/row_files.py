@@ -198,9 +198,7 @@ def load_rows(folder: str | Path) -> Tensor:
             seen = torch.zeros(share.total, dtype=torch.bool)
         _refuse_mixed(folder, path, share, first)
         _refuse_damaged(path, share, ids, rows, found)
-        # Against the files before it, then within the file.
-        if bool(seen[ids].any()) or ids.unique().numel() < ids.numel():
-            raise DataError("each row once", f"row {_twice(ids, seen)} a second time", where=str(path))
+        _refuse_twice(path, ids, seen)
         seen[ids] = True
         found[ids] = rows
     # Each file was whole, but their ids may leave some out.
@@ -216,12 +214,12 @@ def load_rows(folder: str | Path) -> Tensor:
     return found.movedim(0, first.axis)
 
 
-def _twice(ids: Tensor, seen: Tensor) -> int:
-    known = ids[seen[ids]]
-    if known.numel():
-        return int(known[0])
+def _refuse_twice(path: Path, ids: Tensor, seen: Tensor) -> None:
+    """Refuse rows that are there a second time: in the files before this one, or within it."""
     different, counts = ids.unique(return_counts=True)
-    return int(different[counts > 1][0])
+    twice = torch.cat([ids[seen[ids]], different[counts > 1]])
+    if twice.numel():
+        raise DataError("each row once", f"row {int(twice[0])} a second time", where=str(path))
 
 
 def _refuse_missing(folder: Path, paths: list[Path], share: Share) -> None:
