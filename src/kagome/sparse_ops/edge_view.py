@@ -173,9 +173,34 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
     order = torch.argsort(edge_ids)
     read, target, edge_ids = read[order], target[order], edge_ids[order]
     origin = torch.repeat_interleave(torch.arange(channel.size), torch.tensor(take)).to(read.device)[order]
+    source, ids, rows = _reads_of(read, origin, mine, channel)
+    edge_index = torch.stack([source, target])
+    return EdgeView(
+        ids=ids,
+        edge_index=edge_index,
+        given=edge_index.flip(0),
+        edge_ids=edge_ids,
+        rows=rows,
+        attributes={name: value[order] for name, value in attributes.items()},
+        across=(across := _across(places, give, take, channel)),
+        across_index=_across_index(places, give, take, across)[order],
+        count=view.count,
+    )
 
+
+def _reads_of(
+    read: Tensor, origin: Tensor, mine: Tensor, channel: Exchange
+) -> tuple[Tensor, Tensor, HaloExchange]:
+    """Return the local rows of vertices that edges read, the ids of all rows, and the exchange of the halo.
+
+    Args:
+        read: The vertex that each edge reads, by its original id.
+        origin: The rank that owns it.
+        mine: The ids of own vertices, ascending.
+        channel: The ranks. All of them call it.
+    """
+    own, away = mine.numel(), origin != channel.rank
     # Halo rows are ordered by owner, then by id, as in a partition. Owners are told which rows to send.
-    away = origin != channel.rank
     halo_key = torch.unique(torch.stack([origin[away], read[away]], dim=1), dim=0)
     halo = halo_key[:, 1]
     recv_counts = torch.bincount(halo_key[:, 0], minlength=channel.size).tolist()
@@ -187,27 +212,9 @@ def out_view(view: EdgeView, channel: Exchange) -> EdgeView:
     # The halo is sorted by owner first, so its ids ascend within an owner only: search in a sorted copy.
     by_id = torch.argsort(halo)
     source[away] = own + by_id[torch.searchsorted(halo[by_id], read[away])]
-    edge_index = torch.stack([source, target])
-    ids = torch.cat([mine, halo])
-    return EdgeView(
-        ids=ids,
-        edge_index=edge_index,
-        given=edge_index.flip(0),
-        edge_ids=edge_ids,
-        rows=HaloExchange(
-            own,
-            halo.numel(),
-            torch.searchsorted(mine, asked.squeeze(1)),
-            tuple(send_counts),
-            tuple(recv_counts),
-            channel,
-            ids,
-        ),
-        attributes={name: value[order] for name, value in attributes.items()},
-        across=(across := _across(places, give, take, channel)),
-        across_index=_across_index(places, give, take, across)[order],
-        count=view.count,
-    )
+    send, ids = torch.searchsorted(mine, asked.squeeze(1)), torch.cat([mine, halo])
+    counts = tuple(send_counts), tuple(recv_counts)
+    return source, ids, HaloExchange(own, halo.numel(), send, *counts, channel, ids)
 
 
 def _across(places: Tensor, give: list[int], take: list[int], channel: Exchange) -> HaloExchange:
