@@ -52,8 +52,8 @@ def part_of(
         return source.from_data(given, channel, method=method, seed=seed, reuse=parallel.reuse)
 
     if isinstance(graph, HeteroData | Graph):
-        sets = Graph.of(graph) if isinstance(graph, HeteroData) else graph
-        return _sets_part(sets, parallel, mesh.graph, "metis" if is_auto(method) else method, seed), ()
+        cutter = "metis" if is_auto(method) else method
+        return _sets_part(Graph.of(graph), parallel, mesh.graph, cutter, seed), ()
     part, meta = source.for_all_stages(take, mesh, chunks)
     return part, meta.notes
 

@@ -119,8 +119,10 @@ class Graph:
         return f"Graph({', '.join(words)})"
 
     @staticmethod
-    def of(data: HeteroData) -> Graph:
-        """Return the sets of a ``HeteroData``; an edge set is named after its three words."""
+    def of(data: HeteroData | Graph) -> Graph:
+        """Return the sets of a ``HeteroData``, whose edge sets are named after their three words."""
+        if isinstance(data, Graph):
+            return data
         sets: dict[str, Vertices | Edges] = {}
         for kind in data.node_types:
             count, pos = data[kind].num_nodes, data[kind].get("pos")

@@ -205,7 +205,7 @@ def _whole_part(given: Data | HeteroData | Graph) -> Partition | SetsPartition:
     if isinstance(given, Data):
         data = validate(given)[0]
         return split_all(data, torch.zeros(int(data.num_nodes or 0), dtype=torch.int64), 1)[0]
-    sets = Graph.of(given) if isinstance(given, HeteroData) else given
+    sets = Graph.of(given)
     owners = {name: torch.zeros(each.count, dtype=torch.int64) for name, each in sets.vertices.items()}
     return extract_sets(sets, owners, 0, 1)
 

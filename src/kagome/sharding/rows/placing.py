@@ -92,12 +92,12 @@ class Placer:
                 for value in held.values():
                     if isinstance(value, Tensor) and value.dim() and value.size(0) == self._sets[kind].size:
                         self._attributes[value] = value._version, kind
-            given = Graph.of(given)
-        for name, edges in given.edges.items():
+        sets = Graph.of(given)
+        for name, edges in sets.edges.items():
             self._edges.setdefault(_digest(edges.index), []).append(name)
             if edges.attr is not None:
                 self._attributes[edges.attr] = edges.attr._version, name
-        for name, vertices in given.vertices.items():
+        for name, vertices in sets.vertices.items():
             if vertices.pos is not None:
                 self._attributes[vertices.pos] = vertices.pos._version, name
 
@@ -334,8 +334,8 @@ def edges_of(given: Data | HeteroData | Graph | None) -> dict[int, Tensor]:
         return {}
     if isinstance(given, Data):
         return {0: given.edge_index.detach().cpu()}
-    sets = Graph.of(given) if isinstance(given, HeteroData) else given
-    return {number: each.index.detach().cpu() for number, each in enumerate(sets.edges.values())}
+    edges = Graph.of(given).edges.values()
+    return {number: each.index.detach().cpu() for number, each in enumerate(edges)}
 
 
 def _digest(edges: Tensor) -> bytes:
