@@ -138,42 +138,36 @@ class Interceptor(TorchFunctionMode):
 
     def _inputs(self) -> dict[str, Any]:
         """Return all inputs that the model may ask for by name; those without graph rows get no placement."""
-        if isinstance(self.given_part, SetsPartition):
-            return self._inputs_of_sets()
-        view = self.views[0]
-        given = self.part.shared
-        shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
-        inputs = {"edge_index": self.placements.put(view.edge_index, Placement(PlacementKind.EDGES, 0))}
-        for name, value in view.attributes.items():
-            inputs[name] = self.placements.put(
-                value, Placement(PlacementKind.PAIRS, 0, edges=view.edge_index)
-            )
-        for name, value in self.part.nodes.items():
+        inputs = self._inputs_of_edges()
+        single = isinstance(self.given_part, Partition)
+        for name, value in self.part.nodes.items() if single else ():
             moved = value.to(self.device)
             inputs[name] = self.placements.put(
                 moved if moved is not value else value.view(value.shape), Placement(PlacementKind.ROWS)
             )
         for value in inputs.values():
             self.constants.add(value)
+        if not single:
+            return inputs
         self.matrix = sparse_adjacency.matrix_of(self)
         if self.matrix is not None:
             del inputs[self.matrix.adjacency.name]
             inputs["adj_t"] = self.matrix.given
         # A tensor made with this many rows has one row per vertex of this part.
         count = SymbolicSize(self.own, Placement(PlacementKind.ROWS), lambda: self.sets[0].size)
+        given = self.part.shared
+        shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
         return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
 
-    def _inputs_of_sets(self) -> dict[str, Any]:
-        """Return the edges of each edge set by its name, and their attribute as ``NAME.edge_attr``."""
+    def _inputs_of_edges(self) -> dict[str, Any]:
+        """Return ``edge_index`` and attributes of edges; of several sets, ``NAME`` and ``NAME.edge_attr``."""
         inputs: dict[str, Any] = {}
         for number, view in enumerate(self.views):
             placement = Placement(PlacementKind.EDGES, number)
-            inputs[view.name] = self.placements.put(view.edge_index, placement)
+            inputs[view.name or "edge_index"] = self.placements.put(view.edge_index, placement)
             for name, value in view.attributes.items():
                 placed = Placement(PlacementKind.PAIRS, number, edges=view.edge_index)
-                inputs[f"{view.name}.{name}"] = self.placements.put(value, placed)
-        for value in inputs.values():
-            self.constants.add(value)
+                inputs[f"{view.name}.{name}" if view.name else name] = self.placements.put(value, placed)
         return inputs
 
     def joined_view(self, number: int, *, targets_first: bool) -> Tensor:
