@@ -294,12 +294,6 @@ def tables_in(
             what = "a parameter with a row for each vertex or edge"
             raise ConfigError(what, _sizes(sizes), where=WHERE, hint=_known(held))
         return CutTables((), channel)
-    # One part has all rows. Only a saved partition may have them in another order, and then they are cut too.
-    ascending = all(bool((each.own[1:] > each.own[:-1]).all()) for each in sizes)
-    if channel.size == 1 and ascending:
-        for name in names:
-            _rows_of(name, held, sizes)
-        return CutTables((), channel)  # one rank has all rows, in the graph's order
     tables: dict[int, Table] = {}
     for name in names:
         rows = _rows_of(name, held, sizes)
@@ -307,7 +301,9 @@ def tables_in(
         # ``named_parameters`` without duplicates would know the first name of a tied parameter only.
         every = tuple(each for each, other in held.items() if other is p)
         tables[id(p)] = Table(p, every, rows.placement, rows.own, p.shape)
-    return CutTables(tuple(tables.values()), channel)
+    # One part has all rows. Only a saved partition may have them in another order, and then they are cut too.
+    ascending = all(bool((each.own[1:] > each.own[:-1]).all()) for each in sizes)
+    return CutTables(() if channel.size == 1 and ascending else tuple(tables.values()), channel)
 
 
 def _found(model: nn.Module, held: Mapping[str, nn.Parameter], sizes: Sequence[RowSet]) -> list[str]:
