@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.errors import ModelError
+from kagome.objective.metrics import mean_r2
 from kagome.sharding.module import ShardedModel
 
 __all__ = ["average_precision", "hits_at", "mae", "mean_reciprocal_rank", "r2", "recall_at", "rmse"]
@@ -247,9 +248,7 @@ def r2(net: ShardedModel, out: Tensor, y: Tensor) -> float:
     mean = _total(channel, target, name)
     # A second pass around the mean: in one pass large targets lose all their digits.
     spread = _total(channel, (target - mean[0] / mean[1]).square(), name)[0]
-    # As scikit-learn: constant targets score 1 if all are met, else 0.
-    each = torch.where(spread > 0, 1 - lost / spread.clamp(min=1e-300), (lost == 0).double())
-    return float(each.mean())
+    return mean_r2(lost, spread)
 
 
 # Rankings ----------------------------------------------------------------------------------------

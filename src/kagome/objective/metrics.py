@@ -456,7 +456,11 @@ def _r2_of(state: Tensor, spread: Tensor) -> float | None:
     there = count > 0
     if not bool(there.any()) or float(count.max()) < 2:
         return None
-    lost, spread = lost[there], spread[there]
+    return mean_r2(lost[there], spread[there])
+
+
+def mean_r2(lost: Tensor, spread: Tensor) -> float:
+    """Return the mean R2 of columns, from their sums of squares: of errors, and around the mean."""
     # As scikit-learn: constant labels score 1 if all are met, else 0.
     each = torch.where(
         spread > 0, 1 - lost / spread.clamp(min=torch.finfo(torch.float64).tiny), (lost == 0).double()
