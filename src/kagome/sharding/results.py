@@ -1,4 +1,4 @@
-"""Results: own rows of all ranks, gathered in the graph's own order or written to a file a rank.
+"""Results: own rows of all ranks, written to a file a rank; and rows of a part whose model is in stages.
 
 Where it sits: ``module`` and ``pipelined`` give rows of vertices to the user with it.
 """
