@@ -404,8 +404,17 @@ class ShardedModel(ModelState):
                 f"{named.count:,} own rows of {named.name} along axis {axis}",
                 f"{value.size(axis):,} in shape {list(value.shape)}",
                 where=f"{where}, rank {self.rank}",
+                hint=self._other_axis(value, rows, named.count),
             )
         return value.detach().movedim(axis, 0).contiguous()
+
+    def _other_axis(self, value: Tensor, rows: str | None, count: int) -> str:
+        """Return a hint for rows that are expected along an axis where they are not."""
+        axes = [axis for axis, size in enumerate(value.shape) if size == count]
+        if axes:
+            return f"axis={axes[0]}, which has as many entries"
+        sets = [each.name for each in self._rows.values() if each.count in value.shape]
+        return f"{sets[0]!r}, the name of the rows' own set" if sets and sets[0] != rows else ""
 
     # Training -------------------------------------------------------------------------------------
 

@@ -109,13 +109,13 @@ class PipelinedModel(PartRows):
 
     @property
     def rank(self) -> int:
-        """The number of this rank's part."""
-        return self._mesh.graph.rank
+        """The number of this rank among all: of all stages, and of all parts of the graph."""
+        return self._mesh.rank
 
     @property
     def ranks(self) -> int:
-        """The number of parts of the graph."""
-        return self._mesh.graph.size
+        """The number of ranks of all stages and parts."""
+        return self._mesh.size
 
     @property
     def traffic(self) -> Traffic:

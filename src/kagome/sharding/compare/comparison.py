@@ -34,6 +34,7 @@ from kagome.graph.structure.sets import Graph
 from kagome.graph.structure.validate import validate
 from kagome.sharding.compare.lone_collectives import lone_collectives
 from kagome.sharding.module import ShardedModel
+from kagome.sharding.parts import without_edge_labels
 from kagome.sharding.rows.cut_tables import CutTables
 
 Loss = Callable[[Any, Any], Tensor]
@@ -203,7 +204,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _whole_part(given: Data | HeteroData | Graph) -> Partition | SetsPartition:
     """Return the graph as the only part of itself."""
     if isinstance(given, Data):
-        data = validate(given)[0]
+        data = validate(without_edge_labels(given))[0]
         return split_all(data, torch.zeros(int(data.num_nodes or 0), dtype=torch.int64), 1)[0]
     sets = Graph.of(given) if isinstance(given, HeteroData) else given
     owners = {name: torch.zeros(each.count, dtype=torch.int64) for name, each in sets.vertices.items()}
