@@ -157,8 +157,8 @@ def recall_at(
         block: Items, and users, whose scores are held at a time.
 
     Raises:
-        ModelError: If there is no pair, a row is NaN, ``rows`` are not this rank's own, or the graph has several
-            vertex sets.
+        ModelError: If there is no pair, a row is NaN, ``rows`` are not this rank's own, or the graph has
+            several vertex sets.
 
     Shapes:
         rows ``[n, F]``, wanted ``[2, P]``, items ``[I]``, known ``[2, Q]``.

@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 
 import kagome
 from kagome.comm.channel import Channel
-from kagome.sharding.compare.lone_collectives import lone_collectives
+from kagome.sharding.compare.single_rank_collectives import single_rank_collectives
 
 # What passes -------------------------------------------------------------------------------------
 
@@ -289,9 +289,9 @@ def test_a_check_that_cannot_be_made(ranks: Any, case: str, words: str) -> None:
         assert words in message
 
 
-def test_lone_collectives_have_a_gradient() -> None:
+def test_single_rank_collectives_have_a_gradient() -> None:
     value = torch.ones(3, requires_grad=True)
-    with lone_collectives() as called:
+    with single_rank_collectives() as called:
         assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
         shares = [torch.zeros(3), torch.ones(3)]
         dist.all_gather(shares, value)
@@ -322,7 +322,7 @@ def of_several_sets(channel: Channel) -> list[Any]:
     with kagome.shard(model, sets, log=str) as net:
         for value, rows, hint in (
             (torch.zeros(40, net.own("grid").numel()), "grid", "axis=1"),
-            (torch.zeros(net.own("grid").numel(), 40), "mesh", "'grid'"),
+            (torch.zeros(net.own("grid").numel(), 40), "mesh", '"grid" as the set'),
         ):
             with pytest.raises(kagome.KagomeError, match=f"Try: {hint}"):
                 net.gather(value, rows)

@@ -120,8 +120,7 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ModelError(
                 "parameters that have a shape, for a graph of several vertex sets",
                 f"{name}, whose layer waits for its first input (in_channels=-1)",
-                hint="with torch.no_grad(): model(data.x_dict, data.edge_index_dict), or on a few rows of each set, "
-                "before kagome.shard",
+                hint="with torch.no_grad(): model(data.x_dict, data.edge_index_dict), before kagome.shard",
             )
 
 

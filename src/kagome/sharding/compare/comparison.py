@@ -32,7 +32,7 @@ from kagome.graph.partition.partition import Partition, split_all
 from kagome.graph.partition.sets_partition import SetsPartition, extract_sets
 from kagome.graph.structure.sets import Graph
 from kagome.graph.structure.validate import validate
-from kagome.sharding.compare.lone_collectives import lone_collectives
+from kagome.sharding.compare.single_rank_collectives import single_rank_collectives
 from kagome.sharding.module import ShardedModel
 from kagome.sharding.parts import without_edge_labels
 from kagome.sharding.rows.cut_tables import CutTables
@@ -113,7 +113,10 @@ def run_whole(net: ShardedModel, sample: Sample) -> Measured:
         )
     part = _cast_part(_whole_part(given), sample.dtype)
     try:
-        with _sharded(net, part, _lone(net._mesh), sample.dtype) as whole, lone_collectives() as called:
+        with (
+            _sharded(net, part, _single_rank(net._mesh), sample.dtype) as whole,
+            single_rank_collectives() as called,
+        ):
             found = _measured(whole, net, sample)
     except KagomeError:
         raise
@@ -132,7 +135,7 @@ def run_whole(net: ShardedModel, sample: Sample) -> Measured:
 # Copies ------------------------------------------------------------------------------------------
 
 
-def _lone(mesh: Mesh) -> Mesh:
+def _single_rank(mesh: Mesh) -> Mesh:
     """Return a mesh of this rank alone."""
     channel = Channel(None, mesh.device)
     axes = dict.fromkeys(mesh.axes, 1)

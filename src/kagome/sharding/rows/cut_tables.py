@@ -216,7 +216,7 @@ class CutTables:
         """Replace own rows in a state dict by all rows. All ranks call it.
 
         Raises:
-            ModelError: If the ranks have parted already.
+            ModelError: If the net is closed, so that other ranks may not answer.
         """
         for table in self.tables:
             # Tied layers have one table under several names: it is gathered once.
