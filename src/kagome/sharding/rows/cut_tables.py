@@ -374,6 +374,7 @@ def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Sequence[_Rows]
             "a parameter with a row for each vertex, or for each edge, of the graph",
             f"{name} of shape {list(held[name].shape)}; {_sizes(sizes)}",
             where=WHERE,
+            hint="leave it out of cut=: it is whole on every rank then",
         )
     return fits[0]
 
