@@ -1,8 +1,7 @@
 """Step exchange: an exchange of rows in which late rows and residuals of codecs age by training steps.
 
-Where it sits: in front of ``halo.compressed_exchange``, which counts the age of rows in epochs. A loop of the
-user's own has no epochs, and numbers its forward passes. This exchange replaces the number of the forward
-pass by that of the training step.
+Where it sits: in front of ``halo.compressed_exchange``, which counts the age of rows in epochs. This exchange
+replaces the number of a forward pass by that of its training step.
 
 ::
 

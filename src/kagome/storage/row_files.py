@@ -184,7 +184,8 @@ def load_rows(folder: str | Path) -> Tensor:
     folder = Path(folder)
     paths = sorted(path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name))
     if not paths:
-        raise DataError("a folder with files of net.save", "none", where=str(folder))
+        got = "one of its files" if folder.is_file() else "none"
+        raise DataError("a folder with files of net.save", got, where=str(folder))
     # Allocated by what the first file says; then one file at a time is in memory.
     found: Tensor | None = None
     seen = torch.zeros(0, dtype=torch.bool)
