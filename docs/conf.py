@@ -58,8 +58,11 @@ CONTENTS = """
 
 docs/training
 docs/own-loop
+docs/sets
 docs/links
+docs/tables
 docs/frameworks
+docs/refused
 ```
 
 ```{toctree}

@@ -136,11 +136,12 @@ def test_own_model_gives_the_same_on_three_ranks(tmp_path: Path) -> None:
     assert float(accuracy(alone)) > 0.8
 
 
-def test_own_loop_gives_the_same_on_two_ranks(tmp_path: Path) -> None:
-    script, *_ = blocks(ROOT / "docs" / "own-loop.md", "python")
+@pytest.mark.parametrize(("page", "scores"), [("own-loop", "(1797, 1)"), ("sets", "(200, 4)")])
+def test_own_loop_gives_the_same_on_two_ranks(tmp_path: Path, page: str, scores: str) -> None:
+    script, *_ = blocks(ROOT / "docs" / f"{page}.md", "python")
     (tmp_path / "script.py").write_text(script)
     alone = printed(tmp_path / "script.py", cwd=tmp_path)
-    assert "scores (1797, 1)" in alone
+    assert f"scores {scores}" in alone
     assert found(alone) == found(printed(tmp_path / "script.py", cwd=tmp_path, ranks=2))
 
 

@@ -158,7 +158,8 @@ def recall_at(
         block: Items, and users, whose scores are held at a time.
 
     Raises:
-        ModelError: If there is no pair, a row is NaN, or ``rows`` are not this rank's own.
+        ModelError: If there is no pair, a row is NaN, ``rows`` are not this rank's own, or the graph has
+            several vertex sets.
 
     Shapes:
         rows ``[n, F]``, wanted ``[2, P]``, items ``[I]``, known ``[2, Q]``.
@@ -168,6 +169,13 @@ def recall_at(
         and all items' rows of one block.
     """
     channel, name = net._mesh.graph, "kagome.metrics.recall_at"
+    if len(sets := net._rows.vertices) > 1:
+        raise ModelError(
+            "users and items in one vertex set",
+            f"a graph of several: {', '.join(each.name for each in sets)}",
+            where=name,
+            hint="a Data with users first, then items; recall of what net.gather returns",
+        )
     own, rows = net.own(), rows.detach()
     _at_least_one(k, name)
     if rows.dim() != 2 or rows.size(0) != own.numel():

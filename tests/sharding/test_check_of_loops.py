@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 
 import kagome
 from kagome.comm.channel import Channel
-from kagome.sharding.compare.lone_collectives import lone_collectives
+from kagome.sharding.compare.single_rank_collectives import single_rank_collectives
 
 # What passes -------------------------------------------------------------------------------------
 
@@ -289,9 +289,9 @@ def test_a_check_that_cannot_be_made(ranks: Any, case: str, words: str) -> None:
         assert words in message
 
 
-def test_lone_collectives_have_a_gradient() -> None:
+def test_single_rank_collectives_have_a_gradient() -> None:
     value = torch.ones(3, requires_grad=True)
-    with lone_collectives() as called:
+    with single_rank_collectives() as called:
         assert (dist.get_world_size(), dist.get_rank()) == (1, 0)
         shares = [torch.zeros(3), torch.ones(3)]
         dist.all_gather(shares, value)
@@ -320,6 +320,14 @@ def of_several_sets(channel: Channel) -> list[Any]:
     model = pyg.GATConv((F, 4), C, edge_dim=2, add_self_loops=False)
     x, coarse = data.x.float(), torch.randn(7, 4)
     with kagome.shard(model, sets, log=str) as net:
+        for value, rows, hint in (
+            (torch.zeros(40, net.own("grid").numel()), "grid", "axis=1"),
+            (torch.zeros(net.own("grid").numel(), 40), "mesh", '"grid" as the set'),
+        ):
+            with pytest.raises(kagome.KagomeError, match=f"Try: {hint}"):
+                net.gather(value, rows)
+        with pytest.raises(kagome.KagomeError, match="users and items in one vertex set"):
+            kagome.metrics.recall_at(net, torch.zeros(1, 1), index, 1, items=torch.arange(7))
         found = kagome.check(
             net,
             (x, coarse),
@@ -328,6 +336,37 @@ def of_several_sets(channel: Channel) -> list[Any]:
             loss=lambda net, out: net.mean((out - net.place(data.y[:7], "mesh")) ** 2),
         )
     return [found.first, found.worst, found.vertices, found.edges, found.dtype]
+
+
+def with_labels_of_edges(channel: Channel) -> list[str]:
+    data = graph()
+    data.y, data.train_mask = torch.rand(90, 1, dtype=torch.float64), torch.arange(90) % 2 == 0
+    with kagome.shard(Ends(), data, log=str) as net:
+
+        def loss(net: Any, out: Tensor) -> Tensor:
+            wrong = (out - net.place(data.y, "edges")) ** 2
+            return net.mean(wrong[net.place(data.train_mask, "edges")])  # type: ignore[no-any-return]
+
+        found = kagome.check(net, data.x, data.edge_index, loss=loss)
+    return [each.kind for each in found.rows]
+
+
+class Ends(nn.Module):
+    """A number for each edge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.conv, self.out = pyg.SAGEConv(F, 4).double(), nn.Linear(8, 1).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.conv(x, edge_index)
+        return self.out(torch.cat([h[edge_index[0]], h[edge_index[1]]], dim=1))  # type: ignore[no-any-return]
+
+
+def test_labels_of_edges_may_be_attributes_of_the_graph(ranks: Any) -> None:
+    """The check refused ``data.y`` with a row for each edge, which ``kagome.shard`` takes."""
+    assert "gradient" in ranks(2, with_labels_of_edges)[0]
 
 
 def test_a_net_of_several_sets_passes(ranks: Any) -> None:

@@ -124,6 +124,8 @@ def test_files_that_are_no_whole_save_are_refused(folders: Path) -> None:
         kagome.load_rows(folders / "one")
     with pytest.raises(kagome.KagomeError, match=r"a folder with files of net\.save"):
         kagome.load_rows(folders)
+    with pytest.raises(kagome.KagomeError, match="got one of its files"):
+        kagome.load_rows(extra)
 
 
 def formats_refused(channel: Channel) -> list[str]:

@@ -287,13 +287,13 @@ def test_refusals(ranks: Any, case: str, words: str) -> None:
 
 
 def as_shown(channel: Channel, folder: str) -> tuple[float, list[int]]:
-    """The loop of the page about own loops, with its checkpoint in a folder."""
-    page = (Path(__file__).parents[2] / "docs" / "own-loop.md").read_text()
+    """The loop of the page about learned tables, with its checkpoint in a folder."""
+    page = (Path(__file__).parents[2] / "docs" / "tables.md").read_text()
     (script,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "cut=" in each)
     script, shard = script.replace("checkpoint.pt", f"{folder}/checkpoint.pt"), partial(kagome.shard, log=str)
     names: dict[str, Any] = {}
     with patch.object(kagome, "shard", shard):
-        exec(compile(script, "own-loop.md", "exec"), names)
+        exec(compile(script, "tables.md", "exec"), names)
     return names["loss"].item(), list(names["model"].embedding.weight.shape)
 
 

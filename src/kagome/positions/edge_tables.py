@@ -234,7 +234,7 @@ def tables_of(
             if tensor in names:
                 continue
             # Rows of two edge sets of one size, such as a set and its reverse: the tensor stays whole until
-            # it meets rows of one of them. Lists of edges are for ``sharding.rows.kept_edges``.
+            # it meets rows of one of them. Lists of edges are for ``sharding.rows.model_edges``.
             if sum(count in tensor.shape for count in edges) > 1 or (len(edges) > 1 and _is_list(tensor)):
                 continue
             names[tensor] = name

@@ -93,7 +93,7 @@ class Collectives(ModelFace):
             rows ``[n, ...]``, ids ``[P]`` -> ``[P, ...]``.
 
         Cost:
-            Each different row of another rank is sent once, and back in backward. The first call tells each
+            Each distinct row of another rank is sent once, and back in backward. The first call tells each
             rank the owners of all vertices.
         """
         named = self._rows.named(vertices, "net.read")

@@ -37,17 +37,17 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.launch.finalizer import Finalizer
 from kagome.model.copies import copied
 from kagome.sharding.gradients.boundary import Boundary
-from kagome.sharding.gradients.gradient_norm import refuse_apart
+from kagome.sharding.gradients.gradient_norm import refuse_different_weights
 from kagome.sharding.gradients.gradient_sync import GradientSync
 from kagome.sharding.model_face import no_files
 from kagome.sharding.model_state import ModelState
 from kagome.sharding.results import written
 from kagome.sharding.rows.cut_tables import CutTables
-from kagome.sharding.rows.kept_edges import KeptEdges
+from kagome.sharding.rows.model_edges import ModelEdges
 from kagome.sharding.rows.placing import Placer, edges_of
 from kagome.sharding.rows.row_sets import RowSets
 from kagome.sharding.rows.row_transfer import joined
-from kagome.sharding.training_steps import TrainingSteps
+from kagome.sharding.step_exchange import StepExchange
 from kagome.storage.row_files import Format, refuse_format
 
 
@@ -65,7 +65,7 @@ class ShardedModel(ModelState):
         beside: Modules that run outside of the model.
         stack: What is closed at the end.
         tables: Parameters of which this rank has its own rows.
-        steps: The training steps by which inexact rows age; None where all rows are exact.
+        steps: The exchange in which inexact rows age by training steps; None where all rows are exact.
         codec_weights: How gradients are encoded while they are summed.
     """
 
@@ -81,7 +81,7 @@ class ShardedModel(ModelState):
         stack: ExitStack,
         tables: CutTables,
         *,
-        steps: TrainingSteps | None = None,
+        steps: StepExchange | None = None,
         codec_weights: SumCodec = "none",
     ) -> None:
         super().__init__(model, mesh)
@@ -91,8 +91,8 @@ class ShardedModel(ModelState):
         owned = tuple(each.count for each in self._rows.vertices)
         self._boundary = Boundary(self._sync, mesh.graph, owned)
         self._placer = Placer(parallel.scope, self._rows, mesh.graph, self._boundary, given)
-        self._kept = KeptEdges(model, parallel.scope, edges_of(given))
-        if self._kept and parallel.options.recompute:
+        self._model_edges = ModelEdges(model, parallel.scope, edges_of(given))
+        if self._model_edges and parallel.options.recompute:
             raise ModelError(
                 "edges as arguments of forward, with recompute=True",
                 "edges that the model holds, which a layer that runs again in backward would not find",
@@ -181,10 +181,10 @@ class ShardedModel(ModelState):
         training = torch.is_grad_enabled()
         self._sync.refresh()
         self.step += training
-        # At steps 2, 4, 8, ...: torch's norm over cut tables may part the ranks' weights at any step, and the
-        # check reads all of them.
+        # At steps 2, 4, 8, ..., because this reads all weights. The ranks' weights diverge if a user clips by
+        # torch's norm over cut tables.
         if training and self._tables and self.step > 1 and not self.step & (self.step - 1):
-            refuse_apart(self._sync.shared, self._mesh.graph)
+            refuse_different_weights(self._sync.shared, self._mesh.graph)
         if self._steps is not None:
             self._begin_step(self._steps, training=training)
         checked = training in self._checked
@@ -209,10 +209,10 @@ class ShardedModel(ModelState):
         return tree_map(lambda leaf: self._left(leaf, forward_pass), out)
 
     def _called(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self._kept.put_in():
+        with self._model_edges.put_in():
             return tree_map(_computed, function(*args, **kwargs), is_leaf=_is_lazy)
 
-    def _begin_step(self, steps: TrainingSteps, *, training: bool) -> None:
+    def _begin_step(self, steps: StepExchange, *, training: bool) -> None:
         """Note a forward pass; in evaluation, by mode or without gradient, its rows are exact."""
         if not training:
             steps.settle()
@@ -362,8 +362,15 @@ class ShardedModel(ModelState):
                 f"{named.count:,} own rows of {named.name} along axis {axis}",
                 f"{value.size(axis):,} in shape {list(value.shape)}",
                 where=f"{where}, rank {self.rank}",
+                hint=self._other_axis(value, named.count),
             )
         return value.detach().movedim(axis, 0).contiguous()
+
+    def _other_axis(self, value: Tensor, count: int) -> str:
+        """Return a hint for rows that lie along another axis, or are those of another set."""
+        axes = [f"axis={axis}" for axis, size in enumerate(value.shape) if size == count]
+        sets = [f'"{each.name}" as the set' for each in self._rows.values() if each.count in value.shape]
+        return next(iter((*axes, *sets)), "")
 
     # Training -------------------------------------------------------------------------------------
 

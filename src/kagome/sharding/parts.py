@@ -48,7 +48,7 @@ def part_of(
     def take(channel: Channel) -> tuple[Partition, Meta]:
         if isinstance(graph, str | Path):
             return source.from_folder(graph, channel)
-        given = _of_vertices(graph) if isinstance(graph, Data) else graph
+        given = without_edge_labels(graph) if isinstance(graph, Data) else graph
         return source.from_data(given, channel, method=method, seed=seed, reuse=parallel.reuse)
 
     if isinstance(graph, HeteroData | Graph):
@@ -58,8 +58,8 @@ def part_of(
     return part, meta.notes
 
 
-def _of_vertices(graph: Data) -> Data:
-    """Return a graph without labels and masks of edges: a loop of the user's own places those itself."""
+def without_edge_labels(graph: Data) -> Data:
+    """Return a graph without labels and masks of edges, which the user's own loop places by itself."""
     edges, vertices = graph.num_edges, graph.num_nodes
     of_edges = [
         name
@@ -120,7 +120,7 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ModelError(
                 "parameters that have a shape, for a graph of several vertex sets",
                 f"{name}, whose layer waits for its first input (in_channels=-1)",
-                hint="call the model once, with torch.no_grad(), on a few rows of each set",
+                hint="with torch.no_grad(): model(data.x_dict, data.edge_index_dict), before kagome.shard",
             )
 
 

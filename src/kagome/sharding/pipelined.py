@@ -100,6 +100,16 @@ class PipelinedModel(PartRows):
 
     # The model's own face -------------------------------------------------------------------------
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all: of all stages, and of all parts of the graph."""
+        return self._mesh.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of all stages and parts."""
+        return self._mesh.size
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own ``state_dict``, whole on every rank. All ranks call it.
 

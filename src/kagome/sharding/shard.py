@@ -24,16 +24,16 @@ from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sets import Graph
 from kagome.report.progress import warn
-from kagome.sharding.module import ShardedModel
-from kagome.sharding.parts import part_of, refuse_lazy, whole_of_one_set
-from kagome.sharding.pipelined import PipelinedModel
-from kagome.sharding.policies import (
+from kagome.sharding.loop_settings import (
     exchange_of,
     is_staged,
     note_unwatched,
     refuse_beside_stages,
     refuse_unserved,
 )
+from kagome.sharding.module import ShardedModel
+from kagome.sharding.parts import part_of, refuse_lazy, whole_of_one_set
+from kagome.sharding.pipelined import PipelinedModel
 from kagome.sharding.rows.cut_tables import refuse_uncuttable, tables_in
 
 

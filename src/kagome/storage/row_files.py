@@ -8,7 +8,7 @@ Where it sits: ``net.save`` writes with it; ``kagome.load_rows`` reads what all 
                                  rank 1 ──> rows-00001-of-00002.safetensors
     kagome.load_rows(folder)     [N, ...], in the graph's order
 
-Each file says which save it belongs to. So files of two saves in one folder are never joined.
+Each file says which save it belongs to. So files of two saves in one folder are never mixed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Share:
 
 
 def refuse_format(format: str, where: str) -> None:
-    """Refuse a format that there is not, or whose package is not installed.
+    """Refuse an unknown format, or one whose package is not installed.
 
     Raises:
         ConfigError: If so.
@@ -163,7 +163,7 @@ def load_rows(folder: str | Path) -> Tensor:
         The rows of all vertices or edges, as ``net.gather`` returns them on rank 0.
 
     Raises:
-        DataError: If a file is missing or damaged, files are of two saves, or a row is there twice or not at
+        DataError: If a file is missing or damaged, files are of two saves, or a row occurs twice or not at
             all.
 
     Shapes:
@@ -184,7 +184,8 @@ def load_rows(folder: str | Path) -> Tensor:
     folder = Path(folder)
     paths = sorted(path for path in folder.glob("rows-*") if _NAME.fullmatch(path.name))
     if not paths:
-        raise DataError("a folder with files of net.save", "none", where=str(folder))
+        got = "one of its files" if folder.is_file() else "none"
+        raise DataError("a folder with files of net.save", got, where=str(folder))
     # Allocated by what the first file says; then one file at a time is in memory.
     found: Tensor | None = None
     seen = torch.zeros(0, dtype=torch.bool)

@@ -32,8 +32,9 @@ from kagome.graph.partition.partition import Partition, split_all
 from kagome.graph.partition.sets_partition import SetsPartition, extract_sets
 from kagome.graph.structure.sets import Graph
 from kagome.graph.structure.validate import validate
-from kagome.sharding.compare.lone_collectives import lone_collectives
+from kagome.sharding.compare.single_rank_collectives import single_rank_collectives
 from kagome.sharding.module import ShardedModel
+from kagome.sharding.parts import without_edge_labels
 from kagome.sharding.rows.cut_tables import CutTables
 
 Loss = Callable[[Any, Any], Tensor]
@@ -112,7 +113,10 @@ def run_whole(net: ShardedModel, sample: Sample) -> Measured:
         )
     part = _cast_part(_whole_part(given), sample.dtype)
     try:
-        with _sharded(net, part, _lone(net._mesh), sample.dtype) as whole, lone_collectives() as called:
+        with (
+            _sharded(net, part, _single_rank(net._mesh), sample.dtype) as whole,
+            single_rank_collectives() as called,
+        ):
             found = _measured(whole, net, sample)
     except KagomeError:
         raise
@@ -131,7 +135,7 @@ def run_whole(net: ShardedModel, sample: Sample) -> Measured:
 # Copies ------------------------------------------------------------------------------------------
 
 
-def _lone(mesh: Mesh) -> Mesh:
+def _single_rank(mesh: Mesh) -> Mesh:
     """Return a mesh of this rank alone."""
     channel = Channel(None, mesh.device)
     axes = dict.fromkeys(mesh.axes, 1)
@@ -203,7 +207,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def _whole_part(given: Data | HeteroData | Graph) -> Partition | SetsPartition:
     """Return the graph as the only part of itself."""
     if isinstance(given, Data):
-        data = validate(given)[0]
+        data = validate(without_edge_labels(given))[0]
         return split_all(data, torch.zeros(int(data.num_nodes or 0), dtype=torch.int64), 1)[0]
     sets = Graph.of(given)
     owners = {name: torch.zeros(each.count, dtype=torch.int64) for name, each in sets.vertices.items()}

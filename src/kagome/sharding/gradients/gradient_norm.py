@@ -3,7 +3,7 @@
 Where it sits: :meth:`kagome.sharding.module.ShardedModel.clip_grad_norm_` is made of it.
 
 ``torch.nn.utils.clip_grad_norm_`` takes the norm of what one rank has. With a cut parameter that norm differs
-between ranks, each would scale the shared gradients by another factor, and their weights would part.
+between ranks, each would scale the shared gradients by another factor, and their weights would diverge.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
     return norm
 
 
-def refuse_apart(shared: Sequence[nn.Parameter], channel: Channel) -> None:
+def refuse_different_weights(shared: Sequence[nn.Parameter], channel: Channel) -> None:
     """Refuse weights that should be the same on all ranks and are not. All ranks call it.
 
     Raises:

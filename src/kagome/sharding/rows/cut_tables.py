@@ -195,7 +195,7 @@ class CutTables:
         """Replace own rows in a state dict by all rows. All ranks call it.
 
         Raises:
-            ModelError: If the ranks have parted already.
+            ModelError: If the net is closed, so that other ranks may not answer.
         """
         for table in self.tables:
             # Tied layers have one table under several names: it is gathered once.
@@ -331,6 +331,7 @@ def _rows_of(name: str, held: Mapping[str, nn.Parameter], sizes: Sequence[RowSet
             "a parameter with a row for each vertex, or for each edge, of the graph",
             f"{name} of shape {list(held[name].shape)}; {_sizes(sizes)}",
             where=WHERE,
+            hint="leave it out of cut=: it is whole on every rank then",
         )
     return fits[0]
 

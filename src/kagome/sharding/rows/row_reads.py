@@ -80,7 +80,7 @@ class RowReads:
             rows ``[n, ...]``, ids ``[P]`` -> ``[P, ...]``.
 
         Cost:
-            Each different row of another rank once, and 8 bytes for each of them; the same back in backward.
+            Each distinct row of another rank once, and 8 bytes for each of them; the same back in backward.
         """
         ids = self._valid(ids)
         lists = self._lists(ids)

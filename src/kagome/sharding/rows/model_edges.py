@@ -1,4 +1,4 @@
-"""Kept edges: edge lists that modules hold in buffers, attributes, lists and dicts, replaced by own edges.
+"""Model edges: edge lists that modules hold in buffers, attributes, lists and dicts, replaced by own edges.
 
 Where it sits: :class:`kagome.sharding.module.ShardedModel` puts own edges there for each forward pass and the
 user's tensors back after it, so that ``state_dict`` and the user see their own.
@@ -46,7 +46,7 @@ class _Slot:
     own: Tensor
 
 
-class KeptEdges:
+class ModelEdges:
     """The edge lists that a model holds.
 
     Args:
@@ -73,7 +73,7 @@ class KeptEdges:
 
     @contextmanager
     def put_in(self) -> Iterator[None]:
-        """Within a block, let modules hold own edges in place of the graph's."""
+        """Within a block, modules hold own edges in place of the graph's."""
         # ``model.to(device)`` makes new tensors.
         if any(slot.holder[slot.key] is not slot.given for slot in self._slots):
             self._find()

@@ -1,7 +1,7 @@
-"""Training steps: the clock by which late rows and residuals of codecs age in a loop of the user's own.
+"""Step exchange: an exchange of rows in which late rows and residuals of codecs age by training steps.
 
-Where it sits: in front of ``halo.compressed_exchange``, which ages rows by epochs. A forward of the user's
-loop has a number of its own; this exchange puts the number of the training step in its place.
+Where it sits: in front of ``halo.compressed_exchange``, which counts the age of rows in epochs. This exchange
+replaces the number of a forward pass by that of its training step.
 
 ::
 
@@ -10,8 +10,8 @@ loop has a number of its own; this exchange puts the number of the training step
     call in it      1    2                1    2                1
 
 A training step ends with a backward. The second call of a step, as in a roll-out, reads the late rows of the
-second call of the step before, not those of the first call. A forward in evaluation mode belongs to no step:
-its rows are exact.
+second call of the step before, not those of the first call. A forward pass in evaluation mode belongs to no
+step, and its rows are exact.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Call:
     number: int
 
 
-class TrainingSteps:
+class StepExchange:
     """An exchange whose rows age by training steps.
 
     Args:

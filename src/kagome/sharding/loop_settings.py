@@ -1,4 +1,4 @@
-"""Policies: which settings of ``Parallel`` a training loop of the user's own can have, and their exchange.
+"""Loop settings: the settings of ``Parallel`` that a loop of the user's own can have, and their exchange.
 
 Where it sits: ``shard`` asks here before it puts a model on a part. What a ``Trainer`` decides from epoch to
 epoch, by probes, is refused by name: a loop of the user's own has no epoch in which Kagome could probe.
@@ -15,7 +15,7 @@ from kagome.config import Parallel
 from kagome.config.parallel import PipelineSettings
 from kagome.errors import ConfigError
 from kagome.halo.compressed_exchange import CompressedExchange
-from kagome.sharding.training_steps import TrainingSteps
+from kagome.sharding.step_exchange import StepExchange
 
 SERVED: Final = frozenset(
     [
@@ -35,7 +35,7 @@ SERVED: Final = frozenset(
         "sync_every",
         "smoothing",
         "halo_sample",
-        # Nothing is guarded; if off, no note says so.
+        # No probe runs; with guard=False no note says so.
         "guard",
     ]
 )
@@ -59,7 +59,7 @@ NEAREST: Final = {
     "plan": "Parallel(graph=...), or kagome.Trainer",
     "allow": "Parallel(graph=...), or kagome.Trainer",
 }
-"""For settings that are refused, the nearest that works."""
+"""For each refused setting, the nearest one that works."""
 WATCHED: Final = ("codec", "codec_backward", "codec_stage", "max_age", "halo_sample")
 """Settings whose effect on the gradient a ``Trainer`` measures."""
 
@@ -139,8 +139,8 @@ def note_unwatched(parallel: Parallel, log: Callable[[str], None]) -> None:
 
 def exchange_of(
     parallel: Parallel, ranks: Mesh, seed: int, log: Callable[[str], None]
-) -> tuple[CompressedExchange | TrainingSteps, TrainingSteps | None]:
-    """Return the exchange of rows that settings ask for, and its clock where rows are not exact.
+) -> tuple[CompressedExchange | StepExchange, StepExchange | None]:
+    """Return the exchange of rows that settings ask for, and the same one again if its rows age by steps.
 
     Args:
         parallel: The settings, fitted to the ranks.
@@ -153,5 +153,5 @@ def exchange_of(
     if exchange.exact:
         return exchange, None
     note_unwatched(parallel, log)
-    steps = TrainingSteps(exchange)
+    steps = StepExchange(exchange)
     return steps, steps

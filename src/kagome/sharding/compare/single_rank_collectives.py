@@ -1,10 +1,10 @@
-"""Lone collectives: within a block, the collectives of ``torch.distributed`` act as in a group of one rank.
+"""Single-rank collectives: ``torch.distributed`` acts within a block as in a group of one rank.
 
 Where it sits: ``comparison`` runs the whole model on one rank in such a block. A model or loss that calls
 ``torch.distributed`` by itself would wait there for ranks that do not run it.
 
-A collective of one rank is the identity. Here it has a gradient, too: what the user meant, and what the real
-one does not have.
+A collective of one rank is the identity. Here it has a gradient, which the collectives of
+``torch.distributed`` lack: so the check finds a gradient that was lost in one of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _NUMBERS: Final = {"get_world_size": 1, "get_rank": 0}
 
 
 @contextmanager
-def lone_collectives() -> Iterator[set[str]]:
+def single_rank_collectives() -> Iterator[set[str]]:
     """Replace the collectives, in all modules that have imported them.
 
     Yields:
