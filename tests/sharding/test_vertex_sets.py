@@ -491,3 +491,59 @@ def cut(channel: Channel | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_tables_of_two_vertex_sets_are_cut_with_their_rows(ranks: Any, world: int) -> None:
     both(ranks, world, cut)
+
+
+def sent(channel: Channel) -> list[int]:
+    """Bytes of the halo in each of three steps, of a model whose two edge sets read one set's features."""
+    data = hetero()
+    kinds = [("paper", "cites", "paper"), ("paper", "about", "field")]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = (pyg.SAGEConv((5, to), 4, aggr="max") for to in (5, 7))
+
+        def forward(self, x: Tensor, field: Tensor, cites: Tensor, about: Tensor) -> tuple[Tensor, Tensor]:
+            # A maximum reads the features themselves, and they are the same in each step.
+            return self.one((x, x), cites), self.two((x, field), about)
+
+    torch.manual_seed(5)
+    field = torch.randn(SIZES["field"], 7, dtype=torch.float64)
+    model, found = Two().double(), []
+    with kagome.shard(model, data, log=str) as net:
+        for _ in range(3):
+            before = net.traffic.bytes["halo"]
+            out = net(data["paper"].x, field, *(data[kind].edge_index for kind in kinds))
+            (net.mean(out[0] ** 2) + net.mean(out[1] ** 2)).backward()
+            found.append(net.traffic.bytes["halo"] - before)
+    return found
+
+
+@pytest.mark.every
+def test_features_that_two_edge_sets_read_are_sent_once(ranks: Any) -> None:
+    for first, *later in ranks(2, sent):
+        assert first > 0
+        assert later == [0, 0]
+
+
+def shared(channel: Channel | None) -> dict[str, Tensor]:
+    """One tensor is the features of two vertex types, and one the edges of two edge types."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+    edges = torch.randint(0, 12, (2, 40), generator=generator)
+    data = HeteroData()
+    data["a"].x, data["b"].x = x, x
+    data["a", "to", "b"].edge_index, data["b", "to", "a"].edge_index = edges, edges
+    torch.manual_seed(5)
+    model = pyg.HeteroConv({link: pyg.SAGEConv((4, 4), 3) for link in data.edge_types}).double()
+    with net_of(channel, model, data) as net:
+        for _ in range(2):
+            out = net(data.x_dict, data.edge_index_dict)
+            loss = net.mean(out["a"] ** 2) + net.mean(out["b"].abs())
+            loss.backward()
+    return grads(model) | {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_tensor_of_two_sets_is_cut_by_each(ranks: Any, world: int) -> None:
+    both(ranks, world, shared)

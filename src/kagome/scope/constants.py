@@ -36,8 +36,9 @@ class Constants:
         self._held: dict[Any, tuple[Tensor, int]] = {}
         self.computed: dict[Any, Any] = {}
         """Values computed from constant tensors alone, by what decides them."""
-        self.with_halo: WeakTensorMap[Any] = WeakTensorMap()
-        """Own and halo rows of tensors that need no gradient, with the version and the view of the read."""
+        self.with_halo: WeakTensorMap[dict[int, tuple[int, Tensor]]] = WeakTensorMap()
+        """Own and halo rows of tensors that need no gradient, each with the version of the read, by the view
+        that reads them: several edge sets may read one vertex set."""
 
     def add(self, tensor: Tensor) -> None:
         """Record that a tensor is constant until it is written to."""
@@ -95,8 +96,8 @@ class Constants:
         """Yield the tensors that are kept from one forward pass to the next."""
         for value, _ in self.computed.values():
             yield from [value] if isinstance(value, Tensor) else (v for v in value if isinstance(v, Tensor))
-        for _, _, rows in self.with_halo.values():
-            yield rows
+        for views in self.with_halo.values():
+            yield from (rows for _, rows in views.values())
         for tensor, _ in self._held.values():
             yield tensor
 

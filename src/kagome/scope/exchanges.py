@@ -172,11 +172,12 @@ class NeighborReads:
         constant, forward, constants = not rows.requires_grad, self._forward, self._constants
         # Rows without gradient are cached beyond the forward pass. All ranks find or miss them together,
         # because each makes the same calls on tensors of its own.
-        known = constants.with_halo.get(rows) if constant else None
-        there = known is not None and known[:2] == (rows._version, placement.view)
+        known = constants.with_halo.get(rows, {}) if constant else {}
+        version, held_rows = known.get(placement.view, (-1, None))
+        there = held_rows is not None and version == rows._version
         # A layer that runs again takes the branch of its first run, also if the cache has been filled since.
         if constant and self._channel.same("rows that do not change", there):
-            return known[2]  # type: ignore[index, no-any-return]
+            return held_rows  # type: ignore[return-value]
         # An exchange sends whole rows: the row axis moves to the front, the others are joined, [n, W].
         front = rows.movedim(axis, 0)
         flat = front.reshape(front.size(0), front.shape[1:].numel())
@@ -188,7 +189,8 @@ class NeighborReads:
         out = with_halo.reshape(with_halo.size(0), *front.shape[1:]).movedim(0, axis)
         # In a second run ``there`` may be true where the first had to ask: the cached tensor stays as it is.
         if constant:
-            constants.with_halo[rows] = (rows._version, placement.view, known[2] if known and there else out)
+            kept = held_rows if there and held_rows is not None else out
+            constants.with_halo[rows] = {**known, placement.view: (rows._version, kept)}
         # Attention reads the same rows for scores and for values: one exchange serves both. ``forget`` drops
         # them with the layer, because [n + H, W] would otherwise live as long as its rows.
         elif forward.fast and axis == 0:

@@ -189,17 +189,19 @@ class Placer:
         return name if isinstance(name, str) and name in self._sets else ""
 
     def _tensor(self, path: str, value: Tensor, kind: str) -> Tensor:
+        """Return this rank's share of a tensor; ``kind`` is the set that a key names, or empty."""
+        # One tensor may stand for two sets, under two keys: what the key names comes first.
         name, version = self._known.get(value, ("", -1))
-        if name and version == value._version:
+        if name and version == value._version and kind in ("", name):
             self._decided.setdefault((path, value.dim()), self._axis_of(name))
             return self._scope.inputs[name]  # type: ignore[no-any-return]
         if (edges := self._edges_of(path, value, kind)) is not None:
             return edges
         cut = self._cuts.get(value)
-        if cut is not None and cut[0] == value._version:
+        if cut is not None and cut[0] == value._version and kind in ("", cut[1].rows):
             return cut[2]
         version, name = self._attributes.get(value, (-1, ""))
-        if name and version == value._version:
+        if name and version == value._version and kind in ("", name):
             return self._share(value, RowAxis(name, 0), path)
         placement = self._scope.placements.get(value)
         if placement is not None:
