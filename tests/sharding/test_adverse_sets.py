@@ -45,6 +45,7 @@ class Called(nn.Module):
         super().__init__()
         self.body = body
         self.la, self.lb = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = pyg.HeteroBatchNorm(4, 2)
 
     def forward(self, a: Tensor, b: Tensor, *edges: Tensor) -> Any:
         return self.body(self, self.la(a), self.lb(b), *edges)
@@ -121,7 +122,8 @@ def few(model: Called, a: Tensor, b: Tensor, *edges: Tensor) -> Rows:
     types = torch.cat([a.new_zeros(a.size(0)).long(), b.new_ones(b.size(0)).long()])
     both = torch.cat([a, b]) * model.la.weight[types] - model.lb.weight[types]
     return {
-        "a": both[: a.size(0)],
+        # Its statistics of each type are the same on ranks without a vertex of it.
+        "a": model.norm(both, types)[: a.size(0)],
         "one": pyg.global_add_pool(b, torch.zeros(b.size(0), dtype=torch.long)),
         "mean": pyg.global_mean_pool(b, torch.zeros(b.size(0), dtype=torch.long)),
     }
@@ -157,7 +159,8 @@ def parity(channel: Channel | None, alone: bool) -> dict[str, Tensor]:
             else:
                 loss, found[name] = loss + (rows**2).sum(), rows.detach()
         loss.backward()
-    return grads(model) | found | {"loss": loss.detach()}
+    kept = {name: each for name, each in model.named_buffers() if each.is_floating_point()}
+    return grads(model) | found | kept | {"loss": loss.detach()}
 
 
 def test_plain_numbers_of_rows_are_the_same_rows_on_all_ranks(ranks: Any) -> None:
