@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +110,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
     elif placement.kind is PlacementKind.EDGES:
         scope.placements.put(out, Placement(PlacementKind.PAIRS, placement.view, 1, index))
     elif placement.kind in ALIGNED and index.dim() == 1:
-        scope.placements.put(out, Placement(placement.kind, placement.view, axis, placement.edges))
+        scope.placements.put(out, replace(placement, axis=axis))
     return out
 
 
@@ -190,12 +191,12 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
         )
     if placement.kind is PlacementKind.SOURCE:
         return _add_at_sources(scope, name, base, axis, index, value, placement)
+    # Groups are the same on all ranks, though there may be as many as this rank has rows.
     if adds:
-        return _add(
-            base, scope.ranks.total(_plain_sum(torch.zeros_like(base), axis, index, value, name)), name
-        )
+        total = scope.ranks.total(_plain_sum(torch.zeros_like(base), axis, index, value, name))
+        return scope.placements.put(_add(base, total, name), None)
     best = _pooled_extreme(scope, base, axis, index, value, 1 if reduce == "amax" else -1)
-    return base.copy_(best) if name.endswith("_") else best
+    return scope.placements.put(base.copy_(best) if name.endswith("_") else best, None)
 
 
 def _add_at_sources(

@@ -46,6 +46,7 @@ from kagome.positions.row_copies import RowCopies
 from kagome.replay.layer_calls import LayerReplay
 from kagome.replay.propagate import PropagateCache
 from kagome.replay.recorded_ops import CallRecorder
+from kagome.scope import unlike_rows
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes, VertexIds
@@ -303,6 +304,8 @@ class Interceptor(TorchFunctionMode):
         if asks:
             return args, kwargs  # asks about a tensor's properties, not its values
         opaque_calls.refuse_operator(self, func, args, kwargs)
+        if self.sets.several:
+            unlike_rows.refuse(self, name, args, kwargs)
         # Out-edges have been fetched, so rows of in-edges and of out-edges may meet in one call.
         if self.reads.turned is not None:
             args, kwargs = edge_alignment.aligned(self, name, args, kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
-from kagome.placement.symbolic_size import Entries, NoneHere, Shown, SymbolicSize, behind
+from kagome.placement.symbolic_size import Entries, NoneHere, NoRowsHere, Shown, SymbolicSize, behind
 from kagome.positions import edge_positions
 from kagome.positions.position_scope import PositionScope
 from kagome.user_frame import by_kagome, from_library
@@ -60,9 +60,11 @@ def numel(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwa
     # GATConv returns early if ``index.numel() == 0``. A rank without edges must not skip its peers'
     # collectives.
     if from_library():
+        if placement.kind in IDS and not func(tensor):
+            return NoneHere(0)
         # HANConv returns early without rows of a vertex type.
-        kinds = (*IDS, *VERTICES) if scope.sets.several else IDS
-        return NoneHere(0) if placement.kind in kinds and not func(tensor) else NotImplemented
+        rows = scope.sets.several and placement.kind in VERTICES
+        return NoRowsHere(0) if rows and not func(tensor) else NotImplemented
     sizes = behind(size(scope, "size", Tensor.size, (tensor,), {}))
     at = (
         next((at for at, each in enumerate(sizes) if isinstance(each, SymbolicSize)), None) if sizes else None

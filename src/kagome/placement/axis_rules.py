@@ -132,7 +132,7 @@ _TURNS = frozenset(
     ]
 )
 # Calls that lay tensors side by side, along an axis that exists or, for ``stack``, a new one.
-_JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
+JOINS = frozenset(["stack", "cat", "concat", "concatenate", "hstack", "vstack"])
 _BY_AXIS = frozenset(
     [
         "gather",
@@ -241,7 +241,7 @@ def place_of(
         dim = _positive(kwargs.get("dim", args[1] if len(args) > 1 else 0), base)
         # The axis vanishes: axes behind it move left. One row alone has no axis of rows.
         return None if dim == axis else axis - int(dim < axis)
-    if name in _JOINS:
+    if name in JOINS:
         return _by_join(name, args, kwargs, axis, out)
     if name == "__getitem__":
         return _by_index(args[1], base, axis)

@@ -278,3 +278,13 @@ class NoneHere(int):
         return True
 
     __hash__ = int.__hash__
+
+
+class NoRowsHere(NoneHere):
+    """Zero rows of vertices on this rank, though others may have some: PyG's code takes the branch of theirs.
+
+    ``int(batch.max()) + 1 if batch.numel() > 0 else 0`` asks all ranks for the greatest number, or none.
+    """
+
+    def __gt__(self, other: object) -> bool:
+        return True

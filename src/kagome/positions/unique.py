@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kagome.placement.placement import ALIGNED, Placement, PlacementKind
+from kagome.placement.placement import ALIGNED, VERTICES, Placement, PlacementKind
 from kagome.placement.symbolic_size import as_place
 from kagome.positions.position_scope import Args, Func, Kwargs, PositionScope
 from kagome.scope.rows import refused
@@ -35,7 +35,12 @@ def unique(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     """
     values: Tensor = args[0] if args else kwargs["input"]
     placement = scope.placements.get(values)
-    if not scope.parted or placement is None or placement.kind not in ALIGNED or from_library():
+    if not scope.parted or placement is None or placement.kind not in ALIGNED:
+        return NotImplemented
+    # HeteroBatchNorm updates its statistics of the types that there are: on all ranks, of those of all.
+    more = any(kwargs.get(option) for option in ("return_inverse", "return_counts", "dim"))
+    types = name == "unique" and placement.kind in VERTICES and not more
+    if from_library() and (not types or values.is_floating_point()):
         return NotImplemented
     if name == "unique_consecutive" or kwargs.get("dim") is not None or values.is_floating_point():
         raise refused(scope, f"{name} of {values.dtype}, which tells a part's own values apart")

@@ -158,8 +158,9 @@ def original(scope: PositionScope, table: Any, axis: int, ids: Tensor, placement
             expected="edges that read rows of the vertex set that they were declared for",
             hint="kagome.Edges(source, target, index) as the model uses them",
         )
-    # Rows of vertices, or a tensor with as many rows as own vertices: the part's ids index it.
-    if held is not None or table.size(axis) == named.own:
+    # Rows of vertices, or a tensor with as many rows as own vertices: the part's ids index it. Where one rank
+    # owns all vertices of a set, its peers see a table of all rows and send none: so must this rank.
+    if held is not None or (table.size(axis) == named.own and (from_library() or named.own != named.size)):
         return None
     # PyG's own tables may belong to a part, and have any size.
     if from_library() and table.size(axis) != named.size:

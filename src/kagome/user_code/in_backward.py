@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 from weakref import ref
 
@@ -391,9 +391,7 @@ class InBackward(TorchFunctionMode):
 def _rows(placement: Placement) -> Placement:
     """Return the placement of a gradient: that of vertex numbers is an ordinary row."""
     return (
-        Placement(PlacementKind.ROWS, placement.view, placement.axis)
-        if placement.kind is PlacementKind.NUMBERS
-        else placement
+        replace(placement, kind=PlacementKind.ROWS) if placement.kind is PlacementKind.NUMBERS else placement
     )
 
 
