@@ -1,8 +1,8 @@
 """CPU quantization: numba loops that code rows to a few bits and restore them, as ``ops`` defines.
 
-Where it sits: ``ops`` imports it for the first CPU tensor. ``base.thread_pool`` divides rows among threads;
-``simd`` does the columns. Rows are processed in blocks that stay in a core's own cache, so that the pass that
-finds a row's range and the pass that codes it read the row from memory once.
+Where it sits: ``ops`` imports it for the first CPU tensor. ``base.thread_pool`` divides rows among threads.
+Rows are processed in blocks that stay in a core's own cache, so that the pass that finds a row's range and the
+pass that codes it read the row from memory once.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numba.extending import register_jitable
 from torch import Tensor
 
 from kagome.kernels.base.thread_pool import array, inlined, spread, strict
 from kagome.kernels.cpu.prefetch import SMALL, fetch
 from kagome.kernels.quantize.ops import FIRST, LEAST_SPAN, SECOND, columns
-from kagome.kernels.quantize.simd import encode_columns, extremes
 
 BLOCK: Final = 16
 """Rows per block: a multiple of eight, the most rows that share a byte."""
-LANES: Final = (16, 4, 1)
-"""Vector lengths: the widest that is no larger than the number of columns is used."""
 U1: Final = np.uint32(FIRST)
 U2: Final = np.uint32(SECOND)
 LEAST: Final = np.float32(LEAST_SPAN)
 ZERO: Final = np.float32(0)
+ONE: Final = np.float32(1)
+INFINITE: Final = np.float32(np.inf)
+STEP: Final = np.float32(2.0**-24)
+"""The distance of two draws: 24 bits, in [0, 1)."""
 
 
 @inlined
@@ -66,8 +68,45 @@ def width_of(raw: Any) -> Any:
     return max(rounded, LEAST) if raw > ZERO else ZERO
 
 
+@register_jitable(forceinline=True, fastmath={"nnan", "nsz"})  # type: ignore[untyped-decorator]
+def ends(line: Any) -> Any:
+    """Return the least and the greatest number of a row; of one with NaN, any."""
+    # ``nnan`` lets the compiler make vectors of the comparisons. ``extremes`` finds NaN by itself.
+    least = most = line[0]
+    for c in range(line.size):
+        least = line[c] if line[c] < least else least
+        most = line[c] if line[c] > most else most
+    return least, most
+
+
+@register_jitable(forceinline=True)  # type: ignore[untyped-decorator]
+def extremes(line: Any) -> Any:
+    """Return the least and greatest number of a row, and infinity if one is infinite or NaN, else 1."""
+    wild = 0
+    for c in range(line.size):
+        wild += 0 if abs(line[c]) < INFINITE else 1
+    least, most = ends(line)
+    return least, most, INFINITE if wild else ONE
+
+
+@register_jitable(forceinline=True)  # type: ignore[untyped-decorator]
+def encode_row(
+    line: Any, bottom: Any, factor: Any, word: Any, column: Any, most: Any, shift: Any, out: Any
+) -> None:
+    """Write the codes of one of the rows that share bytes, as ``ops.drawn`` and ``ops.encode`` define them."""
+    for c in range(line.size):
+        # Two rounds of mixing the row's word with the column's.
+        h = np.uint32(np.uint32(column[c] ^ word) * U1)
+        h = np.uint32(np.uint32(h ^ np.uint32(h >> np.uint32(15))) * U2)
+        drawn = np.float32(np.float32(np.int32(h >> np.uint32(8))) * STEP)
+        value = np.float32(np.float32(np.float32(line[c] - bottom) * factor) + drawn)
+        code = np.uint8(np.uint8(np.int32(value if value < most else most)) << shift)
+        # The first row of a byte clears what the byte held.
+        out[c] = code if shift == 0 else np.uint8(out[c] | code)
+
+
 @cache
-def _encode(bits: int, lanes: int) -> Callable[..., int]:
+def _encode(bits: int) -> Callable[..., int]:
     share, levels = 8 // bits, np.float32(2**bits - 1)
 
     @strict
@@ -88,7 +127,7 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
         found: Any,
     ) -> int:
         least, most, peak, factor = found[0], found[1], found[2], found[3]
-        width, last, bad = x.shape[1], low.size - 1, 0
+        last, bad = low.size - 1, 0
         for first in range(begin * share, end * share, BLOCK):
             size = min(BLOCK, end * share - first)
             real = min(size, last + 1 - first)
@@ -97,7 +136,7 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
                 # The second half of ``place`` names the rows of the next block, for the prefetch below.
                 place[k] = index[i] if index.size else i
             for k in range(real):
-                least[k], most[k], peak[k] = extremes(lanes, x, place[k])
+                least[k], most[k], peak[k] = extremes(x[place[k]])
             for k in range(real):  # a separate loop, so that the compiler vectorizes it
                 # The row's part of ``ops.drawn``; the columns' part is in ``encode_columns``.
                 state[k] = row_state(row_ids[first + k], keys)
@@ -114,17 +153,11 @@ def _encode(bits: int, lanes: int) -> Callable[..., int]:
                 least[k] = factor[k] = ZERO
             for k in range(0, size, share):
                 g = (first + k) // share
-                # Prefetch the next block in small steps: few requests can be pending at once.
-                fetch(x, place, k, ahead, 0)
-                asked = k + 1
-                for c in range(0, width, lanes):
-                    if share > 1 and asked < k + share:
-                        fetch(x, place, asked, ahead, 0)
-                        asked += 1
-                    at = min(c, width - lanes)  # the last columns may be coded twice, with the same result
-                    encode_columns(lanes, bits, x, place, k, least, factor, state, column, body, g, at)
-                for j in range(asked, k + share):
+                for j in range(k, k + share):
+                    # The row of the next block, while this one is coded: few requests can be pending at once.
                     fetch(x, place, j, ahead, 0)
+                    shift = np.uint8((j - k) * bits)
+                    encode_row(x[place[j]], least[j], factor[j], state[j], column, levels, shift, body[g])
         return bad
 
     return loop
@@ -165,7 +198,7 @@ def encode(
     ahead = BLOCK if rows.nbytes > SMALL else 0
     # An empty ``picked`` stands for all rows, since a compiled loop takes one type for each argument.
     given = ahead, rows, picked, array(row_ids), keys, _words(width), low.numpy(), span.numpy(), body.numpy()
-    loop, bad = _encode(bits, _lanes(width)), []
+    loop, bad = _encode(bits), []
 
     def work(begin: int, end: int) -> None:
         place, state = np.empty(2 * BLOCK, np.int64), np.empty(BLOCK, np.uint32)
@@ -185,7 +218,3 @@ def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> N
 @cache  # a model has only a few widths
 def _words(width: int) -> Any:
     return columns(width, torch.device("cpu")).numpy().astype(np.uint32)
-
-
-def _lanes(width: int) -> int:
-    return next(lanes for lanes in LANES if lanes <= width)
