@@ -97,9 +97,6 @@ SPECIALS: dict[str, Special] = {
     "vector steps": Special(("gcn, 1 rank", "gat, 1 rank", "gatv2, 1 rank"), ("kernels/cpu/simd.py",)),
     "prefetch": Special(("gcn, 1 rank", "gat, 1 rank"), ("kernels/cpu/prefetch.py",)),
     "exponential": Special(("gat, 1 rank", "deepgcn, 1 rank"), ("kernels/cpu/exp.py",)),
-    "vector steps of codecs": Special(
-        ("gcn, 2 parts, one bit", "gcn, 2 parts, int8"), ("kernels/quantize/simd.py",)
-    ),
     "shared memory": Special(
         ("gcn, 2 parts", "gat, 2 parts", "gcn, 2 slices", "gcn2, 2 stages, history"),
         ("comm/transport/shared_memory.py", "comm/transport/mailbox.py"),

@@ -63,7 +63,7 @@ def cut(graph: Graph, case: Case, options: argparse.Namespace) -> Path:
 
 def code_of(special: str, side: str) -> str:
     """The folder of machine code of a side: numba does not see what ``plain.py`` puts into a loop."""
-    if side == "on" or special not in ("vector steps", "exponential", "vector steps of codecs"):
+    if side == "on" or special not in ("vector steps", "exponential"):
         return "as-is"
     mark = hashlib.sha256((HERE / "plain.py").read_bytes()).hexdigest()[:8]
     return f"without-{special.replace(' ', '-')}-{mark}"

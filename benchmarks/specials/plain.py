@@ -1,7 +1,7 @@
 """Plain loops in place of the LLVM vector steps: what numba makes of a loop over columns.
 
-Where it sits: ``switches.py`` puts these functions in the place of those of ``kernels.cpu.simd`` and of
-``kernels.quantize.simd``, before any loop is compiled. Each has the arguments of the one it stands for.
+Where it sits: ``switches.py`` puts these functions in the place of those of ``kernels.cpu.simd``, before any
+loop is compiled. Each has the arguments of the one it stands for.
 """
 
 from __future__ import annotations
@@ -85,50 +85,3 @@ def add_bent(
     else:
         for f in range(width):
             row[f] += steep if one[f] + two[f] > 0 else gentle
-
-
-@register_jitable(forceinline=True, fastmath={"nnan", "nsz"})
-def _ends(line: Any) -> Any:
-    least = most = line[0]
-    for c in range(line.size):
-        v = line[c]
-        least = v if v < least else least
-        most = v if v > most else most
-    return least, most
-
-
-@register_jitable(forceinline=True)
-def extremes(lanes: int, x: Any, row: int) -> Any:
-    line, wild = x[row], 0
-    least, most = _ends(line)
-    for c in range(line.size):
-        wild += 0 if abs(line[c]) < INFINITE else 1
-    return least, most, INFINITE if wild else ONE
-
-
-@register_jitable(forceinline=True)
-def encode_columns(
-    lanes: int,
-    bits: int,
-    x: Any,
-    place: Any,
-    k: int,
-    low: Any,
-    factor: Any,
-    state: Any,
-    column: Any,
-    body: Any,
-    out: int,
-    at: int,
-) -> None:
-    """Encode whole rows: ``lanes`` is the number of columns."""
-    row, most = body[out], np.float32(2**bits - 1)
-    for j in range(8 // bits):
-        line, bottom, scale, word = x[place[k + j]], low[k + j], factor[k + j], state[k + j]
-        for c in range(line.size):
-            h = np.uint32(np.uint32(column[c] ^ word) * U1)
-            h = np.uint32(np.uint32(h ^ np.uint32(h >> HALF)) * U2)
-            drawn = np.float32(np.float32(np.int32(h >> LOW)) * STEP)
-            value = np.float32(np.float32(np.float32(line[c] - bottom) * scale) + drawn)
-            q = np.uint8(np.int32(value if value < most else most)) << np.uint8(j * bits)
-            row[c] = np.uint8(q) if j == 0 else np.uint8(row[c] | np.uint8(q))

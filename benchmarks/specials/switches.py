@@ -22,7 +22,7 @@ from kagome.deferred import reduce
 from kagome.halo.forward_pass import transformed
 from kagome.intercept import hooks
 from kagome.kernels.cpu import edges, exp, gatv2_scores, min_max, simd, softmax, spmm
-from kagome.kernels.quantize import cpu as codec_loops, simd as codec_simd
+from kagome.kernels.quantize import cpu as codec_loops
 from kagome.positions.vertex_tables import given_rows
 from kagome.replay.layer_calls import LayerReplay
 from kagome.replay.propagate import PropagateCache
@@ -144,7 +144,6 @@ def _at_typing(note: Callable[[], None]) -> None:
 COMPILED: dict[str, Callable[[Callable[[], None]], None]] = {
     "vector steps": _at_making(simd._Lanes),
     "exponential": _at_typing,
-    "vector steps of codecs": _at_making(codec_simd._Vectors),
 }
 """Specials inside compiled loops: a note is left beside the machine code whenever one is compiled in."""
 
@@ -204,12 +203,6 @@ def _no_exponential() -> None:
     softmax.exponential = min_max.exponential = np.exp
 
 
-def _no_codec_vectors() -> None:
-    """Take numba's loops over all columns of a row."""
-    codec_loops.extremes, codec_loops.encode_columns = plain.extremes, plain.encode_columns
-    codec_loops._lanes = lambda width: width
-
-
 def _no_reuse() -> None:
     """Let each evaluation run its own forward pass."""
     made = forward_reuse.ForwardReuse.__init__
@@ -232,7 +225,6 @@ OFF: dict[str, Callable[[], None]] = {
     "vector steps": _no_vectors,
     "prefetch": _no_prefetch,
     "exponential": _no_exponential,
-    "vector steps of codecs": _no_codec_vectors,
     "forward reuse": _no_reuse,
     "thin features": _no_sparse,
 }

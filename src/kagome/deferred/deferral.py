@@ -22,7 +22,6 @@ from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.placement.symbolic_size import SymbolicSize
-from kagome.placement.vertex_sets import VertexSet
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
@@ -116,15 +115,6 @@ class Deferral:
         found: message.EdgeSet = self._edge_sets[edges]
         return found
 
-    def written(self, index: Tensor) -> int:
-        """Return the number of own vertices that are written by targets of edges; of any, for other ids."""
-        return self._written(index).own
-
-    def _written(self, index: Tensor) -> VertexSet:
-        placement = self.placements.get(index)
-        view = self._views[0 if placement is None else placement.view]
-        return self.axes.sets[view.targets]
-
     def writes_all(self, index: Tensor, rows: int | None) -> bool:
         """Return whether a reduction by targets of edges has a row for each own vertex of their set.
 
@@ -132,7 +122,8 @@ class Deferral:
             index: The targets.
             rows: The number of rows of the result, as it was asked for.
         """
-        written = self._written(index)
+        placement = self.placements.get(index)
+        written = self.axes.sets[0 if placement is None else self._views[placement.view].targets]
         # Of a concatenation, rows of the receivers alone are asked for by the whole graph's number, which
         # may be this part's number of both.
         if written.members and not isinstance(rows, SymbolicSize):

@@ -46,10 +46,9 @@ from kagome.positions.row_copies import RowCopies
 from kagome.replay.layer_calls import LayerReplay
 from kagome.replay.propagate import PropagateCache
 from kagome.replay.recorded_ops import CallRecorder
-from kagome.scope import unlike_rows
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
-from kagome.scope.rows import Axes, VertexIds
+from kagome.scope.rows import Axes, VertexIds, refuse_unlike_rows
 from kagome.sparse_ops.edge_view import EdgeView, in_view, joined_view
 from kagome.user_code import opaque_calls
 from kagome.user_code.functional import opened
@@ -305,7 +304,7 @@ class Interceptor(TorchFunctionMode):
             return args, kwargs  # asks about a tensor's properties, not its values
         opaque_calls.refuse_operator(self, func, args, kwargs)
         if self.sets.several:
-            unlike_rows.refuse(self, name, args, kwargs)
+            refuse_unlike_rows(self, name, args, kwargs)
         # Out-edges have been fetched, so rows of in-edges and of out-edges may meet in one call.
         if self.reads.turned is not None:
             args, kwargs = edge_alignment.aligned(self, name, args, kwargs)

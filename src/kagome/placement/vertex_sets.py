@@ -62,6 +62,8 @@ class VertexSets(Sequence[VertexSet]):
         self._each = list(each)
         self.given = len(self._each)
         """The number of sets of the graph itself."""
+        self.several = self.given > 1
+        """Whether the graph has several kinds of vertices."""
 
     def __getitem__(self, number: int) -> VertexSet:  # type: ignore[override]
         return self._each[number]
@@ -71,11 +73,6 @@ class VertexSets(Sequence[VertexSet]):
 
     def __iter__(self) -> Iterator[VertexSet]:
         return iter(self._each)
-
-    @property
-    def several(self) -> bool:
-        """Whether the graph has several kinds of vertices."""
-        return self.given > 1
 
     def of(self, placement: Placement) -> VertexSet:
         """Return the set whose rows a tensor has."""

@@ -1,8 +1,8 @@
 """CPU quantization: numba loops that code rows to a few bits and restore them, as ``ops`` defines.
 
 Where it sits: ``ops`` imports it for the first CPU tensor. ``base.thread_pool`` divides rows among threads.
-Rows are processed in blocks that stay in a core's own cache, so that the pass that finds a row's range and the
-pass that codes it read the row from memory once.
+Rows are processed in blocks that stay in a core's own cache, so that the pass that finds a row's range and
+the pass that codes it read the row from memory once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def extremes(line: Any) -> Any:
 def encode_row(
     line: Any, bottom: Any, factor: Any, word: Any, column: Any, most: Any, shift: Any, out: Any
 ) -> None:
-    """Write the codes of one of the rows that share bytes, as ``ops.drawn`` and ``ops.encode`` define them."""
+    """Write the codes of one of the rows that share bytes, as ``ops.drawn`` and ``ops.encode`` define."""
     for c in range(line.size):
         # Two rounds of mixing the row's word with the column's.
         h = np.uint32(np.uint32(column[c] ^ word) * U1)

@@ -176,7 +176,9 @@ def _first_group(module: Any, scope: LayerScope) -> Settings:
         # Two rows, because groups at the end that are empty look at the last row but one.
         ahead = torch.cat([x.new_zeros(2, *x.shape[1:]), x])
         group = scope.axes.targets(torch.cat([index.new_zeros(2), index + 1]))
-        size = scope.deferral.written(index) if dim_size is None else dim_size
+        held = scope.axes.placements.get(index)
+        written = scope.sets[0 if held is None else scope.views[held.view].targets]
+        size = written.own if dim_size is None else dim_size
         out: Tensor = inner(ahead, group, None, size + 1, dim, **more)
         return out[1:]
 
