@@ -1,7 +1,7 @@
 """The bed: processes that are ranks of a job with a fake GPU each, kept for all tests of this folder.
 
 Where it sits: ``conftest`` makes one a session. ``run(world, function, *args)`` calls a function on so many ranks,
-which find themselves as torchrun would have started them; a Trainer joins them by itself.
+which find themselves as ``kagome train`` starts them; a Trainer joins them by itself.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -50,24 +54,26 @@ def _work(rank: int, port: int, connection: Connection) -> None:
     nccl.start(library)
     launches.start()
     _waits.append(Waits(library))
+    folder = Path(tempfile.gettempdir(), f"kagome-bed-{port}")
+    folder.mkdir(exist_ok=True)
+    done: Counter[int] = Counter()
     for world, generation, call in calls(connection):
-        os.environ.update(_job(rank, world, port, generation))
+        done[generation] += 1  # the same on all ranks of a generation
+        os.environ.update(_job(rank, world, folder / f"{generation}-{done[generation]}"))
         torch.manual_seed(0)
         random.seed(0)
         connection.send_bytes(answered(call, _leave))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _job(rank: int, world: int, port: int, number: int) -> dict[str, str]:
-    """What torchrun tells a rank. Its agent keeps the ranks' store; here the pool does."""
+def _job(rank: int, world: int, store: Path) -> dict[str, str]:
+    """What Kagome's launcher tells a rank."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "KAGOME_STORE": str(store),
     }
 
 

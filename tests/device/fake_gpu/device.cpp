@@ -440,6 +440,8 @@ const std::set<std::string> INDEXING = {
 // Operands that CUDA takes from the host, too: lengths of sequences.
 const std::set<std::string> FROM_HOST = {"aten::_pack_padded_sequence"};
 
+std::string short_name(const std::string& name) { return name.substr(name.find(':') + 2); }
+
 struct Operands {
   const std::string& name;
   std::optional<Device> device;
@@ -482,7 +484,7 @@ struct Operands {
       for (const auto& t : v.toOptionalTensorVector()) {
         if (t && t->defined()) {
           masked = masked || t->scalar_type() == at::kBool || t->scalar_type() == at::kByte;
-          if (!t->is_cuda() && t->dim() > 0) waits("to device", name + " by an index of the host");
+          if (!t->is_cuda() && t->dim() > 0) waits("to device", short_name(name) + " by an index of the host");
         }
         list.push_back(t ? std::optional<Tensor>(on_cpu(*t)) : std::nullopt);
       }
@@ -540,10 +542,14 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   for (size_t i = 0; i < n; ++i) (*stack)[first + i] = operands.taken(given[i], parameters[i]);
   const std::vector<IValue> used(stack->begin() + first, stack->end());
 
-  count("launch:" + operands.name.substr(operands.name.find(':') + 2));
+  const auto& results = schema.returns();
+  const bool views = std::all_of(results.begin(), results.end(), [](const c10::Argument& result) {
+    return result.alias_info() != nullptr && !result.alias_info()->isWrite();
+  });
+  if (!views) count("launch:" + short_name(operands.name));
   const bool repeats = operands.name == "aten::repeat_interleave" && given.back().isNone();
   if (SIZED_BY_VALUES.count(operands.name) || repeats || (operands.masked && !fills_by_mask(operands.name, given)))
-    waits("size", operands.name.substr(operands.name.find(':') + 2));
+    waits("size", short_name(operands.name));
   op.callBoxed(stack);
 
   for (size_t i = 0; i < n; ++i) {
@@ -552,7 +558,6 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
         given[i].toTensor().is_cuda())
       take_shape(given[i].toTensor(), used[i].toTensor());
   }
-  const auto& results = schema.returns();
   const size_t out = stack->size() - results.size();
   for (size_t i = 0; i < results.size(); ++i) {
     IValue& v = (*stack)[out + i];
