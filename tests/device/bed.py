@@ -24,7 +24,8 @@ from fake_gpu import cuda, launches, nccl
 from fake_gpu.waits import Waits
 from pool import LARGEST, Pool, answered, calls, calm
 
-_waits: list[Waits] = []
+_mine: list[tuple[cuda.Library, Waits]] = []
+"""What a worker has started."""
 
 
 def bed() -> Pool:
@@ -33,8 +34,13 @@ def bed() -> Pool:
 
 
 def waits() -> Waits:
-    """This process's count of waits of the host."""
-    return _waits[0]
+    """This process's count of waits of the host, by place."""
+    return _mine[0][1]
+
+
+def library() -> cuda.Library:
+    """This process's fake device."""
+    return _mine[0][0]
 
 
 @contextmanager
@@ -50,16 +56,17 @@ def without_gpus() -> Iterator[None]:
 
 def _work(rank: int, port: int, connection: Connection) -> None:
     calm()
-    library = cuda.start(LARGEST)
-    nccl.start(library)
+    made = cuda.start(LARGEST)
+    nccl.start(made)
     launches.start()
-    _waits.append(Waits(library))
+    _mine.append((made, Waits(made)))
     folder = Path(tempfile.gettempdir(), f"kagome-bed-{port}")
     folder.mkdir(exist_ok=True)
     done: Counter[int] = Counter()
     for world, generation, call in calls(connection):
         done[generation] += 1  # the same on all ranks of a generation
         os.environ.update(_job(rank, world, folder / f"{generation}-{done[generation]}"))
+        torch.cuda.set_device(0)  # as in a process that has just begun
         torch.manual_seed(0)
         random.seed(0)
         connection.send_bytes(answered(call, _leave))

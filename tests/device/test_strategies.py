@@ -40,13 +40,15 @@ RUNS: dict[str, Run] = {
     "slices": Run(2, parallel={"tensor": 2}),
     "slices of attention": Run(4, "GAT", {"tensor": 2}),
     "decoupled": Run(2, parallel={"tensor": 2, "decouple": True}),
-    "memory bound": Run(2, parallel={"tensor": 2, "memory_gib": 0.0001}),
+    "memory bound": Run(2, parallel={"tensor": 2, "memory_gib": 0.00001}),
     "chunks": Run(1, parallel={"chunks": 3}),
     "chunks, exact": Run(1, parallel={"chunks": 3, "cross_chunk": "exact"}),
     "pipe, history": Run(2, parallel={"pipe": 2, "chunks": 4}),
     "pipe, exact": Run(2, parallel={"pipe": 2, "chunks": 4, "cross_chunk": "exact"}),
     "pipe, drop": Run(2, "SAGE", {"pipe": 2, "chunks": 4, "cross_chunk": "drop"}),
     "pipe of 4": Run(4, parallel={"pipe": 4, "chunks": 4}),
+    "two stages a rank": Run(2, parallel={"pipe": 2, "stages_per_rank": 2, "chunks": 4}),
+    "pipe of 4, drop": Run(4, "SAGE", {"pipe": 4, "chunks": 4, "cross_chunk": "drop"}),
     "hybrid": Run(4, parallel={"pipe": 2, "graph": 2, "chunks": 4}),
     "hybrid, coded": Run(4, parallel={"pipe": 2, "graph": 2, "chunks": 4, "codec": "bf16", "codec_stage": "bf16"}),
 }
@@ -87,6 +89,7 @@ if __name__ == "__main__":  # writes the table anew: PYTHONPATH=src:tests:tests/
     table = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {"why": {}}
     table["waits"] = {}
     for name, run in RUNS.items():
+        print(name, flush=True)
         try:
             found = [there.waits for there, _ in ranks.run(run.ranks, both, run)]
         except Exception as error:

@@ -384,3 +384,17 @@ def start(library: Library) -> None:
         return group, store
 
     c10d._new_process_group_helper = bound
+    plain = dist.batch_isend_irecv
+
+    def batched(steps: list[dist.P2POp]) -> list[Any]:
+        group = steps[0].group or dist.group.WORLD
+        if not isinstance(group, FakeNCCL):
+            return plain(steps)
+        # torch takes groups of its own class only for such that can batch.
+        group._start_coalescing(group.device)
+        for step in steps:
+            begin = group.send if step.op is dist.isend else group.recv
+            begin([step.tensor], step.group_peer, step.tag)
+        return [group._end_coalescing(group.device)]
+
+    c10d.batch_isend_irecv = dist.batch_isend_irecv = batched
