@@ -80,26 +80,3 @@ def same(there: Found, here: Found, near: float) -> None:
     assert there.metric == pytest.approx(here.metric, abs=near)
     if here.scores is not None:
         torch.testing.assert_close(there.scores, here.scores, rtol=near, atol=near)
-
-
-if __name__ == "__main__":  # writes the table anew: PYTHONPATH=src:tests:tests/support python tests/device/test_strategies.py
-    from bed import bed
-
-    ranks = bed()
-    table = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {"why": {}}
-    table["waits"] = {}
-    for name, run in RUNS.items():
-        print(name, flush=True)
-        try:
-            found = [there.waits for there, _ in ranks.run(run.ranks, both, run)]
-        except Exception as error:
-            print(name, error)
-            continue
-        places = sorted({place for each in found for place in each})
-        table["waits"][name] = {place: max(each.get(place, 0) for each in found) for place in places}
-    table["why"] = {
-        place: table["why"].get(place, "")
-        for place in sorted({place for each in table["waits"].values() for place in each})
-    }
-    ranks.close()
-    GOLDEN.write_text(json.dumps(table, indent=1) + "\n")
