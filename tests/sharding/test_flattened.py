@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from test_shard import WORLDS, grads
+from test_shard import WORLDS, N, grads, graph
 from test_vertex_sets import net_of
 from torch import Tensor, nn
 from torch_geometric.utils import scatter, softmax
@@ -161,6 +161,26 @@ class Weather(nn.Module):
         return out.view(batch, ensemble, -1, fields) + x[:, -1]
 
 
+def on_first(net: Any, values: dict[str, Tensor], rows: str, axis: int) -> dict[str, Tensor]:
+    """Return all rows on rank 0, and what has none elsewhere."""
+    found = {name: net.gather(value, rows, axis=axis) for name, value in values.items()}
+    return {name: torch.zeros(0) if value is None else value for name, value in found.items()}
+
+
+def alike(ranks: Any, world: int, scenario: Any, *args: Any) -> None:
+    """Compare a scenario of the whole graph with that on some ranks; rank 0 has rows of all."""
+    expected = scenario(None, *args)
+    for found in ranks(world, scenario, *args):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if found[name].numel() or not value.numel():
+                torch.testing.assert_close(
+                    found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+                )
+            else:
+                assert name.startswith(("out", "x ")), name
+
+
 def weather(channel: Channel | None, kind: str, batch: int, ensemble: int) -> dict[str, Tensor]:
     """Two steps of a roll-out before one backward."""
     torch.manual_seed(5)
@@ -169,28 +189,118 @@ def weather(channel: Channel | None, kind: str, batch: int, ensemble: int) -> di
     first = torch.randn(batch, 2, ensemble, GRID, 3, generator=generator, dtype=torch.float64)
     area = torch.rand(GRID, 1, generator=generator, dtype=torch.float64)
     with net_of(channel, model, weather_graph()) as net:
-        x = net.place(first, "grid", axis=3).clone().requires_grad_()
-        x = x if channel is None else net.place(x, "grid", axis=3)
-        out = net(x)
-        again = net(torch.stack([x[:, 1], out], dim=1) if channel is None else net.place(torch.stack([x[:, 1], out], dim=1), "grid", axis=3))
+        x = net.place(first, "grid", axis=3)
+        again = net(net.place(torch.stack([x[:, 1], net(x)], dim=1), "grid", axis=3))
         loss = net.mean((again - 1) ** 2, net.place(area, "grid"))
         loss.backward()
-        shown = net.gather(again, "grid", axis=2)
-    if channel is not None and channel.rank:
-        shown = torch.zeros(0)
-    return grads(model) | {"loss": loss.detach(), "out": shown}
+        shown = on_first(net, {"out": again}, "grid", 2)
+    return grads(model) | {"loss": loss.detach()} | shown
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_flattened_batches_are_those_of_the_whole_graph(ranks: Any, world: int, kind: str) -> None:
-    expected = weather(None, kind, 2, 2)
-    assert len(expected) > 30
-    for rank, found in enumerate(ranks(world, weather, kind, 2, 2)):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            if rank and name == "out":
-                continue
-            torch.testing.assert_close(
-                found[name], value, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    alike(ranks, world, weather, kind, 2, 2)
+
+
+STRIDE = torch.tensor([[N], [N]])
+
+
+def repeated(edges: Tensor, batch: int) -> Tensor:
+    return torch.cat([edges + i * STRIDE for i in range(batch)], dim=1)
+
+
+def at_once(edges: Tensor, batch: int) -> Tensor:
+    """After einops: all samples in one sum, flattened."""
+    shift = torch.arange(batch).view(1, batch, 1) * N
+    return (edges.unsqueeze(1) + shift).reshape(2, -1)
+
+
+def by_ends(edges: Tensor, batch: int) -> Tensor:
+    source, target = edges
+    return torch.stack([torch.cat([end + i * N for i in range(batch)]) for end in (source, target)])
+
+
+def by_the_last_id(edges: Tensor, batch: int) -> Tensor:
+    return torch.cat([edges + i * torch.max(edges) + i for i in range(batch)], dim=1)
+
+
+def turned(edges: Tensor, batch: int) -> Tensor:
+    return repeated(edges, batch).flip(0)
+
+
+WAYS = {
+    "repeated": repeated,
+    "at once": at_once,
+    "by ends": by_ends,
+    "by the last id": by_the_last_id,
+    "turned": turned,
+}
+KINDS = ("gcn", "sage", "gat", "gine", "transformer", "plain")
+
+
+def layer(kind: str, width: int) -> nn.Module:
+    made: dict[str, Any] = {
+        "gcn": lambda: pyg.GCNConv(width, width),
+        "sage": lambda: pyg.SAGEConv(width, width, aggr="max"),
+        "gat": lambda: pyg.GATConv(width, width, edge_dim=2, heads=2, concat=False),
+        "gine": lambda: pyg.GINEConv(nn.Linear(width, width), edge_dim=2),
+        "transformer": lambda: pyg.TransformerConv(width, width, edge_dim=2),
+        "plain": lambda: nn.Linear(2 * width, width),
+    }
+    return made[kind]()  # type: ignore[no-any-return]
+
+
+class Flat(nn.Module):
+    """Layers of PyG on a batch that is flattened into rows, between norms over all of these rows."""
+
+    def __init__(self, kind: str, way: str) -> None:
+        super().__init__()
+        self.kind, self.way = kind, WAYS[way]
+        self.one, self.norm, self.two = layer(kind, 5), nn.BatchNorm1d(5), layer(kind, 5)
+
+    def step(self, conv: nn.Module, h: Tensor, edges: Tensor, attr: Tensor) -> Tensor:
+        if self.kind == "plain":  # a user's own read and write by the ids
+            source, target = edges.flip(0) if self.way is turned else edges
+            messages = torch.cat([h[source], h[target]], dim=1)
+            return h.new_zeros(h.size(0), h.size(1)).index_add(0, target, conv(messages))
+        return conv(h, edges, *(() if self.kind in ("gcn", "sage") else (attr,)))
+
+    def forward(self, x: Tensor, edges: Tensor, attr: Tensor) -> Tensor:
+        batch = x.size(0)
+        h, edges, attr = x.flatten(0, 1), self.way(edges, batch), attr.repeat(batch, 1)
+        h = self.step(self.one, h, edges, attr)
+        h = self.norm(h).relu() + h.mean(dim=0)
+        h = self.step(self.two, h, edges, attr)
+        # A sample and the next, taken apart in several ways.
+        first, *others = h.chunk(batch)
+        return torch.stack([first + h.unflatten(0, (batch, -1))[0], *others]) + h.view(x.shape)
+
+
+def flat(channel: Channel | None, kind: str, way: str, batches: tuple[int, ...]) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    data, model = graph(), Flat(kind, way).double()
+    data.edge_index[0, 0] = N - 1  # the last vertex has an edge, from which the stride may be taken
+    found: dict[str, Tensor] = {}
+    with net_of(channel, model, data) as net:
+        for batch in batches:
+            generator = torch.Generator().manual_seed(batch)
+            x = torch.randn(batch, N, 5, generator=generator, dtype=torch.float64)
+            x = net.place(x, "vertices", axis=1).clone().requires_grad_()
+            out = net(x, data.edge_index, data.edge_attr)
+            net.mean((out - 1) ** 2).backward()
+            found |= on_first(net, {f"out {batch}": out, f"x {batch}": x.grad}, "vertices", 1)
+    return found | grads(model)
+
+
+@pytest.mark.some(1, each="kind")
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_pyg_on_flattened_batches(ranks: Any, world: int, kind: str) -> None:
+    alike(ranks, world, flat, kind, "repeated", (3, 1, 2))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["gine", "plain"])
+def test_edges_of_a_batch_are_recognized_however_they_are_made(ranks: Any, kind: str, way: str) -> None:
+    alike(ranks, 3, flat, kind, way, (2, 4))

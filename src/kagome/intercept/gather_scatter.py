@@ -463,9 +463,10 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
     # The first answer ends the search, so tables of special cases come before the general reads and writes.
     tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []
     tables.append(batch_rows.HANDLERS)
-    tables += [cut_rows.HANDLERS, edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
+    tables += [cut_rows.HANDLERS] if parted else []
+    tables.append(batch_rows.ROWS)
+    tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [
-        batch_rows.ROWS,
         id_values.HANDLERS,
         unique.HANDLERS,
         embedding_bag.HANDLERS,

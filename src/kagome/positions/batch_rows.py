@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kagome.deferred.lazy_tensor import now
 from kagome.placement.axis_rules import VIEWS
-from kagome.placement.placement import ALIGNED, VERTICES, lose
+from kagome.placement.placement import ALIGNED, VERTICES, PlacementKind, lose
 from kagome.placement.symbolic_size import SymbolicSize, as_place
 from kagome.positions.position_scope import Args, Func, Kwargs, PositionScope, dim_of
 from kagome.user_frame import from_library
@@ -45,7 +45,7 @@ def view(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs
         return NotImplemented
     shape, placed = found
     if placed is None:
-        if not scope.parted:
+        if not scope.parted or placement.kind is PlacementKind.PAIRS:
             return NotImplemented
         out = func(base, *args[1:], **kwargs)
         lose(scope.placements, name, out)
