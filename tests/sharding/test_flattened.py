@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 from test_shard import WORLDS, N, grads, graph
 from test_vertex_sets import net_of
 from torch import Tensor, nn
+from torch_geometric.data import Batch, Data
 from torch_geometric.utils import scatter, softmax
 
 import kagome
@@ -304,3 +305,207 @@ def test_layers_of_pyg_on_flattened_batches(ranks: Any, world: int, kind: str) -
 @pytest.mark.parametrize("kind", ["gine", "plain"])
 def test_edges_of_a_batch_are_recognized_however_they_are_made(ranks: Any, kind: str, way: str) -> None:
     alike(ranks, 3, flat, kind, way, (2, 4))
+
+
+class Given(nn.Module):
+    """Layers on flattened rows and edges that are given so, and what a batch vector pools."""
+
+    def __init__(self, held: Tensor | None = None) -> None:
+        super().__init__()
+        self.one, self.two = pyg.GATConv(5, 4, edge_dim=2), pyg.SAGEConv(4, 3)
+        self.register_buffer("held", held)
+
+    def forward(self, x: Tensor, edges: Tensor | None, attr: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        edges = self.held if edges is None else edges
+        h = self.two(self.one(x, edges, attr).relu(), edges)
+        return h, pyg.global_add_pool(h, batch, 3)
+
+
+def given(channel: Channel | None, how: str) -> dict[str, Tensor]:
+    """Three samples of ``Batch.from_data_list``, or a buffer with their edges."""
+    torch.manual_seed(5)
+    data = graph()
+    batch = Batch.from_data_list([Data(x=data.x * i, edge_index=data.edge_index) for i in (1, 2, 3)])
+    attr = data.edge_attr.repeat(3, 1)
+    edges = batch.edge_index if how == "arguments" else None
+    model = Given(None if how == "arguments" else batch.edge_index).double()
+    x = batch.x if how == "arguments" else batch.x.view(3, N, 5)
+    found = {}
+    with net_of(channel, model, data) as net:
+        if how == "arguments":
+            h, pooled = net(x, edges, attr, batch.batch)
+        else:
+            flatten = lambda x, *rest: model(x.flatten(0, 1), *rest)  # noqa: E731
+            owner = torch.arange(3).view(3, 1).expand(3, N)
+            run = flatten if channel is None else lambda *args: net.run(flatten, *args)
+            h, pooled = run(x, None, attr, owner.reshape(-1))
+        (net.mean((h - 1) ** 2) + (pooled**2).mean()).backward()
+        found["pooled"] = pooled.detach()
+    return found | grads(model)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_batches_of_pyg_as_arguments(ranks: Any, world: int) -> None:
+    alike(ranks, world, given, "arguments")
+
+
+class Empty(nn.Module):
+    """Two vertex sets, an edge set without edges, and more samples than vertices."""
+
+    def __init__(self, edges: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = pyg.SAGEConv((2, 2), 3), pyg.GATConv((2, 2), 3, add_self_loops=False)
+        for name, value in edges.items():
+            self.register_buffer(name, value)
+        self.register_buffer("stride", torch.tensor([[3], [7]]))
+
+    def forward(self, few: Tensor, many: Tensor) -> Tensor:
+        batch = few.size(0)
+        some, none = (
+            torch.cat([edges + i * self.stride for i in range(batch)], 1) for edges in (self.some, self.none)
+        )
+        few, many = few.reshape(-1, 2), many.reshape(-1, 2)
+        rows = self.a((few, many), some) + self.b((few, many), none)
+        return rows.view(batch, -1, 3)
+
+
+def empty(channel: Channel | None) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    edges = {"some": torch.tensor([[0, 2, 2, 1], [6, 0, 0, 3]]), "none": torch.zeros(2, 0, dtype=torch.int64)}
+    sets: dict[str, Any] = {name: kagome.Edges("few", "many", index) for name, index in edges.items()}
+    graph = kagome.Graph(few=kagome.Vertices(3), many=kagome.Vertices(7), **sets)
+    model = Empty(edges).double()
+    few, many = (torch.randn(8, n, 2, dtype=torch.float64) for n in (3, 7))
+    with net_of(channel, model, graph) as net:
+        out = net(net.place(few, "few", axis=1), net.place(many, "many", axis=1))
+        net.mean(out**2).backward()
+        return on_first(net, {"out": out}, "many", 1) | grads(model)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_parts_and_edge_sets_without_rows(ranks: Any, world: int) -> None:
+    alike(ranks, world, empty)
+
+
+def sent(channel: Channel, flattened: bool, batch: int) -> tuple[int, int, int]:
+    """Bytes and messages of a step of two layers that read rows of width 4, and the rows that are sent."""
+    torch.manual_seed(5)
+    data = graph()
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = pyg.SimpleConv(aggr="sum"), pyg.SimpleConv(aggr="sum")
+            self.embed = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            if flattened:
+                h, edges = self.embed(x).flatten(0, 1), repeated(edges, batch)
+                return self.two(self.one(h, edges).relu(), edges).view(batch, -1, 4)
+            h = self.embed(x)
+            return self.two(self.one(h, edges).relu(), edges)
+
+    x = torch.randn(batch, N, 5, dtype=torch.float64)
+    with kagome.shard(Sums().double(), data, log=str) as net:
+        net.mean(net(x, data.edge_index) ** 2).backward()  # compares headers
+        before = net.traffic
+        net.mean(net(x, data.edge_index) ** 2).backward()
+        spent = net.traffic.since(before)
+        scope = net._parallel.scope
+        rows = sum(scope.views[0].rows.send_counts) + scope.views[0].rows.halo
+    return spent.bytes["halo"], spent.messages["halo"], rows
+
+
+def test_a_flattened_batch_is_one_message_for_each_peer_and_layer(ranks: Any) -> None:
+    for one, four, apart in zip(*(ranks(3, sent, *way) for way in ((True, 1), (True, 4), (False, 4)))):
+        assert four == apart
+        assert four[1] == one[1] == 2 * 2 * 2  # two peers, two layers, forward and backward
+        assert four[0] == 2 * 4 * four[2] * 4 * 8  # two layers, four samples, four numbers of 8 bytes
+
+
+def draws(channel: Channel) -> list[float]:
+    """Losses with dropout on rows and on attention of a flattened batch."""
+    torch.manual_seed(5)
+    data = graph()
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.drop = pyg.GATConv(5, 4, edge_dim=2, dropout=0.3), nn.Dropout(0.4)
+
+        def forward(self, x: Tensor, edges: Tensor, attr: Tensor) -> Tensor:
+            batch = x.size(0)
+            h, edges, attr = self.drop(x).flatten(0, 1), repeated(edges, batch), attr.repeat(batch, 1)
+            return self.drop(self.conv(h, edges, attr)).view(batch, -1, 4)
+
+    model, losses = Drops().double(), []
+    x = torch.randn(3, N, 5, dtype=torch.float64)
+    with kagome.shard(model, data, seed=7, log=str) as net:
+        for _ in range(3):
+            loss = net.mean(net(x, data.edge_index, data.edge_attr) ** 2)
+            loss.backward()
+            losses.append(loss.item())
+    return losses
+
+
+def test_draws_of_flattened_batches_are_the_same_on_any_number_of_ranks(ranks: Any) -> None:
+    one = ranks(1, draws)[0]
+    assert len(set(one)) == 3
+    for found in ranks(4, draws):
+        torch.testing.assert_close(found, one, rtol=1e-10, atol=1e-10)
+
+
+def wrong(channel: Channel) -> list[str]:
+    """Lists that are no edges of a batch, though as many: each is refused."""
+    data, said = graph(), []
+
+    class Reads(nn.Module):
+        def __init__(self, make: Any, held: Tensor | None = None) -> None:
+            super().__init__()
+            self.make, self.conv = make, pyg.SAGEConv(5, 5)
+            self.register_buffer("held", held)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            edges = self.make(edges) if self.held is None else self.held
+            return self.conv(x.reshape(-1, 5), edges).view(x.shape)
+
+    def shifted(by: Any) -> Any:
+        return lambda edges: torch.cat([edges, edges + by], dim=1)
+
+    ways: dict[str, Any] = {
+        "another stride": shifted(N + 1),
+        "a stride of one row": shifted(torch.tensor([[N], [0]])),
+        "no stride": shifted(0),
+        "copies in another order": lambda edges: torch.cat([edges + N, edges], dim=1),
+        "edge by edge": lambda edges: (edges.unsqueeze(2) + torch.tensor([0, N])).reshape(2, -1),
+        "scaled": lambda edges: torch.cat([edges, edges * 2 + N], dim=1),
+        "chosen by value": lambda edges: torch.cat([edges, torch.where(edges == 3, 4, edges) + N], dim=1),
+        "one edge less": lambda edges: torch.cat([edges, edges[:, 1:] + N], dim=1),
+    }
+    x = torch.randn(2, N, 5, dtype=torch.float64)
+    for make in ways.values():
+        with kagome.shard(Reads(make).double(), data, log=str) as net:
+            said.append(told(lambda net=net: net(x, data.edge_index)))
+    same = lambda edges: edges  # noqa: E731
+    for other in (shifted(N + 1)(data.edge_index), repeated(data.edge_index, 2).roll(1, 1)):
+        with kagome.shard(Reads(same).double(), data, log=str) as net:
+            said.append(told(lambda net=net, other=other: net(x, other)))
+        with kagome.shard(Reads(same, other).double(), data, log=str) as net:
+            said.append(told(lambda net=net: net(x, data.edge_index)))
+    return said
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_lists_that_are_no_edges_of_a_batch_are_refused(ranks: Any, world: int) -> None:
+    for found in ranks(world, wrong):
+        assert len(found) == 12
+        for number, text in enumerate(found):
+            assert text, number

@@ -232,7 +232,9 @@ class Shown(SymbolicSize):
         return made
 
     def __hash__(self) -> int:
-        return hash(self.count)  # what a library caches by shapes belongs to this part
+        # What a library caches by shapes belongs to rows of this part: einops must not give it to a tensor
+        # without rows that has as many entries.
+        return hash((Shown, int(self.count)))
 
     def __int__(self) -> int:
         return int(self.count) if from_library() else int.__int__(self)
