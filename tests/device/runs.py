@@ -105,7 +105,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "GCN": lambda: Stack(pyg.GCNConv),
     "SAGE": lambda: Stack(pyg.SAGEConv),
     "max": lambda: Stack(lambda a, b: pyg.SAGEConv(a, b, aggr="max")),
-    "GIN": lambda: Stack(lambda a, b: pyg.GINConv(nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b)))),
+    "GIN": lambda: Stack(
+        lambda a, b: pyg.GINConv(nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b)))
+    ),
     "GAT": lambda: Stack(_heads(pyg.GATConv)),
     "GATv2": lambda: Stack(_heads(pyg.GATv2Conv)),
     "Transformer": lambda: EdgeStack(_heads(pyg.TransformerConv, edge_dim=EDGE_COLUMNS)),

@@ -112,7 +112,11 @@ def accounted() -> dict[str, Any]:
         "name": torch.cuda.get_device_properties(2).name,
     }
     del fresh
-    return {**found, "left": torch.cuda.memory_allocated() - before, "peak": torch.cuda.max_memory_allocated() > 0}
+    return {
+        **found,
+        "left": torch.cuda.memory_allocated() - before,
+        "peak": torch.cuda.max_memory_allocated() > 0,
+    }
 
 
 def test_memory_is_accounted_and_poisoned(devices):

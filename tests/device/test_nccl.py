@@ -138,7 +138,9 @@ def test_on_one_stream_they_wait_for_each_other_for_ever(devices, way):
 
 
 def test_a_kernel_on_another_device_than_the_current_one_is_refused(devices):
-    with pytest.raises(RuntimeError, match="a kernel on cuda:1 in thread MainThread, where cuda:0 is current"):
+    with pytest.raises(
+        RuntimeError, match="a kernel on cuda:1 in thread MainThread, where cuda:0 is current"
+    ):
         devices.run(1, kernel_elsewhere)
 
 

@@ -50,7 +50,9 @@ RUNS: dict[str, Run] = {
     "two stages a rank": Run(2, parallel={"pipe": 2, "stages_per_rank": 2, "chunks": 4}),
     "pipe of 4, drop": Run(4, "SAGE", {"pipe": 4, "chunks": 4, "cross_chunk": "drop"}),
     "hybrid": Run(4, parallel={"pipe": 2, "graph": 2, "chunks": 4}),
-    "hybrid, coded": Run(4, parallel={"pipe": 2, "graph": 2, "chunks": 4, "codec": "bf16", "codec_stage": "bf16"}),
+    "hybrid, coded": Run(
+        4, parallel={"pipe": 2, "graph": 2, "chunks": 4, "codec": "bf16", "codec_stage": "bf16"}
+    ),
 }
 WITH_ALL = {"attention 2", "softmax sums", "fp16", "fp32", "late, smoothed", "hybrid, coded", "chunks, exact"}
 """Those that ``make test`` leaves out: a sibling goes nearly the same way."""

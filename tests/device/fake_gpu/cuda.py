@@ -120,7 +120,12 @@ def start(count: int = 4, gib: float = 80.0) -> Library:
     sys.modules["triton"] = None  # type: ignore[assignment]
     capacity = int(gib * GIB)
     library = Library(count, capacity)
-    answers = {**_devices(library, count, capacity), **_memory(capacity), **_streams(library), **_draws(count)}
+    answers = {
+        **_devices(library, count, capacity),
+        **_memory(capacity),
+        **_streams(library),
+        **_draws(count),
+    }
     for name, answer in answers.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, answer)

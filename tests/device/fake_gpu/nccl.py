@@ -299,7 +299,9 @@ class FakeNCCL(ProcessGroup):
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None) -> Work:
         """A tensor to each rank, and one from each."""
         if len(outputs) != self._size or len(inputs) != self._size:
-            raise FakeNCCLError(f"all-to-all of {len(inputs)} and {len(outputs)} tensors on {self._size} ranks")
+            raise FakeNCCLError(
+                f"all-to-all of {len(inputs)} and {len(outputs)} tensors on {self._size} ranks"
+            )
         number = self._count + 1
 
         def body() -> None:
@@ -336,7 +338,9 @@ class FakeNCCL(ProcessGroup):
         """Receive from one rank."""
         return self._point(_Receive, tensors, peer, tag)
 
-    def _point(self, kind: Callable[..., _Send | _Receive], tensors: list[Tensor], peer: int, tag: int) -> Work | None:
+    def _point(
+        self, kind: Callable[..., _Send | _Receive], tensors: list[Tensor], peer: int, tag: int
+    ) -> Work | None:
         (tensor,) = tensors
         self._check("a message to or from one rank", tensors)
         if tag:
