@@ -1,7 +1,7 @@
 """The bed: processes that are ranks of a job with a fake GPU each, kept for all tests of this folder.
 
-Where it sits: ``conftest`` makes one a session. ``run(world, function, *args)`` calls a function on so many ranks,
-which find themselves as ``kagome train`` starts them; a Trainer joins them by itself.
+Where it sits: ``conftest`` makes one a session. ``run(world, function, *args)`` calls a function on so many
+ranks, which find themselves as ``kagome train`` starts them; a Trainer joins them by itself.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import random
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from fake_gpu import cuda, launches, nccl
 from fake_gpu.waits import Waits
+
 from pool import LARGEST, Pool, answered, calls, calm
 
 _mine: list[tuple[cuda.Library, Waits]] = []
@@ -34,12 +34,12 @@ def bed() -> Pool:
 
 
 def waits() -> Waits:
-    """This process's count of waits of the host, by place."""
+    """The process's count of waits of the host, by place."""
     return _mine[0][1]
 
 
 def library() -> cuda.Library:
-    """This process's fake device."""
+    """The process's fake device."""
     return _mine[0][0]
 
 

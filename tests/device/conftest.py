@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from bed import bed
 from fake_gpu.build import CannotBuildError, build
+
 from pool import Pool
 
 

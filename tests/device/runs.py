@@ -1,21 +1,21 @@
-"""Runs of a Trainer on fake devices and, with the same settings, on the CPU: what the tests of this folder share."""
+"""Runs of a Trainer on fake devices and, with the same settings, on the CPU, which the tests here share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch_geometric.nn as pyg
+from bed import waits, without_gpus
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-import kagome
-from bed import waits, without_gpus
 from kagome import Parallel, Trainer
-from kagome.config import Report, Train
+from kagome.config import Train
 from training import CLASSES, FEATURES, QUIET, graph
 
 EPOCHS = 4
@@ -68,7 +68,7 @@ class Stack(nn.Module):
     def __init__(self, make: Callable[[int, int], nn.Module], layers: int = 4) -> None:
         super().__init__()
         widths = [FEATURES, *[8] * (layers - 1), CLASSES]
-        self.convs = nn.ModuleList(make(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.convs = nn.ModuleList(make(a, b) for a, b in pairwise(widths))
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class EdgeStack(Stack):
 
 
 class Normed(nn.Module):
-    """A convolution and a norm. No bias before it: its gradient is rounding alone, and Adam makes steps of that."""
+    """A convolution and a norm. A bias between them has a gradient of rounding alone."""
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-
 from fake_gpu.nccl import FakeNCCLError
 
 SHORT, LONG = timedelta(seconds=3), timedelta(seconds=60)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
+from bed import without_gpus
+from runs import data, model
 
 import kagome
-from bed import without_gpus
 from dags import plan_of, sgd, task
 from kagome.planner.stages.plan import StagePlan
-from runs import data, model
 
 ONE, TWO = "towers.0 towers.1 towers.1.0#2 towers.1.1#2", "towers.2 towers.2.0#2 towers.2.1#2"
 TOP = "join act layers.0 act#2 layers.1 act#3 out"

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-import kagome
 from bed import without_gpus
-from runs import Run, data, model, trainer
+from runs import Run, trainer
 
 SAVED, ALL = 2, 4
 
@@ -22,7 +19,7 @@ def epochs(run: Run, until: int, out: Path | None, resume: Path | None) -> list[
 
 
 def interrupted(run: Run, folder: Path) -> dict[str, list[float | None]]:
-    """The losses of a run in one go, and of runs that stop and go on: on the device, and from the one to the other."""
+    """The losses of a run in one go, and of those that stop and go on, on either device."""
     found = {"whole": epochs(run, ALL, None, None)}
     epochs(run, SAVED, folder / "there", None)
     with without_gpus():

@@ -1,4 +1,4 @@
-"""Every way to split a run trains on fake devices under NCCL's rules with the CPU's losses, and seldom waits for them."""
+"""Every way to split a run trains on fake devices under NCCL's rules: the CPU's losses, few waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from runs import Found, Run, both
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "host_waits.json"

@@ -1,4 +1,4 @@
-"""Every convolution of PyG and the models of users on a fake device: the CPU's outputs and gradients, on two ranks.
+"""PyG's convolutions and models of users on a fake device, on two ranks: the CPU's outputs and gradients.
 
 The two ranks are threads of one process, as in ``make gpu``; four processes share the cases.
 """
@@ -31,7 +31,7 @@ def names(table: str) -> list[str]:
 
 
 def tried(table: str, chosen: list[str]) -> list[tuple[str, str]]:
-    """This process's share of the cases, each with what went wrong."""
+    """The process's share of the cases, each with what went wrong."""
     sys.path.insert(0, str(GPU))
     import checks
 

@@ -1,7 +1,7 @@
 """Refuses what Triton would do wrong without a word: a kernel launched while another device is current.
 
-Where it sits: Kagome's kernels run in plain PyTorch on the fake device, and PyTorch's operators choose the device of
-their tensors. Triton launches on the thread's current device, whatever its tensors lie on.
+Where it sits: Kagome's kernels run in plain PyTorch on the fake device, and PyTorch's operators choose the
+device of their tensors. Triton launches on the thread's current device, whatever its tensors lie on.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
 """Process groups of backend "nccl" that carry bytes by gloo and keep NCCL's rules.
 
-Where it sits: ``start`` makes torch's own path for "nccl" create :class:`FakeNCCL`, so that ``device_id``, splits of
-a group and torch's names for groups work as they do there.
+Where it sits: ``start`` makes torch's own path for "nccl" create :class:`FakeNCCL`, so that ``device_id``,
+splits of a group and torch's names for groups work as they do there.
 
 What it holds to. Where NCCL would hang, or write where it must not, it raises:
 
 * tensors lie on the rank's device and are contiguous, of a type that NCCL knows;
 * no two ranks of a group have one device;
 * all ranks begin the same collectives in the same order, and the sizes of what is sent and expected fit;
-* the operations of a communicator run one after the other, on one stream. A send ends only when its receiver has
-  come to the receive: a rendezvous, as for messages beyond NCCL's buffers;
-* messages between two ranks share the communicator's stream if the group was made with a device; else two ranks have
-  a stream of their own. Messages of one batch have no order among themselves;
+* the operations of a communicator run one after the other, on one stream. A send ends only when its receiver
+  has come to the receive: a rendezvous, as for messages beyond NCCL's buffers;
+* messages between two ranks share the communicator's stream if the group was made with a device; else two
+  ranks have a stream of their own. Messages of one batch have no order among themselves;
 * a group that is made beside one with a device is split from it, by all ranks of that one.
 
-``wait`` waits for the operation. NCCL's lets the host go on and makes the current stream wait, so what a rank begins
-next starts at the same point on either.
+``wait`` waits for the operation. NCCL's lets the host go on and makes the current stream wait, so what a rank
+begins next starts at the same point on either.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Work:
             self.group.library.wait("synchronize", "nccl wait with a limit")  # NCCL blocks the host then
         if not self.done.wait(self.group.limit.total_seconds()):
             raise FakeNCCLError(
-                f"{self.what} on rank {self.group.rank()} has not ended within {self.group.limit}: NCCL would hang "
-                f"until its watchdog aborts; streams: {self.group.state()}"
+                f"{self.what} on rank {self.group.rank()} has not ended within {self.group.limit}: "
+                f"NCCL would hang until its watchdog aborts; streams: {self.group.state()}"
             )
         if self.error is not None:
             raise FakeNCCLError(f"{self.what}: {type(self.error).__name__}: {self.error}") from self.error
@@ -188,7 +188,7 @@ class FakeNCCL(ProcessGroup):
     def size(self) -> int:
         return self._size
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "nccl"
 
     def _get_backend(self, device: torch.device) -> FakeNCCL:
@@ -259,7 +259,8 @@ class FakeNCCL(ProcessGroup):
                     raise FakeNCCLError(f"rank {self._rank} does {name!r}, rank {rank} {theirs!r}")
                 if sizes and to[self._rank] != expected[rank]:
                     raise FakeNCCLError(
-                        f"rank {rank} sends {to[self._rank]} bytes, rank {self._rank} expects {expected[rank]}"
+                        f"rank {rank} sends {to[self._rank]} bytes, rank {self._rank} expects "
+                        f"{expected[rank]}"
                     )
             body()
 

@@ -41,7 +41,7 @@ def _place() -> str:
     """The innermost function of Kagome that is running; autograd's threads may run none."""
     frame = sys._getframe(1)
     while frame is not None:
-        before, found, path = frame.f_code.co_filename.partition(PACKAGE)
+        _, found, path = frame.f_code.co_filename.partition(PACKAGE)
         if found:
             return f"{path} {frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]
