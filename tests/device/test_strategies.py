@@ -34,7 +34,6 @@ RUNS: dict[str, Run] = {
     "sampled": Run(2, parallel={"halo_sample": 0.5}),
     "recompute": Run(2, recompute=True),
     "activations on the host": Run(2, parallel={"activations": "host"}),
-    "activations on disk": Run(2, parallel={"activations": "disk"}),
     "bf16 layers": Run(2, train={"amp": "bf16"}, near=2e-2),
     "slices": Run(2, parallel={"tensor": 2}),
     "slices of attention": Run(4, "GAT", {"tensor": 2}),
