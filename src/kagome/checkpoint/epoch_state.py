@@ -137,7 +137,7 @@ class EpochState:
         if not isinstance(value, Tensor):
             return value
         # By its name: a run that has computed on the CPU may go on with a GPU.
-        accelerated = name not in epoch_state_checks.ON_HOST
+        accelerated = value.device.type != "cpu" or name not in epoch_state_checks.ON_HOST
         return Named(file, self._path(place, name), tuple(value.shape), str(value.dtype), accelerated)
 
 
