@@ -27,7 +27,7 @@ from kagome.records.spans import Span
 from kagome.report.progress import TensorBoard, warn
 from kagome.run_dir.claim import Claim, continues_run, refuse_taken, remove_run, unwritable
 from kagome.run_dir.results import arrays_of, as_array
-from kagome.storage.atomic import write_text
+from kagome.storage.atomic import draft, write_text
 
 
 class RunWriter:
@@ -234,12 +234,10 @@ class RunWriter:
             given = arrays_of(scores)
             if label is not None:
                 given["label"] = as_array(label)
-            fresh = self.folder / ".predictions.npz"
-            np.savez_compressed(fresh, target=as_array(target), **given)
-            fresh.rename(self.folder / "predictions.npz")
-            with torch.no_grad():
-                save_model(model, str(self.folder / ".model.safetensors"))
-            (self.folder / ".model.safetensors").rename(self.folder / "model.safetensors")
+            with draft(self.folder / "predictions.npz") as beside, beside.open("wb") as file:
+                np.savez_compressed(file, target=as_array(target), **given)
+            with draft(self.folder / "model.safetensors") as beside, torch.no_grad():
+                save_model(model, str(beside))
             write_summary(self.folder / "summary.json", {**values, "predicted": self._predicted()})
             if self.settings.report.trace:
                 write_trace(self.folder / "trace.json", spans)
