@@ -81,6 +81,7 @@ class Channel(PeerGroup):
         self._control = Channel(
             group, HOST, timeout=self.timeout, watch=self.watch, traffic=self.traffic, name=self.names[0]
         )
+        self._control._times = False  # alone they would be taken for all exchanges
         return self._control
 
     @property
