@@ -31,7 +31,7 @@ from kagome.graph.structure.sets import Graph
 from kagome.train import data as source
 
 _PLAIN: Final = Parallel()
-_ONE_SET: Final = ("tensor", "pipe", "chunks", "max_age", "error_feedback", "halo_sample")
+_ONE_SET: Final = ("tensor", "pipe", "chunks")
 """Settings that serve graphs of one vertex set only."""
 
 
@@ -86,7 +86,7 @@ def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, 
     }
     if refused:
         raise ConfigError(
-            "graph parallelism, exact or with a codec, for a graph of several vertex sets",
+            "graph parallelism, with exact rows or not, for a graph of several vertex sets",
             ", ".join(f"{name}={value!r}" for name, value in refused.items()),
             where="kagome.shard(parallel=...)",
             hint=f"Parallel(graph={channel.size})",
