@@ -164,6 +164,30 @@ class CutTables:
         """Return all rows of a tensor with a table's own rows: on rank ``dst`` alone, or on all."""
         return joined(self.channel, rows, table.ids, table.shape[0], action, dst=dst)
 
+    def first_rank_whole(self, action: str) -> dict[str, Tensor]:
+        """Return all rows of each table by its name, on rank 0; nothing on others. All ranks call it."""
+        found = {}
+        for table in self.tables if self._is_cut else ():
+            whole = self.whole(table, table.parameter, f"{action}: {table.names[0]}", dst=0)
+            if whole is not None:
+                found[table.names[0]] = whole
+        return found
+
+    def of_copy(self, model: nn.Module, whole: Mapping[str, Tensor] | None) -> CutTables:
+        """Return the cut tables of a copy of the model, none if it gets all rows.
+
+        Args:
+            model: The copy, with own rows.
+            whole: All rows of each table, by its name, which the copy gets; None to keep own rows.
+        """
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for name, rows in (whole or {}).items():
+            named[name].data = rows
+        kept = () if whole is not None else self.tables
+        found = CutTables([replace(each, parameter=named[each.names[0]]) for each in kept], self.channel)
+        found._is_cut = self._is_cut
+        return found
+
     def blocks(self, table: Table, rows: Tensor, action: str) -> Tensor:
         """Return all rows of a tensor with a table's own rows, a block of them on each rank: a DTensor."""
         group = self.channel.group or dist.group.WORLD
