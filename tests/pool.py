@@ -112,7 +112,9 @@ class Pool:
         try:
             for rank in range(LARGEST):
                 ours, theirs = context.Pipe()
-                worker = context.Process(target=self._work, args=(rank, self._store.port, theirs), daemon=True)
+                worker = context.Process(
+                    target=self._work, args=(rank, self._store.port, theirs), daemon=True
+                )
                 worker.start()
                 theirs.close()
                 self._workers.append((worker, ours))
