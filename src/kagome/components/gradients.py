@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.channel import Channel
 from kagome.comm.codec import CASTS
+from kagome.comm.transport.device import to_device
 from kagome.config import SumCodec
 from kagome.errors import ModelError
 
@@ -280,7 +281,7 @@ class Gradients:
             head += [*self._notes, float(self._again)]
         # Notes that are tensors are copied on the device. A float() here would wait for the GPU.
         known = [0.0 if isinstance(h, Tensor) else h for h in head]
-        row = torch.tensor(known, dtype=_head_type(dtype), device=device)
+        row = to_device(torch.tensor(known, dtype=_head_type(dtype)), device)
         for at, value in enumerate(head):
             if isinstance(value, Tensor):
                 row[at] = value.detach()
