@@ -33,7 +33,6 @@ from kagome.positions import (
     kept_tensors,
     row_order,
     row_positions,
-    unique,
     vertex_tables,
 )
 from kagome.positions.position_scope import PositionScope
@@ -469,7 +468,6 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
     tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [
         id_values.HANDLERS,
-        unique.HANDLERS,
         embedding_bag.HANDLERS,
         row_positions.HANDLERS,
         vertex_tables.HANDLERS,
