@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from statistics import median_low
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -280,10 +279,5 @@ class Phase:
         self._spans._enter(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._spans._leave(self)
