@@ -85,6 +85,11 @@ class Channel(PeerGroup):
         return self._control
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks; None if there is a single rank."""
+        return self._group
+
+    @property
     def patient(self) -> Channel:
         """Channel for messages that nobody waits for soon: this one, or that of :meth:`open_patient`."""
         return self if self._patient is None else self._patient
