@@ -7,7 +7,7 @@ through them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,7 +19,9 @@ from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.exchange import ExchangeRequest, Op, SegmentSizes, swap_counts
 from kagome.comm.peers import PeerGroup
 from kagome.comm.stats import KINDS, Kind
+from kagome.comm.transport.device import HOST
 from kagome.comm.transport.process_group import Transport
+from kagome.comm.transport.routes import Route
 from kagome.comm.work import ChannelWork, SendWork
 from kagome.errors import CommError, KagomeError
 
@@ -39,6 +41,7 @@ class Channel(PeerGroup):
     """
 
     _patient: Channel | None = None
+    _control: Channel | None = None
 
     def beside(self) -> Channel:
         """Return a channel of the same ranks, with the same counters and tags of its own.
@@ -47,8 +50,8 @@ class Channel(PeerGroup):
         :attr:`lanes` is True. Point-to-point messages go through this channel only, not through the returned
         one.
         """
-        # ``back`` is left out: point-to-point messages, which need it, go by the channel itself.
-        return Channel(
+        # Without an opener: point-to-point messages, which need routes, go by the channel itself.
+        beside = Channel(
             self._group,
             self.device,
             timeout=self.timeout,
@@ -58,6 +61,33 @@ class Channel(PeerGroup):
             shared_memory=self.shared_memory,
             staged=self.send_device != self.device,
         )
+        beside._control = self._control
+        return beside
+
+    @property
+    def control(self) -> Channel:
+        """Channel for headers, counts and objects: this one, or that of :meth:`open_control`."""
+        return self if self._control is None else self._control
+
+    def open_control(self, group: dist.ProcessGroup) -> Channel:
+        """Send headers, counts and objects, which the host writes and reads, through the host's memory.
+
+        Through the device each of them would be copied there and back, and the host would wait for all that
+        the device has been given to do.
+
+        Args:
+            group: A gloo group of the same ranks in the same order.
+        """
+        self._control = Channel(
+            group, HOST, timeout=self.timeout, watch=self.watch, traffic=self.traffic, name=self.names[0]
+        )
+        self._control._times = False  # alone they would be taken for all exchanges
+        return self._control
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks; None if there is a single rank."""
+        return self._group
 
     @property
     def patient(self) -> Channel:
@@ -85,6 +115,7 @@ class Channel(PeerGroup):
             shared_memory=self.shared_memory,
             staged=self.send_device != self.device,
         )
+        self._patient._control = self._control
         return self._patient
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> ChannelWork:
@@ -131,6 +162,41 @@ class Channel(PeerGroup):
             return rows.index_select(0, index)
         packed = buffer.view(rows.dtype).view(index.numel(), *rows.shape[1:])
         return torch.index_select(rows, 0, index, out=packed)
+
+    def open_routes(self, routes: Iterable[Route]) -> None:
+        """Make a communicator for each route that messages between two ranks will take.
+
+        All ranks of the mesh call it with the same routes. gloo needs none, so nothing happens there.
+
+        Raises:
+            CommError: If a peer was late, or if no mesh made this channel.
+
+        Cost:
+            With nccl, a communicator of two ranks for each route that is not open yet, and one byte.
+        """
+        if self._transport is None or self.size == 1 or self.lanes:
+            return
+        missing = sorted(set(routes) - self._opened)
+        if self._opener is None:
+            raise CommError(
+                "a channel of a mesh, for messages between two ranks with nccl",
+                "a channel that was made by itself",
+                where=f"rank {self.names[self.rank]}",
+                hint="the channel of open_mesh()",
+            )
+        self._opened.update(missing)
+        self._transport.routes.update(self._opener(missing))
+        # nccl connects two ranks at their first message, and blocks the hosts of both until then. Here all
+        # ranks go through the routes in one order; within a pass they could wait for each other in a circle.
+        for route in missing:
+            action = f"open the route {route.sender} -> {route.receiver}"
+            empty, back = torch.zeros(1, dtype=torch.uint8), route.backward
+            if self.rank == route.sender:
+                self.start_send(empty, route.receiver, action=action, kind="other", backward=back).wait()
+            elif self.rank == route.receiver:
+                self.start_receive(
+                    (1,), empty.dtype, route.sender, action=action, kind="other", backward=back
+                ).wait()
 
     def start_send(
         self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False
@@ -330,7 +396,7 @@ class Channel(PeerGroup):
         """
         if self.size == 1:
             return [obj]
-        parts = self.gather_rows(serialization.to_bytes(obj, kinds), action=action)
+        parts = self.control.gather_rows(serialization.to_bytes(obj, kinds), action=action)
         assert parts is not None
         found = []
         for rank, part in enumerate(parts):
@@ -347,10 +413,9 @@ class Channel(PeerGroup):
 
     def barrier(self, action: str) -> None:
         """Return when all ranks have reached this call."""
+        control, zero = self.control, torch.zeros((), dtype=torch.int64)
         # item() makes the host wait for the device; all_reduce alone is only ordered on the stream.
-        self.all_reduce(
-            torch.zeros((), dtype=torch.int64, device=self.device), action=action, kind="other"
-        ).item()
+        control.all_reduce(zero.to(control.device), action=action, kind="other").item()
 
     def start_parts(
         self,

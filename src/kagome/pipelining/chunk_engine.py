@@ -29,6 +29,8 @@ from kagome.adaptive.rollback import Rollback
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.mesh import Mesh
+from kagome.comm.transport.device import to_device
+from kagome.comm.transport.routes import both_passes
 from kagome.components import task
 from kagome.components.engine import PhaseTimer, without_fast
 from kagome.components.forward_reuse import ForwardReuse
@@ -41,7 +43,7 @@ from kagome.graph.partition.partition import Partition
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.intercept.active import ActiveInterceptor
 from kagome.memory.tensor_bytes import account
-from kagome.model.split.stages import describe
+from kagome.model.split.stages import describe, links
 from kagome.model.state import state_of
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
@@ -102,6 +104,8 @@ class ChunkEngine:
         # Weights that the loss reads belong to the last stage too.
         read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
         self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
+        homes = [stage.rank for stage in self.staging.stages]
+        mesh.pipe.open_routes(both_passes((homes[a], homes[b]) for a, b in links(self.staging.stages)))
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = needed(self.mine, part, criteria.objective.uses)
         options = PartOptions.of(settings, device, parallel, fast=self.fast)
@@ -396,7 +400,7 @@ class ChunkEngine:
             # The loss is 0 on all ranks but those of the last stage, so the sum over the world is the mean
             # loss.
             mine = torch.tensor([lost, float(stop), *self._moved(epoch)], dtype=torch.float64)
-            mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
+            mine, action = to_device(mine, self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
         self.exchange.moved(moved, epoch)
         return value, stops > 0
@@ -405,7 +409,7 @@ class ChunkEngine:
         """Return how far rows of this part moved, if needed: the largest drift over the part's stages."""
         if not self._drifts:
             return []
-        mine = torch.tensor(self._drifts, dtype=torch.float64, device=self.mesh.device)
+        mine = to_device(torch.tensor(self._drifts, dtype=torch.float64), self.mesh.device)
         self._drifts = ()
         # All stages of a part then add the same value to the sums over all ranks, so the mean is over parts.
         found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()

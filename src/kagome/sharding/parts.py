@@ -18,7 +18,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel
 from kagome.errors import ConfigError, ModelError, PartitionError
-from kagome.graph.partition.choice import is_auto
+from kagome.graph.partition.choice import AUTO
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.sets_partition import (
     SetsPartition,
@@ -31,7 +31,7 @@ from kagome.graph.structure.sets import Graph
 from kagome.train import data as source
 
 _PLAIN: Final = Parallel()
-_ONE_SET: Final = ("tensor", "pipe", "chunks", "max_age", "error_feedback", "halo_sample")
+_ONE_SET: Final = ("pipe", "chunks")
 """Settings that serve graphs of one vertex set only."""
 
 
@@ -52,7 +52,9 @@ def part_of(
         return source.from_data(given, channel, method=method, seed=seed, reuse=parallel.reuse)
 
     if isinstance(graph, HeteroData | Graph):
-        cutter = "metis" if is_auto(method) else method
+        cutter = method.replace(AUTO, "metis")
+        if parallel.tensor > 1 and "/" not in cutter:
+            cutter = f"{cutter}/{parallel.tensor}"  # one part for all ranks: each needs a share of each set
         return _sets_part(Graph.of(graph), parallel, mesh.graph, cutter, seed), ()
     part, meta = source.for_all_stages(take, mesh, chunks)
     return part, meta.notes
@@ -86,7 +88,7 @@ def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, 
     }
     if refused:
         raise ConfigError(
-            "graph parallelism, exact or with a codec, for a graph of several vertex sets",
+            "graph parallelism, with exact rows or not, for a graph of several vertex sets",
             ", ".join(f"{name}={value!r}" for name, value in refused.items()),
             where="kagome.shard(parallel=...)",
             hint=f"Parallel(graph={channel.size})",

@@ -238,12 +238,14 @@ class Pipeline:
             model, self._branches, self._pieces[self.stage], Masks(wishes.seed, self._branches.places)
         )
         self._weights = ReplicaWeights(model, self._pieces, self._layout, channel)
+        channel.open_routes(self._layout.routes(self._pieces) | self._weights.routes())
         # Before the optimizer is made, whose constructor may read the weights.
         self._weights.share_first()
         own = list(self._weights.mine.values())
         self.optimizer = wishes.optimizer(own) if own else None
         self._spans = Spans(most=100_000)
         self._spans.align(common_zero(channel))
+        self._spans.measure(channel.device)
 
     # Public ----------------------------------------------------------------------------------------
 
