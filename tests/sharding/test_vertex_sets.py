@@ -16,6 +16,7 @@ from torch_geometric.data import HeteroData
 import kagome
 from kagome.comm.channel import Channel
 from kagome.errors import DataError, ModelError
+from kagome.graph.partition.sets_partition import sets_fingerprint
 
 SIZES = {"paper": 23, "author": 17, "field": 3}
 LINKS = {
@@ -617,3 +618,20 @@ def test_rows_of_two_sets_in_one_call(ranks: Any, how: str) -> None:
 def test_what_two_sets_refuse_says_what_to_do(ranks: Any, how: str, words: str) -> None:
     for said in ranks(2, of_two, how, spoils=True):
         assert words in said
+
+
+def test_the_fingerprint_of_a_graph_changes_with_attributes_of_edges() -> None:
+    edges = torch.tensor([[0, 1], [1, 0]])
+    attrs = [
+        None,
+        torch.zeros(2),
+        torch.ones(2),
+        torch.zeros(2, 1),
+        torch.zeros(2, dtype=torch.int32),
+        torch.ones(2).bfloat16(),
+    ]
+    graphs = [
+        kagome.Graph(a=kagome.Vertices(2), aa=kagome.Edges("a", "a", edges, attr=attr)) for attr in attrs
+    ]
+    assert len({sets_fingerprint(graph) for graph in graphs}) == len(attrs)
+    assert sets_fingerprint(graphs[1]) == sets_fingerprint(graphs[1])
