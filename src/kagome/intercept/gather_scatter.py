@@ -21,12 +21,11 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Linear
 from kagome.deferred.rewrite_rules import all_computed
 from kagome.errors import ModelError
-from kagome.intercept import embedding_bag, row_counts, sparse_adjacency
+from kagome.intercept import batch_rows, embedding_bag, row_counts, sparse_adjacency
 from kagome.placement.axis_rules import ids_behind_axes
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
 from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.positions import (
-    batch_rows,
     cut_rows,
     edge_positions,
     id_values,
@@ -462,9 +461,8 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
     """
     # The first answer ends the search, so tables of special cases come before the general reads and writes.
     tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []
-    tables.append(batch_rows.HANDLERS)
     tables += [cut_rows.HANDLERS] if parted else []
-    tables.append(batch_rows.ROWS)
+    tables.append(batch_rows.HANDLERS)
     tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [
         id_values.HANDLERS,

@@ -206,7 +206,7 @@ ELEMENTWISE = frozenset(
 """Calls that combine rows of one tensor with the same rows of another, by name without underscores."""
 # Views: entries keep their order, so the number of entries before the row axis identifies it.
 VIEWS = frozenset(["view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"])
-"""Calls that merge and split axes: see ``placement.regroup``."""
+"""Calls that merge and split axes: see ``scope.batches``."""
 PREFIX = VIEWS | {"unsqueeze", "squeeze"}
 
 
