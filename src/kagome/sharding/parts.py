@@ -90,7 +90,7 @@ def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, 
     }
     if refused:
         raise ConfigError(
-            "graph parallelism, with exact rows or not, for a graph of several vertex sets",
+            "one stage and no chunks, for a graph of several vertex sets",
             ", ".join(f"{name}={value!r}" for name, value in refused.items()),
             where="kagome.shard(parallel=...)",
             hint=f"Parallel(graph={channel.size})",
