@@ -33,17 +33,14 @@ class _InHost:
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
-        # Always a copy: a tensor on the host itself may be written to before backward.
-        if tensor.device.type == "cpu":
-            self.copy = tensor.detach().to("cpu", copy=True)
-            return
-        # To pinned memory the device copies by itself, in the order of its stream: the host goes on, and the
-        # tensor's memory may be freed. torch keeps pinned blocks for reuse; their sizes are powers of two.
-        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self.copy.copy_(tensor.detach(), non_blocking=True)
+        # Always a copy: a tensor on the host itself may be written to before backward. With pinned memory
+        # both copies run on the GPU's stream, in order, while the host goes on.
+        pinned = tensor.device.type != "cpu"
+        self.copy = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)
+        self.copy.copy_(tensor.detach(), non_blocking=pinned)
 
     def back(self) -> Tensor:
-        """Return the tensor on its device; the host does not wait for the copy."""
+        """Return the tensor on its device."""
         return self.copy.to(self.device, non_blocking=True)
 
 
