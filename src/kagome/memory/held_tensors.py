@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.attributes import tensors_of
 from kagome.intercept.interceptor import Interceptor
 from kagome.kernels.base.csr import CsrLayout, Structure
@@ -22,23 +23,26 @@ def holding(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
     Tensors of kind ``kept`` were computed once from the others; rows of other ranks are among them. Tensors
     may share memory and appear more than once; the first kind counts.
     """
-    part = scope.part
-    first = scope.views[0]
-    # The inputs of forward mix attributes of vertices and of edges; the view knows the names of the latter.
-    of_edges = {"edge_index", *first.attributes}
-    for name, value in (*tensors_of(scope.inputs).items(), *part.nodes.items()):
-        yield ("edges" if name in of_edges else "features"), value
-    for value in (part.edge_index, part.edge_ids, *part.edges.values()):
-        yield "edges", value
+    given, first = scope.given_part, scope.views[0]
+    parts = [given] if isinstance(given, Partition) else [each.part for each in given.edges]
+    # Before the inputs of forward, which mix attributes of vertices and of edges.
+    for part in parts:
+        for value in (part.edge_index, part.edge_ids, *part.edges.values()):
+            yield "edges", value
     for view in scope.views:
         for value in (view.edge_index, view.given, view.edge_ids, *view.attributes.values()):
             yield "edges", value
         # The first view is of in-edges and has the part's own send list. A view of out-edges has another.
         yield ("send" if view is first else "tables"), view.rows.send
         yield "tables", view.ids
-    yield "send", part.send
-    for value in (part.own, part.halo):
-        yield "tables", value
+    for part in parts:
+        yield "send", part.send
+        for value in (part.own, part.halo):
+            yield "tables", value
+    nodes = [given.nodes] if isinstance(given, Partition) else given.nodes
+    for rows in (scope.inputs, *nodes, *(v for v in scope.inputs.values() if isinstance(v, dict))):
+        for value in tensors_of(rows).values():
+            yield "features", value
     for structure in scope.deferral.structures():
         for value in _of_structure(structure):
             yield "tables", value

@@ -97,7 +97,9 @@ def ledger_of(scope: Interceptor, model: nn.Module, copies: Iterable[Tensor] = (
         copies: Further copies of weights, such as those of the best epoch.
     """
     plan = scope.views[0].rows
-    ledger = TensorMemory(plan.own, plan.halo, scope.device)
+    # Of several vertex sets, sizes do not say whose halo rows a tensor has: they count for its own kind.
+    halo = 0 if scope.sets.several else plan.halo
+    ledger = TensorMemory(plan.own, halo, scope.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     add_scope(ledger, scope)
     # Tensors that layers keep as plain attributes, such as those of GCNConv(cached=True).

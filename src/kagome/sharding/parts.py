@@ -8,31 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Final
 
-import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
 from kagome.config import Parallel
-from kagome.errors import ConfigError, ModelError, PartitionError
-from kagome.graph.partition.choice import is_auto
+from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
-from kagome.graph.partition.sets_partition import (
-    SetsPartition,
-    assign_sets,
-    extract_sets,
-    sets_fingerprint,
-)
+from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.graph.partition.store import Meta
 from kagome.graph.structure.sets import Graph
 from kagome.train import data as source
-
-_PLAIN: Final = Parallel()
-_ONE_SET: Final = ("tensor", "pipe", "chunks", "max_age", "error_feedback", "halo_sample")
-"""Settings that serve graphs of one vertex set only."""
+from kagome.train.sets_source import cutter_of, part_of_sets, refuse_for_sets
 
 
 def part_of(
@@ -52,8 +41,9 @@ def part_of(
         return source.from_data(given, channel, method=method, seed=seed, reuse=parallel.reuse)
 
     if isinstance(graph, HeteroData | Graph):
-        cutter = "metis" if is_auto(method) else method
-        return _sets_part(Graph.of(graph), parallel, mesh.graph, cutter, seed), ()
+        refuse_for_sets(parallel, mesh.graph.size, "kagome.shard(parallel=...)")
+        sets, cutter = Graph.of(graph), cutter_of(parallel, mesh.graph.size)
+        return part_of_sets(sets, mesh.graph, cutter, seed), ()
     part, meta = source.for_all_stages(take, mesh, chunks)
     return part, meta.notes
 
@@ -72,41 +62,6 @@ def without_edge_labels(graph: Data) -> Data:
     for name in of_edges:
         del rest[name]
     return rest
-
-
-def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, seed: int) -> SetsPartition:
-    """Return this rank's part of a graph of several sets; rank 0 assigns the vertices.
-
-    Raises:
-        PartitionError: If the ranks have different graphs.
-        ConfigError: For settings that serve one vertex set only.
-    """
-    refused = {
-        name: getattr(parallel, name) for name in _ONE_SET if getattr(parallel, name) != getattr(_PLAIN, name)
-    }
-    if refused:
-        raise ConfigError(
-            "graph parallelism, exact or with a codec, for a graph of several vertex sets",
-            ", ".join(f"{name}={value!r}" for name, value in refused.items()),
-            where="kagome.shard(parallel=...)",
-            hint=f"Parallel(graph={channel.size})",
-        )
-    # Compared before any message whose size depends on the graph: gloo aborts if sizes differ.
-    marks = channel.gather_objects(sets_fingerprint(graph), "compare the ranks' graphs")
-    if len(set(marks)) > 1:
-        raise PartitionError(
-            "the same graph on every rank",
-            f"another on rank {channel.rank} than elsewhere",
-            hint="seed whatever makes the graph, or load it from one file",
-        )
-    counts = [each.count for each in graph.vertices.values()]
-    # [all vertices]: the part of each, the sets one after the other.
-    owner = torch.zeros(sum(counts), dtype=torch.int64, device=channel.device)
-    if channel.rank == 0 and channel.size > 1:
-        owner = torch.cat([*assign_sets(graph, method, channel.size, seed).values()]).to(channel.device)
-    owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
-    owners = dict(zip(graph.vertices, owner.split(counts), strict=True))
-    return extract_sets(graph, owners, channel.rank, channel.size)
 
 
 def refuse_lazy(model: nn.Module) -> None:

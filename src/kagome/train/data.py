@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome import config
 from kagome.comm.channel import Channel
@@ -26,11 +26,13 @@ from kagome.graph.datasets.load import load_data
 from kagome.graph.partition import cache, store
 from kagome.graph.partition.choice import choose, is_auto
 from kagome.graph.partition.partition import Partition, extract, fingerprint
+from kagome.graph.partition.sets_partition import Part
 from kagome.graph.partition.store import Meta
 from kagome.graph.prepare import owners, prepare
 from kagome.graph.structure.validate import validate
 from kagome.launch.host_memory import available_bytes
 from kagome.train.host_parts import HostParts, Look, Offer
+from kagome.train.sets_source import from_hetero
 
 __all__ = [
     "degree_histogram",
@@ -38,14 +40,15 @@ __all__ = [
     "for_model",
     "from_data",
     "from_folder",
+    "from_given",
     "from_settings",
     "prepare",
 ]
 
 
 def for_all_stages(
-    take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh, chunks: int | None = None
-) -> tuple[Partition, Meta]:
+    take: Callable[[Channel], tuple[Part, Meta]], mesh: Mesh, chunks: int | None = None
+) -> tuple[Part, Meta]:
     """Return this rank's part; the ranks of the first stage take it and send it to the other stages.
 
     Args:
@@ -61,7 +64,8 @@ def for_all_stages(
     """
     if mesh.pipe.size == 1:
         own, meta = take(mesh.graph)
-        return (uncut(own) if mesh.world.size == (chunks or 1) == 1 else own), meta
+        whole = mesh.world.size == (chunks or 1) == 1
+        return (uncut(own) if whole and isinstance(own, Partition) else own), meta
     found: object = None
     # The fault travels in place of the part: the ranks of later stages wait for it and would hang otherwise.
     if mesh.stage == 0:
@@ -72,7 +76,7 @@ def for_all_stages(
     # Attributes whose kind is unclear are only for a single rank that runs the whole graph, and are never
     # sent.
     if isinstance(found, tuple):
-        found = replace(found[0], unclear={}), found[1]
+        found = replace(found[0], unclear={}), found[1]  # pipelines take graphs of one vertex set only
     found = mesh.pipe.gather_objects(found, "the part, for all stages", [Partition, Meta])[0]
     if isinstance(found, KagomeError):
         raise found
@@ -84,6 +88,26 @@ def uncut(part: Partition) -> Partition:
     """Return the whole graph for a single rank: forward receives attributes of unclear kind as they are."""
     refused = {name: why for name, why in part.refused.items() if name not in part.unclear}
     return replace(part, shared={**part.shared, **part.unclear}, refused=refused, unclear={})
+
+
+def from_given(data: Any, settings: config.Run, channel: Channel) -> tuple[Part, Meta]:
+    """Return this rank's part of what a user gives to a Trainer.
+
+    Args:
+        data: A PyG ``Data`` or ``HeteroData``, the same on every rank, or the folder of a saved partition.
+        settings: The run's settings.
+        channel: The graph group.
+
+    Raises:
+        DataError: If the data has a fault.
+        PartitionError: If the folder has another number of parts than there are ranks, or is damaged.
+    """
+    if isinstance(data, str | Path):
+        return from_folder(data, channel)
+    if isinstance(data, HeteroData):
+        return from_hetero(data, settings, channel)
+    method, seed, reuse = settings.cut(channel.size)
+    return from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
 
 def from_data(
