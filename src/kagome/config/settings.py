@@ -126,7 +126,8 @@ class Train:
     sample_weight: str | None = None
     """Name of the attribute with one weight for each vertex, for the weighted mean of a built-in loss."""
     target_type: str | None = None
-    """The vertex type that is trained on and scored, in a graph with several; by default the one with labels."""
+    """In a graph with several vertex types, the one that is trained on and scored; by default the one with
+    labels."""
     metric: Metric = "auto"
     """The metric that is reported and that chooses the best epoch. ``auto`` uses accuracy for classes, F1
     (micro) for several labels per vertex, and RMSE or MAE for numbers. It uses the loss if you pass a

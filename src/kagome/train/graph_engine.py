@@ -28,7 +28,7 @@ from kagome.components.model_setup import refused_input
 from kagome.components.offload import Offload
 from kagome.components.parallelize import PartOptions, parallelize, while_attached
 from kagome.components.rank_zero import by_all
-from kagome.components.task import check_finite, check_rows, draws_of, in_float32, rows_of
+from kagome.components.task import check_finite, check_rows, draws_of, in_float32, rows_of, scores_of
 from kagome.config import Parallel, Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import ModelError
@@ -222,36 +222,12 @@ class GraphEngine:
         # One rank may return anything beside its rows. Several ranks may return numbers, which must be equal,
         # because a tensor of another shape could be a value of this part alone.
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
-        rows = check_rows(self._scored(out), self.own, self.channel.rank, beside=beside)
+        scores = scores_of(out, self.scope.given_part, self.scope.placements)
+        rows = check_rows(scores, self.own, self.channel.rank, beside=beside)
         # Reuse compares and keeps one tensor of scores; a nest is evaluated on its own.
         if not isinstance(rows, Tensor):
             self.forward_reuse.allowed = False
         return in_float32(rows) if self.net.options.amp else rows
-
-    def _scored(self, out: Any) -> Any:
-        """Return the output for the vertices that have scores; others may stand beside it, by their types.
-
-        Raises:
-            ModelError: If it has rows of another vertex set.
-        """
-        part = self.scope.given_part
-        if isinstance(part, Partition):
-            return out
-        kind = part.names[part.target]
-        if isinstance(out, Mapping) and not set(part.names).isdisjoint(out):
-            if kind not in out:
-                raise ModelError(f"scores of {kind} among those of vertex types", ", ".join(map(str, out)))
-            out = out[kind]
-        # Two sets may have equally many own rows on this rank, so the sizes do not say whose rows they are.
-        for leaf in tree_leaves(out):
-            placement = self.scope.placements.get(leaf) if isinstance(leaf, Tensor) else None
-            if placement is not None and placement.vertex_set != part.target:
-                raise ModelError(
-                    f"scores of {kind}",
-                    f"rows of {self.scope.sets.of(placement).name}",
-                    hint=f"return h[{kind!r}], or a dict by vertex type; Train(target_type=...) names another",
-                )
-        return out
 
     @while_attached
     def train(self, epoch: int, optimizer: Optimizer, *, stop: bool = False) -> tuple[float, bool]:

@@ -1,7 +1,7 @@
-"""Sets source: how each rank gets its part of a graph of several vertex sets that all ranks have in memory.
+"""Sets source: how each rank gets its part of a graph of several vertex sets that all ranks hold.
 
-Where it sits: ``trainer`` asks for a part with its attributes, ``sharding.parts`` for one whose attributes are
-arguments of the model.
+Where it sits: ``data`` asks for a part with its attributes, for a Trainer; ``sharding.parts`` for one whose
+attributes are arguments of the model.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Trainer:
             their names in the data. On several ranks all get rank 0's weights. ``torch.compile``,
             ``DistributedDataParallel`` and ``DataParallel`` around it are taken off; compiled layers and
             functions in it run uncompiled.
-        data: A PyG ``Data`` or ``HeteroData``, or the folder of a saved partition. Of several vertex types one
-            has the labels and masks; ``train.target_type`` names it if several have.
+        data: A PyG ``Data``, the folder of a saved partition, or a ``HeteroData``. One vertex type of it has
+            labels and masks; ``train.target_type`` names it if several have.
         parallel: How to split the work.
         loss: A name that ``train.loss`` takes, or ``loss(out, y)``: ``out`` is the model's output and ``y``
             the labels of some rows. It returns a value a row, their sum, or ``(values, weights)``, whose

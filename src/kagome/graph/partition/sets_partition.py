@@ -186,16 +186,25 @@ def joined_edges(graph: Graph) -> Tensor:
     Shapes:
         ``[2, E]``, the edge sets one after the other.
     """
-    begins, begin = {}, 0
-    for name, vertices in graph.vertices.items():
-        begins[name], begin = begin, begin + vertices.count
-    return torch.cat(
-        [
-            each.index.cpu() + torch.tensor([[begins[each.source]], [begins[each.target]]])
-            for each in graph.edges.values()
-        ],
-        dim=1,
-    )
+    names = [*graph.vertices]
+    ends = [(names.index(each.source), names.index(each.target)) for each in graph.edges.values()]
+    index = [each.index.cpu() for each in graph.edges.values()]
+    return joined_ends(index, ends, [each.count for each in graph.vertices.values()])
+
+
+def joined_ends(index: Sequence[Tensor], ends: Sequence[tuple[int, int]], counts: Sequence[int]) -> Tensor:
+    """Return edges between several vertex sets as those of one graph.
+
+    Args:
+        index: The edges of each edge set.
+        ends: The numbers of the vertex sets at the two ends of each.
+        counts: The number of vertices of each vertex set.
+
+    Shapes:
+        ``[2, E]``, the edge sets one after the other.
+    """
+    begins = torch.tensor([0, *counts]).cumsum(0)
+    return torch.cat([each + begins[[*both]].view(2, 1) for each, both in zip(index, ends, strict=True)], 1)
 
 
 def extract_sets(
