@@ -17,7 +17,7 @@ from torch_geometric.data import HeteroData
 import kagome
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
-from kagome.errors import ConfigError, DataError, KagomeError, ModelError
+from kagome.errors import CheckError, ConfigError, DataError, KagomeError, ModelError
 from training import QUIET, losses, settings
 
 SIZES = {"paper": 41, "author": 17, "field": 3}
@@ -387,3 +387,44 @@ def test_lazy_layers_take_their_shapes_from_the_data() -> None:
     with Trainer(lazy, data, train=settings(), report=QUIET) as trainer:
         trainer.fit(2)
         assert trainer.predict().shape == (SIZES["paper"], CLASSES)
+
+
+class Hidden(nn.Module):
+    """Adds the mean of all rows where no torch call shows it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + float(x.detach().numpy().mean())
+
+
+class Mixes(Fields):
+    """A mean over the rows of one rank, which the check before training is to find."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(Relational(), 8)
+        self.hidden, self.kind = Hidden(), kind
+
+    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[Any, Tensor]) -> Tensor:
+        return super().forward({**x_dict, self.kind: self.hidden(x_dict[self.kind])}, edge_index_dict)
+
+
+@pytest.mark.parametrize("kind", ["paper", "author"])
+def test_the_check_finds_a_layer_that_mixes_rows_of_any_type(kind: str) -> None:
+    assert kagome.check(model_of("rgcn"), library()).first is None
+    found = kagome.check(Mixes(kind).double(), library())
+    assert found.first is not None
+    assert found.first.name == "hidden"
+    # One rank runs such a model as plain PyG does.
+    torch.manual_seed(5)
+    with Trainer(Mixes(kind).double(), library(), train=settings(check=True), report=QUIET) as trainer:
+        trainer.fit(1)
+
+
+def mixing(channel: Channel) -> str:
+    with Trainer(Mixes("author").double(), library(), train=settings(check=True), report=QUIET) as trainer:
+        with pytest.raises(CheckError) as refusal:
+            trainer.fit(1)
+        return str(refusal.value)
+
+
+def test_several_ranks_refuse_it(ranks: Any) -> None:
+    assert all("hidden" in found for found in ranks(2, mixing))

@@ -42,7 +42,7 @@ class Data:
 
     name: str = "digits"
     """Data set: ``digits``, ``sbm:vertices=...``, ``Cora``, ``pyg:Class[:name]``, ``ogb:NAME``, ``npz:FILE``,
-    ``python:package.module:function``."""
+    ``pt:FILE``, ``python:package.module:function``."""
     root: str = "data"
     """Folder with the data set's raw files; processed files are written beside them."""
     partition: str | None = None

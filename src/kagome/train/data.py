@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.mesh import Mesh
 from kagome.errors import DataError, KagomeError, PartitionError
-from kagome.graph.datasets.load import load_data
+from kagome.graph.datasets.load import load_data, load_graph
 from kagome.graph.partition import cache, store
 from kagome.graph.partition.choice import choose, is_auto
 from kagome.graph.partition.partition import Partition, extract, fingerprint
@@ -41,6 +42,7 @@ __all__ = [
     "from_data",
     "from_folder",
     "from_given",
+    "from_run",
     "from_settings",
     "prepare",
 ]
@@ -234,9 +236,23 @@ def _refuse_unlike_lists(
         )
 
 
+def from_run(settings: config.Run, channel: Channel) -> tuple[Part, Meta]:
+    """Return this rank's part of the graph of a run of the command line, as its model takes it."""
+    method, seed, reuse = settings.cut(channel.size)
+    several = partial(from_hetero, settings=settings, channel=channel)
+    found = from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse, several=several)
+    return for_model(settings.model.name, *found)
+
+
 def from_settings(
-    settings: config.Data, channel: Channel, *, method: str, seed: int, reuse: bool = False
-) -> tuple[Partition, Meta]:
+    settings: config.Data,
+    channel: Channel,
+    *,
+    method: str,
+    seed: int,
+    reuse: bool = False,
+    several: Callable[[HeteroData], tuple[Part, Meta]] | None = None,
+) -> tuple[Part, Meta]:
     """Return this rank's part of a graph named by settings; see the module docstring.
 
     Args:
@@ -246,6 +262,7 @@ def from_settings(
         seed: The partitioner's seed.
         reuse: Take the parts from the user's cache if nothing that decides them has changed; store them
             there.
+        several: Takes the part of a graph of several vertex sets, which each rank loads; None refuses one.
 
     Raises:
         KagomeError: The error that loading or partitioning raised, on every rank.
@@ -258,7 +275,9 @@ def from_settings(
         part, meta = from_folder(settings.partition, channel)
         return part, replace(meta, notes=(*meta.notes, *_unheeded(settings)))
     if channel.size == 1:
-        data = load_data(settings)
+        data = load_graph(settings) if several else load_data(settings)
+        if several and isinstance(data, HeteroData):
+            return several(data)
         return _from_clean(data, data.notes, channel, method, seed, reuse)
     host = socket.gethostname()
     hosts = channel.gather_objects(host, "find the hosts")
@@ -276,6 +295,11 @@ def from_settings(
                 raise offer.error
         place = offers[hosts.index(host)]
         assert isinstance(place, Offer)
+        if not place.folder:
+            data = load_graph(settings)
+            if several and isinstance(data, HeteroData):
+                return several(data)
+            validate(data)  # refuses it
         try:
             part, meta = from_folder(place.folder, channel)
         except PartitionError as error:
@@ -290,16 +314,25 @@ def from_settings(
     return part, replace(meta, notes=(*meta.notes, *place.notes))
 
 
-def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
+def for_model(name: str, part: Part, meta: Meta) -> tuple[Part, Meta]:
     """Convert a part for a named model: the zoo's models take float32, a user's model any data.
 
     Args:
         name: ``model.name``.
         part: The part as the data has it.
         meta: The facts of the partition.
+
+    Raises:
+        DataError: If the data is not what the zoo's models take.
     """
     if name.startswith("python:"):
         return part, meta
+    if not isinstance(part, Partition):
+        raise DataError(
+            f"a graph of one vertex type for the model {name}",
+            f"one of several: {', '.join(part.names)}",
+            hint="--model.name python:package.module:function, a model over x_dict and edge_index_dict",
+        )
     x, turned = part.nodes.get("x"), []
     if x is None or x.dim() > 2 or x.is_complex() or 0 in x.shape[1:]:
         got = "data without x" if x is None else f"{[meta.num_nodes, *x.shape[1:]]}"

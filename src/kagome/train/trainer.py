@@ -149,13 +149,7 @@ class Trainer:
     ) -> Trainer:
         """Make the command line's Trainer: data by name, one part a rank, the model built from that part."""
         trainer = cls.__new__(cls)
-
-        def take(channel: Channel) -> tuple[Part, Meta]:
-            method, seed, reuse = settings.cut(channel.size)
-            found = source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
-            return source.for_model(settings.model.name, *found)
-
-        trainer._open(settings, take, build, Wishes(), out, overwrite)
+        trainer._open(settings, partial(source.from_run, settings), build, Wishes(), out, overwrite)
         return trainer
 
     @as_written

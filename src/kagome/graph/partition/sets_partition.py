@@ -82,6 +82,11 @@ class SetsPartition:
         )
 
     @property
+    def metadata(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """The vertex types and edge types, as ``HeteroData.metadata`` returns them."""
+        return list(self.names), [each for each in self.types if each is not None]
+
+    @property
     def scored(self) -> Partition:
         """The vertices of the target's set with their attributes, as a part of a graph without edges."""
         none = torch.empty(0, dtype=torch.int64)
