@@ -60,8 +60,8 @@ def check(model: nn.Module, *inputs: Any, **settings: Any) -> CheckResult:
 
     Args:
         model: The user's module, or a sharded model.
-        inputs: Of a module the graph: a ``Data``, a ``HeteroData`` with labels, or a rank's part. Of a sharded model what the model takes:
-            whole inputs, all rows of the graph, the same on all ranks.
+        inputs: Of a module the graph: a ``Data``, a ``HeteroData`` with labels, or a rank's part. Of a
+            sharded model what the model takes: whole inputs, all rows of the graph, the same on all ranks.
         settings: Of a module ``parts=3``, the ranks of the split; ``vertices=200``, those of the sample;
             ``seed=0``; ``tensor=1``, the ranks that slice features together; ``fast=True``, whether kernels
             reduce messages. Of a sharded model ``loss``, a function ``loss(net, out)`` of one number, which
