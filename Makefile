@@ -16,7 +16,7 @@ DEFINED := pyproject.toml constraints.txt
 # Many processes import the source: each would compile all of it anew where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help train test test-all coverage lint table docs gpu gpu-wheels clean
+.PHONY: help train test test-all coverage lint types pages table docs gpu gpu-wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,7 +24,7 @@ help:
 	@echo "make test    lint, types, and the tests; of long ones that repeat what others prove only some"
 	@echo "make test-all  lint, types, and all tests"
 	@echo "make coverage  all tests again, and which lines they run"
-	@echo "make lint    ruff and mypy alone"
+	@echo "make lint    ruff, mypy and the check of pages alone"
 	@echo "make table   write docs/convolutions.md anew"
 	@echo "make docs    the site, in build/docs"
 	@echo "make gpu     checks and figures on this machine's GPU, with its own Python and torch (STEPS=... names some)"
@@ -55,8 +55,16 @@ lint: $(VENV)/.ready-test
 	@echo "== ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
-	@echo "== mypy"
+	@echo "== mypy and pages"
+	@$(MAKE) --no-print-directory --jobs 2 types pages
+
+types: $(VENV)/.ready-test
 	@$(BIN)/mypy
+
+# What `make docs` would warn of: pages and docstrings are read and their links looked up, but no site is written,
+# which takes three quarters of the time. Always all pages: one that was read before warns no more.
+pages: $(VENV)/.ready-test
+	@$(BIN)/python -m sphinx -W --keep-going -q -E -b dummy -c docs . build/pages
 
 table: $(VENV)/.ready-test
 	@$(BIN)/python -m tests.conv_table
@@ -64,7 +72,7 @@ table: $(VENV)/.ready-test
 # README is the front page; a server looks for index.html.
 docs: $(VENV)/.ready-docs
 	@echo "== docs"
-	@$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs . build/docs
+	@$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs . build/docs || { rm -rf build/docs/.doctrees; exit 1; }
 	@cp build/docs/README.html build/docs/index.html
 
 # On a machine with a GPU that may reach no package registry: its own Python, which has torch with CUDA and PyG.

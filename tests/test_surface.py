@@ -35,9 +35,14 @@ def test_a_saved_run_goes_on_as_if_it_had_never_ended(ranks: int, tmp_path: Path
     shutil.copytree(surface.SAVED, tmp_path, dirs_exist_ok=True)
     more = ["--resume", "run", "--train.epochs", str(surface.RESUMED)]
     mesh = ["--parallel.graph", str(ranks)]
+    settings = tmp_path / "run" / "config.toml"
+    if ranks == 1:  # a value that is withdrawn: such a run goes on with the nearest one
+        settings.write_text(settings.read_text().replace('activations = "auto"', 'activations = "disk"'))
+        assert "disk" in settings.read_text()
     surface.train(tmp_path, *more, *mesh, ranks=ranks, start=start)
     expected = [float(each) for each in surface.json.loads((surface.SAVED / "losses.json").read_text())]
     assert surface.losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
+    assert f'activations = "{"host" if ranks == 1 else "auto"}"' in settings.read_text()
     if ranks == 2:
         wanted = {
             name.replace("epoch-000003", f"epoch-{surface.RESUMED:06d}"): content

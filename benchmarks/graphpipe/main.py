@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,10 +26,6 @@ from torch import nn
 
 from kagome.errors import PlanError
 from kagome.model.examples import DLRM, EXAMPLES, MultimodalTransformer, Uno
-from kagome.planner.baselines.bapipe import BaPipe
-from kagome.planner.baselines.chain import ChainPlanner
-from kagome.planner.baselines.pipedream import PipeDream
-from kagome.planner.baselines.piper import Piper
 from kagome.planner.stages.coarsen import Coarse, coarsened
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
@@ -38,6 +35,13 @@ from kagome.planner.stages.simulate_plan import PlanSimulation, longer_turns, tr
 from kagome.profile.operators import measure
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from graphpipe.baselines.bapipe import BaPipe  # noqa: E402
+from graphpipe.baselines.chain import ChainPlanner  # noqa: E402
+from graphpipe.baselines.pipedream import PipeDream  # noqa: E402
+from graphpipe.baselines.piper import Piper  # noqa: E402
+
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "multimodal": lambda: MultimodalTransformer(width=256, layers=8, joint=4, heads=8),
     "dlrm": lambda: DLRM(bottom=(512, 512, 512, 256), top=(1024, 1024, 1024, 512, 256)),

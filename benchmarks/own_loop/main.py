@@ -24,7 +24,14 @@ import kagome
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-WAYS = {"plain PyTorch": (1, "plain"), "shard, 1 rank": (1, "shard"), "shard, 2 ranks": (2, "shard")}
+WAYS = {
+    "plain PyTorch": (1, "plain"),
+    "plain PyTorch, Kagome's malloc": (1, "plain"),
+    "shard, 1 rank": (1, "shard"),
+    "shard, 2 ranks": (2, "shard"),
+}
+MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+"""What Kagome sets when it starts (``kagome.launch.allocator``): memory that was freed stays in the process."""
 SETTLED = 2
 """Steps of a start that do not count."""
 
@@ -61,6 +68,7 @@ def started(way: str, options: argparse.Namespace) -> dict[str, Any]:
         env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
         env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        env |= MALLOC if "malloc" in way else {}
         command = [sys.executable, __file__, "--rank-of", kind, "--side", str(options.side)]
         for name in ("model", "width", "layers", "steps"):
             command += [f"--{name}", str(getattr(options, name))]

@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--interactions", type=int, default=10_000_000)
     parser.add_argument("--columns", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3, help="steps of a way that count")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", choices=["prepare", *WAYS], help=argparse.SUPPRESS)
@@ -173,7 +174,7 @@ def main() -> None:
                 command += [f"--{name}", str(getattr(options, name))]
             env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
             subprocess.run([*command, "--rank-of", "prepare"], env=env, check=True)
-            results = {way: started(way, command) for way in WAYS}
+            results = {way: started(way, command) for way in options.ways}
         size = f"{options.users:,} users, {options.items:,} items, {options.interactions:,} interactions"
         text = f"{size}, {options.columns} columns.\n\n{table(results)}\n"
         (options.out / "results.md").write_text(text)

@@ -1,6 +1,6 @@
-"""What do sums within a quarter of their working set, and activations on disk, cost? Interleaved.
+"""What do sums within a quarter of their working set cost? Interleaved.
 
-Run: python benchmarks/slices/memory.py    (about 6 minutes)
+Run: python benchmarks/slices/memory.py    (about 2 minutes)
 
 Two ranks of one thread each, interleaved. The working set is what the sums take in one piece, as a run with
 a bound that nothing meets reports it; then a quarter of that is the bound.
@@ -24,7 +24,6 @@ import tyro
 HERE = Path(__file__).parent
 ENOUGH = "64"
 """GiB that no sum here needs."""
-DEEP = ["--model.layers", "16"]
 QUIET = ["--report.no-page", "--report.no-trace", "--report.no-progress"]
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 
@@ -53,8 +52,8 @@ def run(flags: Sequence[str], options: Options) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     words = [sys.executable, "-m", "kagome", "train", "--data.name", options.graph, "--nproc", "2"]
     words += ["--model.name", "gcn", "--parallel.tensor", "2"]
-    words += [] if "--model.layers" in flags else ["--model.layers", str(options.layers)]
-    words += ["--model.hidden", str(options.hidden), "--train.epochs", str(options.epochs)]
+    words += ["--model.layers", str(options.layers), "--model.hidden", str(options.hidden)]
+    words += ["--train.epochs", str(options.epochs)]
     words += ["--train.eval-every", str(options.epochs), "--train.no-check", *QUIET]
     words += ["--out", str(folder), *flags]
     done = subprocess.run(words, env={**os.environ, **THREADS}, capture_output=True, text=True, check=False)
@@ -65,7 +64,6 @@ def run(flags: Sequence[str], options: Options) -> dict[str, Any]:
     return {
         "seconds": statistics.median(line["seconds"] for line in lines[1:]),
         "working": summary.get("working_memory_bytes", 0),
-        "moved": summary.get("activations_moved_bytes", 0),
         "peak": max(summary["peak_memory_bytes"]),
         "loss": lines[-1]["loss"],
         "bytes": summary["bytes_per_epoch"]["transpose"],
@@ -74,19 +72,19 @@ def run(flags: Sequence[str], options: Options) -> dict[str, Any]:
 
 def table(rows: Mapping[str, Sequence[Mapping[str, Any]]], bound: int) -> str:
     """The rows as Markdown."""
-    bases = {
-        deep: _seconds(rows["16 layers, without a bound" if deep else "in one piece"]) for deep in (0, 1)
-    }
-    lines = ["| | an epoch | times | working memory of sums | activations moved | peak memory | loss |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    base = _seconds(rows["in one piece"])
+    lines = [
+        "| | an epoch | times | working memory of sums | peak memory | loss |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, runs in rows.items():
         taken = [one["seconds"] for one in runs]
         middle = statistics.median(taken)
         one = runs[0]
         lines.append(
             f"| {name} | {1e3 * middle:,.0f} ms ({1e3 * min(taken):,.0f} to {1e3 * max(taken):,.0f}) "
-            f"| {middle / bases[name.startswith('16')]:.2f} | {one['working'] / 1e6:,.1f} MB "
-            f"| {one['moved'] / 1e6:,.1f} MB | {one['peak'] / 1e6:,.0f} MB | {one['loss']:.6f} |"
+            f"| {middle / base:.2f} | {one['working'] / 1e6:,.1f} MB "
+            f"| {one['peak'] / 1e6:,.0f} MB | {one['loss']:.6f} |"
         )
     return "\n".join([*lines, "", f"The bound is {bound / 1e6:,.1f} MB."]) + "\n"
 
@@ -104,9 +102,6 @@ def main(options: Options) -> None:
         "without a bound": [],
         "in one piece": ["--parallel.memory-gib", ENOUGH],
         "a quarter": quarter,
-        "a quarter, activations on disk": [*quarter, "--parallel.activations", "disk"],
-        "16 layers, without a bound": DEEP,
-        "16 layers, activations on disk": [*DEEP, "--parallel.activations", "disk"],
     }
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
     for _ in range(options.turns):

@@ -72,7 +72,6 @@ class Special:
     Args:
         cases: Names of the ways of training that it is for.
         files: Its source below ``src/kagome``.
-        on: Flags of the side that has it.
         off: Flags of the side that has it not.
         large: The graph of more than a million edges.
         judged: Whether there is a verdict.
@@ -80,7 +79,6 @@ class Special:
 
     cases: tuple[str, ...]
     files: tuple[str, ...] = ()
-    on: str = ""
     off: str = ""
     large: Graph = "made"
     judged: bool = True
@@ -104,12 +102,6 @@ SPECIALS: dict[str, Special] = {
     ),
     "forward reuse": Special(
         ("gcn without dropout, 1 rank", "sage without dropout, 2 parts"), ("components/forward_reuse.py",)
-    ),
-    "disk offload": Special(
-        ("gcn, 1 rank", "gat, 2 parts"),
-        ("components/offload.py",),
-        on="--parallel.activations disk",
-        off="--parallel.activations device",
     ),
     "thin features": Special(
         ("gcn, 1 rank", "sage, 2 parts", "gat, 1 rank"), ("sparse_ops/sparse_features.py",), large="words"

@@ -133,7 +133,7 @@ def by_turns(special: str, graph: Graph, case: str, start: int, options: argpars
         folders = {side: Path(name) / side for side in SIDES}
         processes = {}
         for side in sorted(SIDES, reverse=bool(start % 2)):
-            more = (one.on if side == "on" else one.off).split()
+            more = one.off.split() if side == "off" else []
             way_of_side = started(special, side, [*words, *more], way.ranks, folders[side], options)
             processes[side] = stack.enter_context(way_of_side)
         for number in range(total):

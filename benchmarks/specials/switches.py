@@ -17,7 +17,7 @@ import plain
 from torch_geometric.nn import MessagePassing
 
 from kagome.comm.transport.mailbox import Mailbox
-from kagome.components import forward_reuse, offload
+from kagome.components import forward_reuse
 from kagome.deferred import reduce
 from kagome.halo.forward_pass import transformed
 from kagome.intercept import hooks
@@ -104,7 +104,6 @@ COUNTED: dict[str, Callable[[Uses], None]] = {
     "forward reuse": lambda uses: uses.count(
         forward_reuse.ForwardReuse, "take", lambda found: found is not None
     ),
-    "disk offload": lambda uses: uses.count(offload._InFile, "__init__"),
     "thin features": lambda uses: uses.count(sparse_features.SparseFeatures, "linear"),
 }
 """How each special's calls are counted, but for those inside compiled loops."""

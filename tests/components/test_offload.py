@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +12,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
-from kagome.components import offload
-from kagome.components.offload import Offload, _InFile
+from kagome.components.offload import Offload
 from kagome.errors import ConfigError
-from training import QUIET, graph, losses, model, settings
+from training import QUIET, graph, host_apart, losses, model, settings
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+"""Tensors here are on the CPU; whose device is said to be a GPU moves them all the same."""
 ROWS = 2_000
 """Rows so many that a layer's are moved."""
 
 
-def disk(stays: Callable[[Tensor], bool] = lambda tensor: False) -> Offload:
-    return Offload(Parallel(activations="disk"), CPU, stays)
+def host(stays: Callable[[Tensor], bool] = lambda tensor: False, device: torch.device = GPU) -> Offload:
+    return Offload(Parallel(activations="host"), device, stays)
 
 
 def layers() -> nn.Module:
@@ -42,20 +38,30 @@ def gradients(module: nn.Module, x: Tensor, moved: Offload) -> list[Tensor]:
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("where", ["device", "disk"])
-def test_gradients_are_the_same_to_the_bit(where: Any) -> None:
-    x = torch.randn(ROWS, 16)
-    plain = gradients(layers(), x, Offload(Parallel(), CPU, lambda tensor: False))
-    moved = Offload(Parallel(activations=where), CPU, lambda tensor: False)
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_gradients_are_the_same_to_the_bit(device: torch.device) -> None:
+    x, moved = torch.randn(ROWS, 16), host(device=device)
+    plain = gradients(layers(), x, Offload(Parallel(), GPU, lambda tensor: False))
     for one, other in zip(plain, gradients(layers(), x, moved), strict=True):
         assert torch.equal(one, other)
-    assert (moved.most > 0) == (where == "disk")
+    assert (moved.most > 0) == (device == GPU)
+
+
+def test_a_limit_of_memory_moves_them_on_a_gpu_alone() -> None:
+    wanted = [
+        (Parallel(tensor=2, memory_gib=1.0), GPU, True),
+        (Parallel(tensor=2, memory_gib=1.0), CPU, False),
+        (Parallel(tensor=2, memory_gib=1.0, activations="device"), GPU, False),
+        (Parallel(), GPU, False),
+    ]
+    for cut, device, moves in wanted:
+        assert Offload(cut, device, lambda tensor: False).moves == moves, cut
 
 
 def test_memory_is_given_back_until_backward() -> None:
-    """What was saved is in a file: the tensor's own memory is gone while its node still lives."""
+    """What was saved is a copy: the tensor's own memory is gone while its node still lives."""
     x = torch.randn(ROWS, 32, requires_grad=True)
-    with disk().saving():
+    with host().saving():
         inner = x * 2
         out = inner.sin()
     storage = StorageWeakRef(inner.untyped_storage())
@@ -66,7 +72,7 @@ def test_memory_is_given_back_until_backward() -> None:
 
 
 def test_one_that_two_nodes_save_goes_once() -> None:
-    moved, x = disk(), torch.randn(ROWS, 32, requires_grad=True)
+    moved, x = host(), torch.randn(ROWS, 32, requires_grad=True)
     with moved.saving():
         inner = x * 2
         out = inner.sin() + inner.cos()
@@ -78,7 +84,7 @@ def test_one_that_two_nodes_save_goes_once() -> None:
 
 def test_weights_what_is_kept_anyhow_and_small_ones_stay() -> None:
     features, weight = torch.randn(ROWS, 64), torch.randn(64, 300, requires_grad=True)
-    moved = disk(lambda tensor: tensor is features)
+    moved = host(lambda tensor: tensor is features)
     with moved.saving():
         out = features @ weight
         small = (out[:4] * out[:4]).sum()
@@ -87,29 +93,18 @@ def test_weights_what_is_kept_anyhow_and_small_ones_stay() -> None:
     assert weight.grad is not None
 
 
-def test_files_have_no_name_and_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    kept = _InFile(torch.randn(ROWS, 32), str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-    assert kept.back().shape == (ROWS, 32)
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(offload.os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"256,000 bytes of room in(.|\n)*free(.|\n)*TMPDIR"):
-        _InFile(torch.randn(ROWS, 32), str(tmp_path))
-
-
 def run(channel: Channel, name: str, cut: dict[str, Any]) -> dict[str, Any]:
     mine = model(name, 0.4)
-    with Trainer(
-        mine,
-        graph(torch.float32, 6_000),
-        parallel=Parallel(**cut),
-        train=settings(epochs=3, check=True),
-        report=QUIET,
-    ) as trainer:
+    with (
+        host_apart(),
+        Trainer(
+            mine,
+            graph(torch.float32, 6_000),
+            parallel=Parallel(**cut),
+            train=settings(epochs=3, check=True),
+            report=QUIET,
+        ) as trainer,
+    ):
         summary = trainer.fit()
         return {"losses": losses(trainer), "moved": summary.get("activations_moved_bytes")}
 
@@ -123,18 +118,14 @@ def test_a_run_does_not_know_where_its_activations_wait(
     ranks: Callable[..., list], name: str, cut: dict[str, Any]
 ) -> None:
     size = cut.get("graph", cut.get("tensor", cut.get("pipe", 1)))
-    here, there = (ranks(size, run, name, {**cut, "activations": way})[0] for way in ("device", "disk"))
+    here, there = (ranks(size, run, name, {**cut, "activations": way})[0] for way in ("device", "host"))
     assert here["losses"] == there["losses"]
     assert here["moved"] is None
     assert there["moved"] > 0
 
 
-def test_host_memory_is_where_a_cpu_s_are_already(ranks: Callable[..., list]) -> None:
-    assert ranks(1, run, "gcn", {"activations": "host"})[0]["moved"] is None
-
-
 def test_layers_that_run_again_have_nothing_to_move() -> None:
-    cut = Parallel(activations="disk")
+    cut = Parallel(activations="host")
     with (
         pytest.raises(ConfigError, match="recompute=True, which lets them save nothing"),
         Trainer(model("gcn"), graph(), parallel=cut, train=settings(), report=QUIET, recompute=True),

@@ -217,6 +217,20 @@ def test_files_that_cannot_be_read(tmp_path):
         toml_io.from_toml(path)
 
 
+def test_a_withdrawn_value_says_what_replaces_it_and_a_saved_run_goes_on_with_that(tmp_path):
+    words = r"activations to be one of auto, device, host; got 'disk'(.|\n)*host(.|\n)*recompute"
+    with pytest.raises(ConfigError, match=words):
+        config.Parallel(activations="disk")  # type: ignore[arg-type]
+    path = tmp_path / "config.toml"
+    path.write_text('[parallel]\nactivations = "disk"\n')
+    with pytest.raises(ConfigError, match=words):
+        toml_io.from_toml(path)
+    assert toml_io.from_toml(path, saved=True).parallel == config.Parallel(activations="host")
+    path.write_text('parallel = "disk"\n')
+    with pytest.raises(ConfigError, match="to be a section of settings"):
+        toml_io.from_toml(path, saved=True)
+
+
 def test_a_cut_fits_the_ranks_there_are():
     assert config.Parallel().fit(3) == config.Parallel(graph=3, chunks=1)
     assert config.Parallel(pipe=2).fit(6) == config.Parallel(pipe=2, graph=3, chunks=8)

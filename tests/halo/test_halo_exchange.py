@@ -11,6 +11,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
+from collisions import Collisions, as_on_a_gpu
 from convolutions import sample_graph
 from kagome.comm.channel import Channel
 from kagome.comm.in_process.thread_group import ThreadGroup
@@ -300,3 +301,24 @@ def test_a_layer_under_no_grad_is_a_constant_as_it_is_in_pyg():
     torch.manual_seed(0)
     result = check(Frozen(), sample_graph(seed=1), vertices=30)
     assert result.worst < 1e-10, result.text()
+
+
+# Order of sums ---------------------------------------------------------------------------------------
+
+
+def sums_by_peer(channel: Channel, atomic: bool) -> tuple[Tensor, int, int]:
+    data, owner = graph_and_owner(channel.size)
+    halo_exchange = in_view(extract(data, owner, channel.rank, channel.size), channel, CPU).rows
+    generator = torch.Generator().manual_seed(channel.rank)
+    y = torch.randn(halo_exchange.own + halo_exchange.halo, 3, generator=generator)
+    with as_on_a_gpu() if atomic else Collisions() as found:
+        out = halo_exchange.reduce(y, pass_of(grad=False), "back")
+    return out, len(found.twice), found.sums
+
+
+def test_received_rows_are_added_in_one_order_on_a_gpu(ranks):
+    plain, found = ranks(4, sums_by_peer, False), ranks(4, sums_by_peer, True)
+    assert any(twice for _, twice, _ in plain)  # rows that several peers read
+    for (out, twice, sums), (wanted, _, _) in zip(found, plain, strict=True):
+        assert torch.equal(out, wanted)
+        assert (twice, sums) == (0, 3)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from kagome.errors import PlanError
-from kagome.planner.baselines.bapipe import BaPipe
-from kagome.planner.baselines.downsets import downsets, per_sample, prefixes
-from kagome.planner.baselines.pipedream import PipeDream
-from kagome.planner.baselines.piper import Piper
 from kagome.planner.stages.coarsen import coarsened, fused
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
@@ -25,6 +23,13 @@ from kagome.planner.stages.plan import PlannedStage, StagePlan
 from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 from kagome.planner.stages.simulate_plan import estimate, longer_turns, trial
 from kagome.schedule.schedules import Shape, windows
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from graphpipe.baselines.bapipe import BaPipe
+from graphpipe.baselines.downsets import downsets, per_sample, prefixes
+from graphpipe.baselines.pipedream import PipeDream
+from graphpipe.baselines.piper import Piper
 
 
 def operator(name: str, reads: Sequence[str] = (), seconds: float = 1.0, **more: int) -> Operator:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch_geometric.data import Data
 import kagome
 from kagome import Trainer
 from kagome.comm.channel import Channel
+from kagome.components.offload import Offload
 from kagome.config import Report, Train
 
 QUIET = Report(page=False, trace=False, progress=False)
@@ -30,6 +33,18 @@ def graph(dtype: torch.dtype = torch.float32, vertices: int = VERTICES) -> Data:
 
 def settings(**values: Any) -> Train:
     return Train(**{"check": False, "timeout": 20.0, "epochs": 5, **values})
+
+
+@contextmanager
+def host_apart() -> Iterator[None]:
+    """Let activations move to the host from a CPU too, as if its memory were not the host's."""
+    inner = Offload.__init__
+
+    def made(self: Offload, memory: Any, device: torch.device, stays: Callable[[Tensor], bool]) -> None:
+        inner(self, memory, torch.device("cuda"), stays)
+
+    with mock.patch.object(Offload, "__init__", made):
+        yield
 
 
 class Gcn(nn.Module):

@@ -217,7 +217,7 @@ def _saved_ranks(settings: config.Run, resume: str | None, args: list[str]) -> i
     resumed = _resumed(args)
     if resume is None or resumed is None or any(word.startswith(MESH_FLAGS) for word in args):
         return None
-    if settings.parallel != toml_io.from_toml(resumed).parallel:
+    if settings.parallel != toml_io.from_toml(resumed, saved=True).parallel:
         return None
     try:
         found = _checkpoint(resume)
@@ -272,7 +272,7 @@ def parse_train(args: list[str]) -> TrainCommand:
     run = config.Run()
     resumed = _resumed(args)
     if resumed is not None:
-        run = toml_io.from_toml(resumed)
+        run = toml_io.from_toml(resumed, saved=True)
         if environment().source != "single" or any(word.startswith(MESH_FLAGS) for word in args):
             # The split does not change what the run learns, so the ranks at hand decide it.
             run = replace(run, parallel=replace(run.parallel, graph=None))
@@ -408,7 +408,7 @@ def _parse_predict(args: list[str]) -> PredictCommand:
     """Parse the flags of ``kagome predict``, which override the settings of the run that has the weights."""
     run, found = config.Run(), _resumed(args, "--checkpoint")
     if found is not None:
-        run = toml_io.from_toml(found, trains=False)
+        run = toml_io.from_toml(found, trains=False, saved=True)
         # The split does not change the scores, so ranks at hand decide the number of parts.
         free = replace(run.parallel, plan="manual", graph=None)
         words = any(word.startswith(MESH_FLAGS) for word in args) or environment().source != "single"

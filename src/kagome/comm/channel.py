@@ -7,7 +7,7 @@ through them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -20,6 +20,7 @@ from kagome.comm.exchange import ExchangeRequest, Op, SegmentSizes, swap_counts
 from kagome.comm.peers import PeerGroup
 from kagome.comm.stats import KINDS, Kind
 from kagome.comm.transport.process_group import Transport
+from kagome.comm.transport.routes import Route
 from kagome.comm.work import ChannelWork, SendWork
 from kagome.errors import CommError, KagomeError
 
@@ -47,7 +48,7 @@ class Channel(PeerGroup):
         :attr:`lanes` is True. Point-to-point messages go through this channel only, not through the returned
         one.
         """
-        # ``back`` is left out: point-to-point messages, which need it, go by the channel itself.
+        # Without an opener: point-to-point messages, which need routes, go by the channel itself.
         return Channel(
             self._group,
             self.device,
@@ -131,6 +132,41 @@ class Channel(PeerGroup):
             return rows.index_select(0, index)
         packed = buffer.view(rows.dtype).view(index.numel(), *rows.shape[1:])
         return torch.index_select(rows, 0, index, out=packed)
+
+    def open_routes(self, routes: Iterable[Route]) -> None:
+        """Make a communicator for each route that messages between two ranks will take.
+
+        All ranks of the mesh call it with the same routes. gloo needs none, so nothing happens there.
+
+        Raises:
+            CommError: If a peer was late, or if no mesh made this channel.
+
+        Cost:
+            With nccl, a communicator of two ranks for each route that is not open yet, and one byte.
+        """
+        if self._transport is None or self.size == 1 or self.lanes:
+            return
+        missing = sorted(set(routes) - self._opened)
+        if self._opener is None:
+            raise CommError(
+                "a channel of a mesh, for messages between two ranks with nccl",
+                "a channel that was made by itself",
+                where=f"rank {self.names[self.rank]}",
+                hint="the channel of open_mesh()",
+            )
+        self._opened.update(missing)
+        self._transport.routes.update(self._opener(missing))
+        # nccl connects two ranks at their first message, and blocks the hosts of both until then. Here all
+        # ranks go through the routes in one order; within a pass they could wait for each other in a circle.
+        for route in missing:
+            action = f"open the route {route.sender} -> {route.receiver}"
+            empty, back = torch.zeros(1, dtype=torch.uint8), route.backward
+            if self.rank == route.sender:
+                self.start_send(empty, route.receiver, action=action, kind="other", backward=back).wait()
+            elif self.rank == route.receiver:
+                self.start_receive(
+                    (1,), empty.dtype, route.sender, action=action, kind="other", backward=back
+                ).wait()
 
     def start_send(
         self, rows: Tensor, peer: int, *, action: str, kind: Kind = "stage", backward: bool = False

@@ -5,15 +5,19 @@ Where it sits: ``mesh`` opens them once the ranks have met, and closes them befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kagome.comm.channel import Channel
+from kagome.comm.transport.device import HOST, backend_of
 from kagome.comm.transport.mailbox import Mailbox
+from kagome.comm.transport.routes import Route
 from kagome.comm.transport.shared_memory import SHARE, MemoryAllowance, SharedMemory
 from kagome.comm.watchdog import Watchdog
 from kagome.launch.host_memory import available_bytes
@@ -76,13 +80,9 @@ class MeshGroups:
         split = self.stages > 1 and self.parts > 1
         in_stage = self._own(rows) if split else None
         in_part = self._own(columns) if split else None
-        native = self._device.type != "cpu" and not self._staged
-        # nccl orders the messages of a group on one stream. Two stages that send to each other at once, one
-        # forward and one backward, would then wait for ever. gloo's tags keep the two passes apart.
-        back = self._own(columns) if self.stages > 1 and native else None
         world: Channel | None = None
 
-        def channel(group: dist.ProcessGroup | None, back: dist.ProcessGroup | None = None) -> Channel:
+        def channel(group: dist.ProcessGroup | None, members: list[list[int]]) -> Channel:
             opened = Channel(
                 group,
                 self._device,
@@ -90,9 +90,9 @@ class MeshGroups:
                 watch=watch,
                 # The first channel makes the counters, and the others add to them.
                 traffic=None if world is None else world.traffic,
-                back=back,
                 name=self.rank,
                 staged=self._staged,
+                opener=partial(self._open_routes, members),
             )
             # Before anything that may fail, so that an error in the next lines leaves no channel open.
             channels.append(opened)
@@ -102,10 +102,10 @@ class MeshGroups:
             opened.attach_shared_memory(memory)
             return opened
 
-        world = channel(everyone, None if split else back)
+        world = channel(everyone, [list(range(self.stages * self.parts))])
         # An axis of a single rank has the group None: its channel is the identity.
-        graph = world if self.stages == 1 else channel(in_stage)
-        pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, back)
+        graph = world if self.stages == 1 else channel(in_stage, rows)
+        pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, columns)
         assert (graph.rank, pipe.rank) == (part, stage)
         if late and self.parts > 1 and graph.lanes:
             channels.append(graph.open_patient(self._own(rows)))
@@ -120,15 +120,42 @@ class MeshGroups:
             with suppress(ValueError, AssertionError, RuntimeError, KeyError):
                 dist.destroy_process_group(group)
 
+    def _open_routes(
+        self, members: list[list[int]], routes: Sequence[Route]
+    ) -> dict[Route, dist.ProcessGroup]:
+        """Create a group of two ranks for each route, and return those that this rank is in.
+
+        Args:
+            members: The ranks of each of several channels that all have these routes.
+            routes: The routes, by ranks within a channel.
+        """
+        found: dict[Route, dist.ProcessGroup] = {}
+        # With a device the group connects now, and not at its first message.
+        device = torch.device(self._device)
+        options = {} if device == HOST else {"device_id": device}
+        backend = backend_of(self._world, device)
+        # One order on all ranks: a new group is a step of every rank.
+        for route in routes:
+            for ranks in members:
+                pair = [ranks[route.sender], ranks[route.receiver]]
+                group = self._new(pair, backend=backend, **options)
+                if self.rank in pair:
+                    found[route] = group
+        return found
+
+    def _new(self, members: list[int], **options: Any) -> Any:
+        """Create a group of some ranks; each rank calls this also for groups that it is not in."""
+        group = dist.new_group(members, timeout=timedelta(seconds=self._timeout), **options)
+        if self.rank in members:
+            self._created.append(group)
+        return group
+
     def _own(self, members: list[list[int]]) -> dist.ProcessGroup:
         """Create several groups, in one order on all ranks, and return the one that contains this rank."""
-        (mine,) = [each for each in members if self.rank in each]
         for each in members:
             # torch names a group by how many were made before it, so each rank makes also those that it is
             # not in.
-            group = dist.new_group(each, timeout=timedelta(seconds=self._timeout))
-            if each == mine:
-                self._created.append(group)
+            self._new(each)
         return self._created[-1]
 
 
@@ -154,7 +181,7 @@ def open_shared_memory(
     #
     # A rank that cannot or may not share takes part in both exchanges, because they are collectives.
     mailbox: Mailbox | None = None
-    if wanted and channel.send_device.type == "cpu":
+    if wanted and channel.lanes and channel.send_device.type == "cpu":
         with suppress(OSError):
             mailbox = Mailbox(channel.rank, channel.size, None if beside is None else beside.mailbox)
     offers: list[Any] = channel.gather_objects(

@@ -6,7 +6,7 @@ Where it sits: ``channel`` sends and receives on top of it; ``work`` waits throu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Literal
@@ -18,10 +18,14 @@ from kagome.comm.stats import Kind, Traffic
 from kagome.comm.transport import failures
 from kagome.comm.transport.device import HOST, backend_of
 from kagome.comm.transport.process_group import TorchWork, Transport
+from kagome.comm.transport.routes import Route
 from kagome.comm.transport.shared_memory import SharedMemory
 from kagome.comm.watchdog import Watchdog
 from kagome.comm.work import ChannelWork
 from kagome.errors import KagomeError
+
+RouteOpener = Callable[[Sequence[Route]], Mapping[Route, dist.ProcessGroup]]
+"""Makes a group for each route, and returns those that this rank is in; all ranks of the mesh call it."""
 
 
 class PeerGroup:
@@ -35,11 +39,10 @@ class PeerGroup:
         lane: Tag of this channel: messages with different tags never match.
         traffic: Counters to add to; new ones if None.
         shared_memory: Memory that other ranks of this host read. With gloo, large messages to them use it.
-        back: With nccl, a second group of the same ranks: see
-            :class:`kagome.comm.transport.process_group.Transport`.
         name: This rank in the world, used if ``group`` is None.
         staged: Whether a GPU's tensors travel through the host's memory although the group has a backend for
             them.
+        opener: With nccl, makes the groups of routes: see :meth:`Channel.open_routes`.
     """
 
     def __init__(
@@ -52,9 +55,9 @@ class PeerGroup:
         lane: Literal[0, 1] = 0,
         traffic: Traffic | None = None,
         shared_memory: SharedMemory | None = None,
-        back: dist.ProcessGroup | None = None,
         name: int = 0,
         staged: bool = False,
+        opener: RouteOpener | None = None,
     ) -> None:
         self.device, self.timeout, self.watch = torch.device(device), timeout, watch
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
@@ -64,9 +67,8 @@ class PeerGroup:
         # gloo's point-to-point operations support host memory only.
         staged = staged or (group is not None and backend_of(group, self.device) == "gloo")
         self.send_device = HOST if staged else self.device
-        self._transport = (
-            None if group is None else Transport(group, lane, shared_memory, back, self.send_device)
-        )
+        self._transport = None if group is None else Transport(group, lane, shared_memory, self.send_device)
+        self._opener, self._opened = opener, set[Route]()  # open routes, also those of other ranks
         self._gloo = self._transport is not None and self._transport.gloo
         self.timer: Callable[[str], AbstractContextManager[object]] | None = None
         """Called with ``exchange`` around each exchange that is not counted as weights or other, to record
@@ -112,7 +114,7 @@ class PeerGroup:
         """
         if self._transport is not None and self._transport.shared_memory is not None:
             self._transport.shared_memory.close(patience)
-        self._group = self._transport = None
+        self._group = self._transport = self._opener = None
 
     def take_traffic(self) -> Traffic:
         """Return what this rank has sent and how long it waited since the last call, by kind."""

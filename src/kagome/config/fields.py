@@ -28,6 +28,14 @@ WORDS: Final = {
     Path: "a path",
 }
 
+WITHDRAWN: Final = {
+    ("parallel.activations", "disk"): (
+        "host",
+        "activations='host', which keeps them in host memory; or model.recompute=True, which saves fewer",
+    )
+}
+"""Values that a setting no longer takes: with which one a saved run goes on, and what a new run can use."""
+
 
 @cache
 def hints_of(settings: Hashable) -> dict[str, Any]:
@@ -45,10 +53,16 @@ def check_kinds(section: str, settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value, hint = getattr(settings, field.name), hints[field.name]
         if not fits(value, hint):
-            raise ConfigError(f"{section}.{field.name} to be {takes(hint)}", shown(value))
+            raise unfit(f"{section}.{field.name}", value, hint)
         # Python's integers and texts have no limits; torch, JSON and file systems do.
         if odd := oddity(value):
             raise ConfigError(f"{section}.{field.name} to be {odd}", shown(value))
+
+
+def unfit(name: str, value: object, hint: Any, where: str = "") -> ConfigError:
+    """Return the error about a value that a setting does not take, with what replaces a withdrawn one."""
+    _, instead = WITHDRAWN.get((name, value), ("", "")) if isinstance(value, str) else ("", "")
+    return ConfigError(f"{name} to be {takes(hint)}", shown(value), where=where, hint=instead)
 
 
 def check_kind(what: str, value: object, hint: Any, *, least: float | None = None) -> None:

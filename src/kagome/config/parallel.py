@@ -23,7 +23,7 @@ from kagome.errors import ConfigError
 
 Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random", "coordinates"]
 CrossChunk = Literal["history", "drop", "exact"]
-Activations = Literal["auto", "device", "host", "disk"]
+Activations = Literal["auto", "device", "host"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 SumCodec = Literal["none", "fp32", "bf16"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
@@ -129,8 +129,8 @@ class MemorySettings:
     """Limit, in GiB, of the working memory of a sum over feature slices. The graph is processed in
     chunks, and the rows of the next chunk are sent meanwhile."""
     activations: Activations = "auto"
-    """Place where activations saved for backward are kept: on the ``device``, in ``host`` memory, or on
-    ``disk`` (in TMPDIR). ``auto`` uses host memory on a GPU if ``memory_gib`` is set."""
+    """Place where activations saved for backward are kept: on the ``device``, or in ``host`` memory.
+    ``auto`` uses host memory on a GPU if ``memory_gib`` is set."""
 
 
 @dataclass(frozen=True, kw_only=True)

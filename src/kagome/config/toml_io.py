@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, get_args, get_origin
 
 from kagome.config import Run
-from kagome.config.fields import fits, hints_of, shown, takes
+from kagome.config.fields import WITHDRAWN, fits, hints_of, unfit
 from kagome.errors import ConfigError
 from kagome.storage import text_files
 
@@ -63,13 +63,14 @@ def _toml_value(value: Any) -> str:
     return repr(list(value) if isinstance(value, tuple) else value)
 
 
-def from_toml(path: str | Path, *, over: Run | None = None, trains: bool = True) -> Run:
+def from_toml(path: str | Path, *, over: Run | None = None, trains: bool = True, saved: bool = False) -> Run:
     """Read a run from a TOML file; what it leaves out is as in another run, or by default.
 
     Args:
         path: The file.
         over: The other run.
         trains: Whether a loss or metric that was a function in Python is needed; else it is left out.
+        saved: Whether it is the file of a run that goes on: withdrawn values become what replaces them.
 
     Raises:
         ConfigError: If the file is missing, is no TOML, names an unknown section or setting, or a function
@@ -93,6 +94,11 @@ def from_toml(path: str | Path, *, over: Run | None = None, trains: bool = True)
                 hint=f"Trainer(..., {key}=...).fit(resume=...) goes on with it",
             )
         del train[key]
+    for (name, value), (near, _) in WITHDRAWN.items() if saved else ():
+        section, _, key = name.partition(".")
+        values = table.get(section)
+        if isinstance(values, dict) and values.get(key) == value:
+            values[key] = near
     return from_dict(table, where=str(path), over=over)
 
 
@@ -139,7 +145,7 @@ def from_dict(table: dict[str, Any], *, where: str = "", over: Run | None = None
 def _typed(name: str, value: Any, hint: Any, where: str) -> Any:
     """Return the value in the type of its field."""
     if not fits(value, hint):
-        raise ConfigError(f"{name} to be {takes(hint)}", shown(value), where=where)
+        raise unfit(name, value, hint, where)
     if get_origin(hint) is tuple:
         return tuple(value)
     # "lr = 1" in TOML is an integer; the setting is a float, as in Python's own dataclass. True is an int

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from kagome.comm.exchange import Exchange, ExchangeRequest, Work, swap_counts
 from kagome.halo.forward_pass import ForwardPass, Site, inside
+from kagome.kernels.base.ordered_sums import add_from_peers
 
 Way = Callable[[Tensor], Tensor]
 
@@ -168,7 +169,7 @@ class HaloExchange:
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to own rows, in place."""
-        return own.index_add_(0, self.send, received)
+        return add_from_peers(own, self.send, self.send_counts, received)
 
 
 # [Note: transpose pair] Let P be the 0-1 matrix that copies own rows of all ranks into the places of own and

@@ -28,6 +28,7 @@ from kagome.halo.table_view import TableIndex, TableView
 from kagome.historical.lockstep import Lockstep, Place
 from kagome.historical.tables import SiteTable, Tables
 from kagome.kernels import ops
+from kagome.kernels.base.ordered_sums import add_from_peers
 
 
 class Left:
@@ -151,7 +152,7 @@ class HistoricalRows:
             if work is not None:
                 with work.borrow() as received:
                     # A row that several peers read comes back from each of them.
-                    gradients.index_add_(0, step.send.to(tables.device), received)
+                    add_from_peers(gradients, step.send.to(tables.device), step.send_counts, received)
             return gradients.narrow(0, chunk.first, chunk.own)
 
         return DeferredWork(add)
@@ -277,7 +278,7 @@ class ExactRows:
                     row_ids=tables.ids[chunks.own :],
                 )
                 with tables.channel.start(gradients[chunks.own :], request).borrow() as received:
-                    gradients.index_add_(0, tables.send, received)
+                    add_from_peers(gradients, tables.send, chunks.send_counts, received)
 
         def add() -> Tensor:
             self._meet(_place(site, label), settle)

@@ -25,6 +25,7 @@ from kagome.intercept import embedding_bag, row_counts, sparse_adjacency
 from kagome.placement.axis_rules import ids_behind_axes
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
 from kagome.positions import (
+    batch_rows,
     cut_rows,
     edge_positions,
     id_values,
@@ -461,7 +462,10 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
     """
     # The first answer ends the search, so tables of special cases come before the general reads and writes.
     tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []
-    tables += [cut_rows.HANDLERS, edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
+    tables.append(batch_rows.HANDLERS)
+    tables += [cut_rows.HANDLERS] if parted else []
+    tables.append(batch_rows.ROWS)
+    tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [
         id_values.HANDLERS,
         unique.HANDLERS,

@@ -21,6 +21,7 @@ from kagome.intercept import sparse_adjacency
 from kagome.intercept.interceptor import Interceptor
 from kagome.positions.vertex_tables import (
     given_rows,
+    given_sizes,
     refuse_other_rows,
     refuse_some_rows,
     refuse_unknown_edges,
@@ -169,6 +170,9 @@ def _wrap(module: MessagePassing, name: str, scope: Interceptor) -> Callable[[],
             if scope.size > 1:
                 scope.forward.forward_pass.refuse_outside(type(module).__name__)
             return inner(*args, **kwargs)
+        if kwargs.get("size") is not None:
+            edges = args[0] if args else kwargs.get("edge_index")
+            kwargs = {**kwargs, "size": given_sizes(scope, edges, kwargs["size"])}
         cache = scope.propagate_cache if name == "propagate" else None
         found = None if cache is None else cache.call(module, args, kwargs)
         if found is not None:

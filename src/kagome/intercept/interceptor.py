@@ -46,6 +46,7 @@ from kagome.positions.row_copies import RowCopies
 from kagome.replay.layer_calls import LayerReplay
 from kagome.replay.propagate import PropagateCache
 from kagome.replay.recorded_ops import CallRecorder
+from kagome.scope.batches import Batches
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes, VertexIds, refuse_unlike_rows
@@ -127,6 +128,7 @@ class Interceptor(TorchFunctionMode):
         last = self.part.last_vertex if isinstance(self.given_part, Partition) else None
         self.ids = VertexIds(self.sets, views, placements, last)
         self.constants = constants = Constants(channel, forward)
+        self.batches = Batches(self.sets, views, placements, constants)
         self.ranks = RankSums(channel, forward, axes, views, slices=tensor > 1)
         self.reads = self.reads_of(
             channel, forward, views, self.ids, placements, constants, sums_only=sums_only
@@ -190,15 +192,12 @@ class Interceptor(TorchFunctionMode):
                 inputs[f"{view.name}.{name}" if view.name else name] = self.placements.put(value, placed)
         return inputs
 
-    def joined_view(self, number: int, *, targets_first: bool) -> Tensor:
-        """Return the edges of an edge set whose ids count the rows of both its vertex sets, concatenated.
+    def joined_view(self, number: int, *, targets_first: bool) -> int:
+        """Return the view of an edge set whose ids count the rows of both its vertex sets, concatenated.
 
         Args:
             number: The number of the edge set's view.
             targets_first: Whether the rows of the target's set come first.
-
-        Shapes:
-            ``[2, e]``.
         """
         view = self.views[number]
         order = (view.targets, view.sources) if targets_first else (view.sources, view.targets)
@@ -209,7 +208,7 @@ class Interceptor(TorchFunctionMode):
             known = [len(self.views) - 1]
             edges = self.views[-1].edge_index
             self.constants.add(self.placements.put(edges, Placement(PlacementKind.EDGES, known[0])))
-        return self.views[known[0]].edge_index
+        return known[0]
 
     # Forward passes ------------------------------------------------------------------------------
 

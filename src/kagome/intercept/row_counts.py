@@ -45,6 +45,7 @@ def size(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwar
         )
     kind = edge_positions.counts(scope, what)
     count = kind(size[axis], what, lambda: scope.ranks.number_of(what, int(count)))
+    count.divided = scope.batches.divided
     # User code sees the whole graph's number. PyG's and Kagome's own code allocates rows of this part.
     told = scope.parted and scope.ranks.knows_number(what) and not from_library() and not by_kagome()
     size[axis] = Shown.of(count) if told else count

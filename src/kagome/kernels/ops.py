@@ -287,7 +287,7 @@ def gather(index: Tensor, x: Tensor) -> Tensor:
 
 
 def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
-    """``table[place[e]] += scale[e] * rows[which[e]]``, in place.
+    """``table[place[e]] += scale[e] * rows[which[e]]``, in place; places are distinct.
 
     Shapes:
         ``table [T, ...]``, ``rows [*, ...]``, ``place [E]`` and ``which [E]`` integers, ``scale [E]`` of the

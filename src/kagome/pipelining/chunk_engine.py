@@ -29,6 +29,7 @@ from kagome.adaptive.rollback import Rollback
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.mesh import Mesh
+from kagome.comm.transport.routes import both_passes
 from kagome.components import task
 from kagome.components.engine import PhaseTimer, without_fast
 from kagome.components.forward_reuse import ForwardReuse
@@ -41,7 +42,7 @@ from kagome.graph.partition.partition import Partition
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.intercept.active import ActiveInterceptor
 from kagome.memory.tensor_bytes import account
-from kagome.model.split.stages import describe
+from kagome.model.split.stages import describe, links
 from kagome.model.state import state_of
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_trials import copied
@@ -102,6 +103,8 @@ class ChunkEngine:
         # Weights that the loss reads belong to the last stage too.
         read = by_first(mesh.world, lambda: self._read_by_loss(part), "weights that the loss reads")
         self.staging = replace(self.staging, stages=with_read(self.staging.stages, read))
+        homes = [stage.rank for stage in self.staging.stages]
+        mesh.pipe.open_routes(both_passes((homes[a], homes[b]) for a, b in links(self.staging.stages)))
         self.mine = [stage for stage in self.staging.stages if stage.rank == mesh.stage]
         part = needed(self.mine, part, criteria.objective.uses)
         options = PartOptions.of(settings, device, parallel, fast=self.fast)

@@ -196,10 +196,10 @@ class ChunkPasses:
     def _messages(
         self, stage_runs: StageRuns, epoch: int, programs: Programs, codec: StageCodec | None
     ) -> StageTransfers:
-        """Return the transfers of a pass, all of whose receives have started."""
+        """Return the transfers of a pass, whose receives have started as far as they may."""
         ranks = [stage.rank for stage in self.stages]
         messages = StageTransfers(self.codes, self.mesh.pipe, ranks, stage_runs, epoch, codec)
-        messages.post(arrivals(programs, self.mesh.stage))
+        messages.post(arrivals(programs, self.mesh.stage), programs[self.mesh.stage])
         return messages
 
     def _make_stage_runs(

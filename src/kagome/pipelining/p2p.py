@@ -1,14 +1,17 @@
 """Stage transfers: point-to-point messages between the stages of one part, a chunk at a time.
 
-Where it sits: ``chunk_passes`` posts all receives of a pass before its first action, so that transfers run
-while stages compute. A SEND starts a transfer; only the end of the pass waits for it. A value for another
-stage of the same rank is kept here until that stage takes it. Samples of a batch have ``dag.transfers``:
-their messages go in parts to several replicas, and there may be too many to post at once.
+Where it sits: ``chunk_passes`` posts the receives of a pass before its first action, so that transfers run
+while stages compute: with gloo all of them, with nccl a few at a time. A SEND starts a transfer; only the end
+of the pass waits for it. A value for another stage of the same rank is kept here until that stage takes it.
+Samples of a batch have ``dag.transfers``: their messages go in parts to several replicas, and there may be
+too many to post at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from kagome.adaptive.stage_codec import StageCodec, decoded_values
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import Work
+from kagome.comm.transport.routes import POSTED_AHEAD, Route
 from kagome.comm.work import SendWork
 from kagome.pipelining.executor import names_of
 from kagome.pipelining.stage_run import StageCode, StageRun
@@ -49,13 +53,47 @@ class StageTransfers:
         self._here: dict[Action, list[tuple[str, Tensor]]] = {}
         self._coming: dict[Action, list[tuple[str, Work]]] = {}
         self._leaving: list[SendWork] = []
+        self._order: deque[Action] = deque()
+        self._left: dict[Route, deque[Action]] = {}
 
-    def post(self, actions: Iterable[Action]) -> None:
-        """Start these receives; those from one rank must be in the order in which it sends."""
-        for action in actions:
-            # Values between two stages of this rank need no message; they stay in `_here`.
-            if self.ranks[action.other] != self.pipe.rank:
-                self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
+    def post(self, arriving: Iterable[Action], program: Iterable[Action]) -> None:
+        """Start the receives of a pass, or as many as may be posted before they are needed.
+
+        Args:
+            arriving: All receives; those from one rank must be in the order in which it sends.
+            program: This rank's actions in the order in which it performs them.
+        """
+        awaited = [action for action in arriving if self._from_other_rank(action)]
+        # gloo finds a message by its tag and size, and its receives cost no more than their buffers.
+        if self.pipe.lanes:
+            for action in awaited:
+                self._begin(action)
+            return
+        for action in awaited:
+            self._left.setdefault(self._route(action), deque()).append(action)
+        self._order.extend(a for a in program if a.kind.receives and self._from_other_rank(a))
+        self._begin_next()
+
+    def _from_other_rank(self, action: Action) -> bool:
+        # Values between two stages of this rank need no message; they stay in `_here`.
+        return self.ranks[action.other] != self.pipe.rank
+
+    def _begin_next(self) -> None:
+        """Start the next receives of the program."""
+        for action in tuple(islice(self._order, POSTED_AHEAD)):
+            self._begin_up_to(action)
+
+    def _begin_up_to(self, action: Action) -> None:
+        """Start a receive, after those that its sender sends before it on the same route."""
+        left = self._left[self._route(action)]
+        while action not in self._coming:
+            self._begin(left.popleft())
+
+    def _begin(self, action: Action) -> None:
+        self._coming[action] = [(name, self._begun(name, action)) for name in self.names(action)]
+
+    def _route(self, action: Action) -> Route:
+        return Route(self.ranks[action.other], self.pipe.rank, not action.kind.forward)
 
     def _begun(self, name: str, action: Action) -> Work:
         """Start one receive; ``wait`` of the result returns the value."""
@@ -121,6 +159,10 @@ class StageTransfers:
         if action in self._here:
             found = self._here.pop(action)
         else:
+            if self._order:
+                self._begin_up_to(action)
+                self._order.remove(action)
+                self._begin_next()
             found = [(name, coming.wait()) for name, coming in self._coming.pop(action)]
         stage_run = self.stage_runs[action.stage, action.chunk]
         for name, value in found:

@@ -203,9 +203,9 @@ ELEMENTWISE = frozenset(
 )
 """Calls that combine rows of one tensor with the same rows of another, by name without underscores."""
 # Views: entries keep their order, so the number of entries before the row axis identifies it.
-PREFIX = frozenset(
-    ["view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "view_as", "reshape_as"]
-)
+VIEWS = frozenset(["view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"])
+"""Calls that merge and split axes: see ``placement.regroup``."""
+PREFIX = VIEWS | {"unsqueeze", "squeeze"}
 
 
 def place_of(

@@ -208,7 +208,7 @@ class Placements:
                     order = name == "argsort" or (name == "sort" and place)
                     self.put(out, Placement(PlacementKind.LOCAL) if order else mixed)
                 elif mixed.kind is PlacementKind.LOCAL and not self.all_local:
-                    _lose(self, name, out)
+                    lose(self, name, out)
             return
         first = self.get(args[0]) if args else None
         lead = first if first is not None and first.kind in ALIGNED else None
@@ -254,7 +254,7 @@ class Placements:
             if (held is not None and held.kind in IDS) or (value is not None and value.kind in _NAMES):
                 self.put(first, Placement(PlacementKind.MIXED))  # type: ignore[arg-type]
             elif value is not None and value.kind is PlacementKind.LOCAL and isinstance(first, Tensor):
-                _lose(self, name, first)
+                lose(self, name, first)
         elif name in _FILLS and held is not None and held.kind in IDS and held.edges is not None:
             self.put(held.edges, Placement(PlacementKind.MIXED))  # first is a view of it
 
@@ -475,7 +475,7 @@ def _spread_rows(
         or (name == "cdist" and len([m for m in found if m.kind in VERTICES]) > 1)
         or (name.strip("_") in ELEMENTWISE and _pairwise(placements, args, kwargs))
     ):
-        _lose(placements, name, result, PAIRS)
+        lose(placements, name, result, PAIRS)
         return
     unlike = (
         not placements.all_local
@@ -507,7 +507,7 @@ def _spread_rows(
         elif not placements.all_local and (
             placement.kind is PlacementKind.PAIRS or not with_edges
         ):  # values of edges combined with those of loops are not lost
-            _lose(placements, name, out)
+            lose(placements, name, out)
 
 
 def _unlike(
@@ -554,7 +554,7 @@ PAIRS: Final = ", which gives a value for each pair of rows"
 """Suffix of the origin of a lost tensor of pairs, of which a part has only some."""
 
 
-def _lose(placements: Placements, name: str, out: Tensor, does: str = "") -> None:
+def lose(placements: Placements, name: str, out: Tensor, does: str = "") -> None:
     """Mark the result of a call that is not known to give the same on a part."""
     counts = not (out.is_floating_point() or out.is_complex() or out.dtype == torch.bool)
     if name.startswith("new_") or (name != "nonzero" and from_library()):

@@ -25,6 +25,8 @@ class SymbolicSize(int):
 
     placement: Placement
     of_all: Callable[[], int]
+    divided: Callable[[Placement, int], Placement | None] | None = None
+    """Returns the placement of one of several equal parts of the rows, if these are a batch."""
 
     def __new__(cls, number: int, placement: Placement, of_all: Callable[[], int]) -> SymbolicSize:
         """Make an int that knows what it counts, and how to get the whole graph's number."""
@@ -97,7 +99,20 @@ class SymbolicSize(int):
         if type(other) is int and other > 0 and self.placement.each % other == 0 and self._global:
             placement = self.placement.merged(self.placement.each // other, anew=True)
             return SymbolicSize(int(self) // other, placement, lambda: self.of_all() // other)
+        if self._global and (part := self._part(other)) is not None:
+            return part
         return self._known() // _known(other)
+
+    def _part(self, other: Any) -> SymbolicSize | None:
+        """Return the number of rows in one of so many parts of a batch; None if it has no such parts."""
+        if type(other) is not int or self.divided is None:
+            return None
+        placement = self.divided(self.placement, other)
+        if placement is None:
+            return None
+        part = type(self)(int(self) // other, placement, lambda: self.of_all() // other)
+        part.divided = self.divided
+        return part
 
     def __rfloordiv__(self, other: Any) -> Any:
         return _known(other) // self._known()
@@ -217,7 +232,9 @@ class Shown(SymbolicSize):
         return made
 
     def __hash__(self) -> int:
-        return hash(self.count)  # what a library caches by shapes belongs to this part
+        # What a library caches by shapes belongs to rows of this part: einops must not give it to a tensor
+        # without rows that has as many entries.
+        return hash((Shown, int(self.count)))
 
     def __int__(self) -> int:
         return int(self.count) if from_library() else int.__int__(self)

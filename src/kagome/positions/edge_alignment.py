@@ -25,6 +25,7 @@ from kagome.positions.edge_positions import EdgeScope, refused
 from kagome.positions.edge_tables import edge_axis
 from kagome.positions.position_scope import Args, Kwargs
 from kagome.scope.constants import Constants
+from kagome.scope.exchanges import NeighborReads
 
 _JOINS: Final = frozenset(["cat", "concat", "concatenate", "hstack"])
 _ASKS: Final = frozenset(["size", "__get__", "numel", "stride"])
@@ -35,6 +36,7 @@ class AlignedEdges(EdgeScope, Protocol):
 
     forward: RunningForward
     constants: Constants
+    reads: NeighborReads
 
 
 def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -58,7 +60,7 @@ def aligned(scope: AlignedEdges, name: str, args: Args, kwargs: Kwargs) -> tuple
     # ids of both. The flipped half is made from own in-edges, in the order of their attributes (cat([w, w])).
     if name in _JOINS and all(placement.kind is PlacementKind.EDGES for _, placement in found):
         return _each(args, kwargs, lambda value: _inward(scope, value))
-    if any(placement.view == 1 and not _whole(scope, tensor, placement) for tensor, placement in found):
+    if any(placement.view and not _whole(scope, tensor, placement) for tensor, placement in found):
         raise refused(scope, f"{name} of edges with flipped ones that forward has chosen or added to")
     return _each(args, kwargs, lambda value: _outward(scope, name, value))
 
@@ -74,11 +76,9 @@ def _each(args: Args, kwargs: Kwargs, do: Any) -> tuple[Args, Kwargs]:
 
 def _of_edges(scope: AlignedEdges, tensor: Tensor) -> Placement | None:
     placement = scope.placements.get(tensor)
-    return (
-        placement
-        if placement is not None and (placement.kind in IDS or placement.kind is PlacementKind.PAIRS)
-        else None
-    )
+    if placement is None or placement.view not in (0, scope.reads.turned_at):
+        return None  # edges of a batch stay as they are
+    return placement if placement.kind in IDS or placement.kind is PlacementKind.PAIRS else None
 
 
 def _whole(scope: AlignedEdges, tensor: Tensor, placement: Placement) -> bool:
@@ -94,7 +94,7 @@ def _whole(scope: AlignedEdges, tensor: Tensor, placement: Placement) -> bool:
 def _outward(scope: AlignedEdges, name: str, value: Any) -> Any:
     """Convert rows of in-edges to rows of the same edges where they are out-edges."""
     placement = _of_edges(scope, value) if isinstance(value, Tensor) else None
-    if placement is None or placement.view == 1:
+    if placement is None or placement.view:
         return value
     if placement.kind is not PlacementKind.PAIRS or not _whole(scope, value, placement):
         raise refused(scope, f"{name} of flipped edges with edges that forward has chosen or added to")
@@ -115,7 +115,7 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
     Cost:
         An exchange of one row for each edge between parts, and one back. Constant values are sent once.
     """
-    view = scope.views[1]
+    view = scope.views[scope.reads.turned_at]
     assert view.across is not None
     assert view.across_index is not None
     with torch._C.DisableTorchFunction():
@@ -141,7 +141,8 @@ def turned(scope: AlignedEdges, values: Tensor, axis: int) -> Tensor:
             found = picked.reshape(-1 if picked.size(0) else 0, *front.shape[1:]).movedim(0, axis)
             if last:
                 scope.constants.cache(key, found)
-    return scope.placements.put(found, Placement(PlacementKind.PAIRS, 1, axis, edges=view.edge_index))
+    placement = Placement(PlacementKind.PAIRS, scope.reads.turned_at, axis, edges=view.edge_index)
+    return scope.placements.put(found, placement)
 
 
 def _inward(scope: AlignedEdges, value: Any) -> Any:
@@ -153,7 +154,7 @@ def _inward(scope: AlignedEdges, value: Any) -> Any:
         raise refused(scope, "a list put together with flipped edges that forward has chosen")
     edges = scope.views[0].edge_index
     # View 1 as given has the graph's edges unflipped. Over all ranks they are the in-edges again.
-    if value is scope.views[1].given:
+    if value is scope.views[scope.reads.turned_at].given:
         return edges
     with torch._C.DisableTorchFunction():
         return scope.placements.put(edges.flip(0), Placement(PlacementKind.EDGES, 0, swapped=True))

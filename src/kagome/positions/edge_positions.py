@@ -114,9 +114,13 @@ class EdgeCount(SymbolicSize):
     __rmul__ = __mul__
 
     def __floordiv__(self, other: Any) -> Any:
+        if (part := self._part(other)) is not None:
+            return part
         return self._whole(other, "divided by", operator.floordiv)
 
     def __mod__(self, other: Any) -> Any:
+        if self._part(other) is not None:
+            return 0
         return self._whole(other, "modulo", operator.mod)
 
     def _whole(self, other: Any, what: str, do: Callable[[Any, Any], Any]) -> Any:

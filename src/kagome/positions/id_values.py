@@ -223,6 +223,8 @@ def numbers(scope: EndpointValues, ids: Tensor) -> Tensor:
     with torch._C.DisableTorchFunction():
         values = scope.ids.numbers(ids.long(), placement).to(ids.dtype)
     count = edges.size(-1) if edges is not None else None
+    if (known := scope.batches.stand_in(ids)) is not None:
+        scope.batches.stand_ins[values] = known
     return scope.placements.put(
         values, Placement(PlacementKind.PAIRS, placement.view, _axis(values, placement, count), edges)
     )

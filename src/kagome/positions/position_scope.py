@@ -16,6 +16,7 @@ from kagome.halo.forward_pass import RunningForward
 from kagome.placement.placement import VERTICES, Placement, Placements
 from kagome.placement.symbolic_size import as_place
 from kagome.placement.vertex_sets import VertexSets
+from kagome.scope.batches import Batches
 from kagome.scope.exchanges import RankSums
 from kagome.scope.rows import Axes, LocatedScope, VertexIds, refused
 from kagome.sparse_ops.edge_view import EdgeView
@@ -46,6 +47,8 @@ class PositionScope(LocatedScope, Protocol):
     device: torch.device
     copies: RowCopies
     keeping: KeptTensors
+    batches: Batches
+    recorder: Any
 
     def __torch_function__(self, func: Any, types: Any, args: Any = ..., kwargs: Any = ...) -> Any:
         """Answer one torch call of the forward."""

@@ -282,6 +282,31 @@ def given_rows(scope: PositionScope, values: Any, axis: int) -> Any:
     return own_rows(scope, values, axis % values.dim(), number) if table else values
 
 
+def given_sizes(scope: PositionScope, edges: Any, size: Any) -> Any:
+    """Replace, in the ``size`` of a layer, numbers of all vertices by those of own ones.
+
+    A user takes them from a table of all vertices, of which the layer gets own rows.
+
+    Args:
+        scope: The running interceptor.
+        edges: The edges that the layer is given.
+        size: The numbers of rows at row 0 and at row 1 of the edges.
+    """
+    held = scope.placements.get(edges) if scope.parted else None
+    if held is None or held.kind is not PlacementKind.EDGES or not isinstance(size, tuple | list):
+        return size
+    view = scope.views[held.view]
+    ends = (view.targets, view.sources) if held.swapped else (view.sources, view.targets)
+
+    def own(number: Any, end: int) -> Any:
+        named = scope.sets[end]
+        if type(number) is not int or number != named.size:
+            return number
+        return SymbolicSize(named.own, Placement(PlacementKind.ROWS, vertex_set=end), lambda: named.size)
+
+    return tuple(own(number, end) for number, end in zip(size, ends, strict=True))
+
+
 def refuse_some_rows(scope: PositionScope, given: Any, what: str) -> None:
     """Refuse outputs of a forward or stage that are lost, or lack a row for each vertex.
 

@@ -80,7 +80,7 @@ def summary(
             None if there is no pipeline.
         crossing: Codecs by kind, errors by site, ``oldest_age`` and probes; None if every exchange is exact.
         working_memory_bytes: The most memory that a sum over feature slices took, if it is bounded.
-        activations_moved_bytes: The most that a rank moved off its device, or to disk, in one forward.
+        activations_moved_bytes: The most that a rank moved off its device in one forward.
         history: Costs of rows of other chunks: ``probes``, ``careful_from``, ``exact_epochs``,
             ``plateau_epochs``, and how often weights were rolled back (``undone``).
         weights_epoch: The epoch whose weights the model was left with; None before any.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,6 +157,8 @@ class NeighborReads:
         self._all_rows: dict[int, tuple[HaloExchange, Tensor]] = {}
         self.turned: EdgeView | None = None
         """The out-edges, once they were fetched."""
+        self.turned_at = -1
+        """The number of their view; batches may have taken view 1."""
 
     def read(self, rows: Tensor, axis: int, placement: Placement, site: str = "") -> Tensor:
         """Return own and halo rows along ``axis``: all rows that ids of this placement can name.
@@ -218,7 +221,7 @@ class NeighborReads:
         return own.reshape(own.size(0), *front.shape[1:]).movedim(0, axis)
 
     def out_edges(self) -> EdgeView:
-        """Return view 1, fetched from the peers at the first call. All ranks make that call together.
+        """Return the out-edges, fetched from the peers at the first call. All ranks make that call together.
 
         Raises:
             ModelError: If the graph has several edge sets.
@@ -233,12 +236,14 @@ class NeighborReads:
                 )
             with self._forward.forward_pass.asking(self._channel, self._forward.where()):
                 view = out_view(self._views[0], self._channel)
+            self.turned, self.turned_at = view, len(self._views)
             self._views.append(view)
-            self.turned = view
-            self._placements.put(view.edge_index, Placement(PlacementKind.EDGES, 1))
-            self._placements.put(view.given, Placement(PlacementKind.EDGES, 1, swapped=True))
+            edges = Placement(PlacementKind.EDGES, self.turned_at)
+            self._placements.put(view.edge_index, edges)
+            self._placements.put(view.given, replace(edges, swapped=True))
             for value in view.attributes.values():
-                self._placements.put(value, Placement(PlacementKind.PAIRS, 1, edges=view.given))
+                placed = Placement(PlacementKind.PAIRS, self.turned_at, edges=view.given)
+                self._placements.put(value, placed)
             # Out-edges are as constant as the inputs, so fast paths and caches take them.
             for value in (view.edge_index, view.given, *view.attributes.values()):
                 self._constants.add(value)

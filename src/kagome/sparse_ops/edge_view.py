@@ -7,6 +7,7 @@ first flips the edges (DirGNNConv) or lets messages flow from target to source.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -37,6 +38,8 @@ class EdgeView:
         sources: The number of the vertex set that row 0 names.
         targets: The number of the vertex set that row 1 names.
         source_size: The number of vertices of the whole graph in the set that row 0 names.
+        copies: Of the edges of a batch flattened into rows: how many samples, one after the other.
+        single: The number of the view of one sample; None for edges of no batch.
 
     Shapes:
         ``ids [n + H]``, ``edge_index [2, E]``, ``edge_ids [E]``, ``across_index [E]``, attributes
@@ -56,6 +59,8 @@ class EdgeView:
     sources: int = 0
     targets: int = 0
     source_size: int = 0
+    copies: int = 1
+    single: int | None = None
 
 
 def in_view(
@@ -134,6 +139,84 @@ def joined_view(view: EdgeView, targets: VertexSet, rows: int, *, targets_first:
         sources=rows,
         targets=rows,
     )
+
+
+# [Note: batches] A batch of B samples over one graph, flattened into rows, is a graph of B copies. Its edges
+# are those of one copy, with ids shifted by the number of vertices from copy to copy:
+#
+#     one sample    own 0 1 2 | halo of peer 1: 3   of peer 2: 4       edges 3 -> 0, 4 -> 1
+#     two samples   own 0 1 2, 3 4 5 | of peer 1: 6 7   of peer 2: 8 9 edges 6 -> 0, 8 -> 1, 7 -> 3, 9 -> 4
+#
+# Each peer still gets one message, with the rows of all samples.
+def batched_view(
+    view: EdgeView, number: int, copies: int, sources: int, targets: int, sets: Sequence[VertexSet]
+) -> EdgeView:
+    """Return the edges of a batch of samples that is flattened into rows: see [Note: batches].
+
+    Args:
+        view: The edges of one sample.
+        number: Its number.
+        copies: How many samples.
+        sources: The number of the vertex set of the batch that the edges read.
+        targets: The number of the one that they write.
+        sets: The vertex sets.
+
+    Shapes:
+        ``[2, E]`` -> ``[2, copies * E]``.
+    """
+    held, n, own = view.rows, view.rows.own, sets[view.targets].own
+    each = torch.arange(copies, device=view.ids.device).unsqueeze(1)
+    halo = copies * n + _copied(held.recv_counts, copies, view.ids.device)
+    source, target = view.edge_index
+    # A halo row h of one sample is row ``halo[i, h]`` of sample i.
+    local = torch.cat([torch.arange(n, device=each.device) + each * n, halo], dim=1)
+    edge_index = torch.stack([local[:, source].view(-1), (target + each * own).view(-1)])
+    ids = torch.empty(copies * view.ids.numel(), dtype=view.ids.dtype, device=view.ids.device)
+    ids[local] = view.ids + each * sets[view.sources].size
+    send = torch.empty(copies * held.send.numel(), dtype=held.send.dtype, device=held.send.device)
+    send[_copied(held.send_counts, copies, send.device)] = held.send + each * n
+    reads = held.reads
+    if reads is not None:
+        reads = torch.empty(copies * held.halo, dtype=reads.dtype, device=reads.device)
+        reads[halo - copies * n] = held.reads
+    rows = replace(
+        held,
+        own=copies * n,
+        halo=copies * held.halo,
+        send=send,
+        send_counts=tuple(copies * count for count in held.send_counts),
+        recv_counts=tuple(copies * count for count in held.recv_counts),
+        ids=ids,
+        reads=reads,
+    )
+    return replace(
+        view,
+        ids=ids,
+        edge_index=edge_index,
+        given=edge_index,
+        edge_ids=(view.edge_ids + each.to(view.edge_ids.device) * view.count).view(-1),
+        rows=rows,
+        attributes={},
+        count=copies * view.count,
+        sources=sources,
+        targets=targets,
+        source_size=copies * view.source_size,
+        copies=copies,
+        single=number,
+    )
+
+
+def _copied(counts: Sequence[int], copies: int, device: torch.device) -> Tensor:
+    """Return where each row of each sample is, of rows by peer: by peer, then by sample.
+
+    Shapes:
+        ``[copies, sum(counts)]``.
+    """
+    count = torch.tensor(counts, dtype=torch.int64, device=device)
+    begin = (count.cumsum(0) - count).repeat_interleave(count)
+    within = torch.arange(begin.numel(), device=device) - begin
+    each = torch.arange(copies, device=device).unsqueeze(1)
+    return copies * begin + each * count.repeat_interleave(count) + within
 
 
 # [Note: out-edges] An out-edge of an own vertex is an in-edge at its other end, so some rank has it already:

@@ -44,9 +44,9 @@ def build_engine(
     """
     parallel = settings.parallel.fit(mesh.size)
     refuse_slices_by_pyg(settings, mesh.device)
-    if settings.model.recompute and parallel.activations in ("host", "disk"):
+    if settings.model.recompute and parallel.activations == "host":
         raise ConfigError(
-            f"layers that save for backward what parallel.activations={parallel.activations!r} moves",
+            "layers that save for backward what parallel.activations='host' moves",
             "model.recompute=True, which lets them save nothing",
             hint="one of the two",
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from kagome.comm.transport import failures
 from kagome.comm.transport.device import HOST, backend_of
 from kagome.comm.transport.mailbox import BACKWARD, FORWARD, Mailbox
+from kagome.comm.transport.routes import Route
 from kagome.comm.transport.shared_memory import NOWHERE, SharedMemory
 
 Begin = Callable[[], "TorchWork | None"]
@@ -56,9 +57,10 @@ class Transport:
         group: The process group.
         lane: Messages with different lanes never match.
         shared_memory: Memory that peers on this host read; None if there is none.
-        back: With nccl, a group of the same ranks for point-to-point messages of the backward pass. On a
-            single stream a late message would block those in the other direction, and both ranks would wait.
         device: Device of what is sent: the host for gloo.
+
+    Attributes:
+        routes: With nccl, the group of the two ranks of each route of this rank.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class Transport:
         group: dist.ProcessGroup,
         lane: Literal[0, 1],
         shared_memory: SharedMemory | None,
-        back: dist.ProcessGroup | None = None,
         device: torch.device = HOST,
     ) -> None:
-        self.group, self.lane, self.shared_memory, self.back = group, lane, shared_memory, back
+        self.group, self.lane, self.shared_memory = group, lane, shared_memory
+        self.routes: dict[Route, dist.ProcessGroup] = {}
         self.rank, self.size = group.rank(), group.size()
         self.gloo = backend_of(group, device) == "gloo"
         # [Note: counts] Both ends number the messages alike, empty ones included, and so agree without
@@ -143,7 +145,8 @@ class Transport:
             return None
         # nccl matches by order on its stream alone: it has no tags, and no shared memory is open.
         if not self.gloo:
-            work: TorchWork = self._one_way(backward).send([message], peer, 0)
+            group = self._group_of(Route(self.rank, peer, backward))
+            work: TorchWork = group.send([message], 1 - group.rank(), 0)
             return work
         return self._send(peer, message, tag, self._laid({peer: message}).get(peer))
 
@@ -153,7 +156,8 @@ class Transport:
         if not place.numel():
             return None
         if not self.gloo:
-            work: TorchWork = self._one_way(backward).recv([place], peer, 0)
+            group = self._group_of(Route(peer, self.rank, backward))
+            work: TorchWork = group.recv([place], 1 - group.rank(), 0)
             return work
         return self._receive(peer, place, tag)
 
@@ -203,8 +207,11 @@ class Transport:
         work: TorchWork = begin([message], peer, number)
         return work
 
-    def _one_way(self, backward: bool) -> dist.ProcessGroup:
-        return self.back if backward and self.back is not None else self.group
+    def _group_of(self, route: Route) -> dist.ProcessGroup:
+        # Not the group of all ranks in its place: see [Note: routes].
+        if route not in self.routes:
+            raise ValueError(f"{route} has no group: Channel.open_routes makes it")
+        return self.routes[route]
 
     def _tag(self, peer: int, backward: bool, *, sent: bool) -> MessageTag:
         """Number a message between two ranks; empty messages are counted too."""

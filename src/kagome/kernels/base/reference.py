@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels.base.csr import CsrLayout, Structure
+from kagome.kernels.base.ordered_sums import add_at, take
 
 Span = Literal["all", "own", "halo"]
 """Which entries of each row to walk: all, those that read own rows, or those that read halo rows."""
@@ -47,10 +48,10 @@ def _aligned(small: Tensor, big: Tensor) -> Tensor:
 
 
 def _summed(index: Tensor, values: Tensor, rows: int) -> Tensor:
-    # index_add_ rounds after every addition, so a sum of half-precision numbers would lose small terms.
+    # The sum rounds after every addition, so a sum of half-precision numbers would lose small terms.
     half = values.dtype in (torch.float16, torch.bfloat16)
     wide = values.float() if half else values
-    return wide.new_zeros(rows, *values.shape[1:]).index_add_(0, index, wide).to(values.dtype)
+    return add_at(wide.new_zeros(rows, *values.shape[1:]), index, wide).to(values.dtype)
 
 
 def _greatest(index: Tensor, values: Tensor, rows: int) -> Tensor:
@@ -72,9 +73,9 @@ def sum_rows(
 ) -> Tensor:
     """Compute ``ops.sum_rows`` in plain PyTorch."""
     row, column, edge = entries(layout, span, rows)
-    messages = x.index_select(0, column - offset)
+    messages = take(x, column - offset)
     if weight is not None:
-        messages = messages * _aligned(weight.index_select(0, edge), messages)
+        messages = messages * _aligned(take(weight, edge), messages)
     out = _summed(row, messages, count_of(layout, rows))
     if scale is not None:
         out = out * _aligned(scale.to(out.dtype), out)
@@ -93,65 +94,65 @@ def dot_edges(
     """Compute ``ops.dot_edges`` in plain PyTorch."""
     row, column, edge = entries(layout, span)
     out = a.new_zeros(layout.edges, a.size(1)) if into is None else into
-    out[edge] = (a.index_select(0, row) * b.index_select(0, column - offset)).sum(-1)
+    out[edge] = (take(a, row) * take(b, column - offset)).sum(-1)
     return out
 
 
 def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """Compute ``ops.extreme_rows`` in plain PyTorch."""
     row, column, _ = entries(layout)
-    return _extreme(layout, row, x.index_select(0, column), sign)
+    return _extreme(layout, row, take(x, column), sign)
 
 
 def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """Compute ``ops.extreme_edges`` in plain PyTorch."""
     row, _, edge = entries(layout)
-    return _extreme(layout, row, values.index_select(0, edge), sign)
+    return _extreme(layout, row, take(values, edge), sign)
 
 
 def _extreme(layout: CsrLayout, row: Tensor, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     best = _greatest(row, values * sign, layout.rows) * sign
     # A row without entries gives 0, as in PyG, in place of an infinity.
     best = torch.where(_aligned(layout.pointer.diff() == 0, best), torch.zeros_like(best), best)
-    return best, _summed(row, (values == best.index_select(0, row)).to(values.dtype), layout.rows)
+    return best, _summed(row, (values == take(best, row)).to(values.dtype), layout.rows)
 
 
 def extreme_back(layout: CsrLayout, x: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """Compute ``ops.extreme_back`` in plain PyTorch."""
     # The layout is by source here: ``row`` is the source and ``column`` the target of each edge.
     row, column, _ = entries(layout)
-    share = (g / ties.clamp(min=1)).index_select(0, column)
-    same = x.index_select(0, row) == best.index_select(0, column)
+    share = take(g / ties.clamp(min=1), column)
+    same = take(x, row) == take(best, column)
     return _summed(row, share * same, layout.rows)
 
 
 def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Tensor, g: Tensor) -> Tensor:
     """Compute ``ops.extreme_edges_back`` in plain PyTorch."""
     row, _, edge = entries(layout)
-    same = values.index_select(0, edge) == best.index_select(0, row)
+    same = take(values, edge) == take(best, row)
     out = torch.empty_like(values)
-    out[edge] = (g / ties.clamp(min=1)).index_select(0, row) * same
+    out[edge] = take(g / ties.clamp(min=1), row) * same
     return out
 
 
 def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     """Compute ``ops.softmax_edges`` in plain PyTorch."""
     row, _, edge = entries(layout)
-    z = logits.index_select(0, edge)
+    z = take(logits, edge)
     # Subtracting the row's maximum keeps exp from overflowing, as in PyG.
-    p = (z - _greatest(row, z, layout.rows).index_select(0, row)).exp()
+    p = (z - take(_greatest(row, z, layout.rows), row)).exp()
     out = torch.empty_like(logits)
-    out[edge] = p / (_summed(row, p, layout.rows) + TINY).index_select(0, row)
+    out[edge] = p / take(_summed(row, p, layout.rows) + TINY, row)
     return out
 
 
 def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     """Compute ``ops.softmax_edges_back`` in plain PyTorch."""
     row, _, edge = entries(layout)
-    total = _summed(row, (alpha * g).index_select(0, edge), layout.rows)
+    total = _summed(row, take(alpha * g, edge), layout.rows)
     # From a total per row to one per edge, in the order of the edge list.
     spread = torch.empty_like(alpha)
-    spread[edge] = total.index_select(0, row)
+    spread[edge] = take(total, row)
     return alpha * (g - spread)
 
 
@@ -159,7 +160,7 @@ def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor
     """Compute ``ops.softmax_sum`` in plain PyTorch."""
     row, column, edge = entries(layout)
     logits = a.new_empty(layout.edges, a.size(1))
-    logits[edge] = _leaky(a.index_select(0, row) + b.index_select(0, column), slope)
+    logits[edge] = _leaky(take(a, row) + take(b, column), slope)
     return softmax_edges(layout, logits)
 
 
@@ -175,7 +176,7 @@ def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: floa
     """Compute ``ops.leaky_dots`` in plain PyTorch."""
     row, column, edge = entries(layout)
     out = a.new_empty(layout.edges, a.size(1))
-    out[edge] = (_leaky(a.index_select(0, row) + b.index_select(0, column), slope) * att).sum(-1)
+    out[edge] = (_leaky(take(a, row) + take(b, column), slope) * att).sum(-1)
     return out
 
 
@@ -191,30 +192,31 @@ def leaky_dots_back(
 
 def gather(index: Tensor, x: Tensor) -> Tensor:
     """Compute ``ops.gather`` in plain PyTorch."""
-    return x.index_select(0, index)
+    return take(x, index)
 
 
 def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: Tensor) -> None:
     """Compute ``ops.add_rows`` in plain PyTorch."""
-    table.index_add_(0, place, rows.index_select(0, which) * scale.view(-1, *[1] * (rows.dim() - 1)))
+    # Places are distinct, so that each row of the table gets one summand.
+    table.index_add_(0, place, take(rows, which) * scale.view(-1, *[1] * (rows.dim() - 1)))
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
     """Compute ``ops.sum_edges`` in plain PyTorch."""
     row, _, edge = entries(layout, "all", rows)
-    return _summed(row, values.index_select(0, edge), count_of(layout, rows))
+    return _summed(row, take(values, edge), count_of(layout, rows))
 
 
 def column_softmax(layout: CsrLayout, z: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``ops.column_softmax`` in plain PyTorch."""
     row, column, _ = entries(layout)
-    zs = z.index_select(0, column)
+    zs = take(z, column)
     top = _greatest(row, zs, layout.rows)
     top = torch.where((layout.pointer.diff() == 0).unsqueeze(-1), torch.zeros_like(top), top)
-    p = (zs - top.index_select(0, row)).exp()
+    p = (zs - take(top, row)).exp()
     total = _summed(row, p, layout.rows)
-    p = p / (total + TINY).index_select(0, row)
-    return _summed(row, p * m.index_select(0, column), layout.rows), top, total
+    p = p / take(total + TINY, row)
+    return _summed(row, p * take(m, column), layout.rows), top, total
 
 
 def column_softmax_back(
@@ -224,16 +226,16 @@ def column_softmax_back(
     # The layout is by source here, as in ``extreme_back``. The softmax is computed again from z, its maximum
     # and its total: p[e] = exp(z[source] - top[target]) / (total[target] + TINY).
     row, column, _ = entries(layout)
-    p = (z.index_select(0, row) - top.index_select(0, column)).exp()
-    pg = p / (total + TINY).index_select(0, column) * g.index_select(0, column)
+    p = (take(z, row) - take(top, column)).exp()
+    pg = p / take(total + TINY, column) * take(g, column)
     gm = _summed(row, pg, layout.rows)
-    gz = _summed(row, pg * (m.index_select(0, row) - out.index_select(0, column)), layout.rows)
+    gz = _summed(row, pg * (take(m, row) - take(out, column)), layout.rows)
     return gz, gm
 
 
 def join_edges(structure: Structure, a: Tensor, b: Tensor, slope: float | None) -> Tensor:
     """Compute ``ops.join_edges`` in plain PyTorch."""
-    z = a.index_select(0, structure.target) + b.index_select(0, structure.source)
+    z = take(a, structure.target) + take(b, structure.source)
     return z if slope is None else _leaky(z, slope)
 
 
@@ -242,7 +244,7 @@ def join_edges_back(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``ops.join_edges_back`` in plain PyTorch."""
     if slope is not None:
-        z = a.index_select(0, structure.target) + b.index_select(0, structure.source)
+        z = take(a, structure.target) + take(b, structure.source)
         g = torch.where(z > 0, g, g * slope)
     return sum_edges(structure.by_target, g), sum_edges(structure.by_source, g)
 

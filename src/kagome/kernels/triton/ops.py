@@ -4,9 +4,7 @@ Where it sits: ``kernels.ops`` imports it for the first CUDA tensor if Triton is
 builds bring along. Values are summed in float32, and in float64 if they are float64.
 
 Each sum over a row's entries is cut at ``segments.SPLIT`` of them, so that hubs are shared by programs. The
-results of these kernels are the same on every run. Those of ``add_rows`` are not: it is torch's
-``index_add_``, which adds by atomics on CUDA. ``benchmarks/gpu`` holds the kernels' measured rates on an
-H200.
+results are the same on every run. ``benchmarks/gpu`` holds the kernels' measured rates on an H200.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kagome.kernels.base.ordered_sums import add_at
+
 EPSILON: Final = 1e-16
 """What PyG's softmax adds to its denominator."""
 
@@ -85,9 +87,9 @@ def _weighted(
     for kind, score in scores:
         ends = edges[kind][1]
         share = (score - most.detach()[ends]).exp()
-        total = total.index_add(0, ends, share)
+        total = add_at(total.clone(), ends, share)
         message = _mapped(layer, layer.v_rel, kind, value[kind[0]])[edges[kind][0]]
-        out = out.index_add(0, ends, message * share.unsqueeze(-1))
+        out = add_at(out.clone(), ends, message * share.unsqueeze(-1))
     return (out / (total + EPSILON).unsqueeze(-1)).flatten(1)
 
 

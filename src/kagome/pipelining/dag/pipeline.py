@@ -238,6 +238,7 @@ class Pipeline:
             model, self._branches, self._pieces[self.stage], Masks(wishes.seed, self._branches.places)
         )
         self._weights = ReplicaWeights(model, self._pieces, self._layout, channel)
+        channel.open_routes(self._layout.routes(self._pieces) | self._weights.routes())
         # Before the optimizer is made, whose constructor may read the weights.
         self._weights.share_first()
         own = list(self._weights.mine.values())

@@ -9,12 +9,14 @@ sum over the replicas of each stage that uses it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import permutations
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kagome.comm.channel import Channel
+from kagome.comm.transport.routes import Route
 from kagome.model.operators.pieces import Piece
 from kagome.pipelining.dag.sample_layout import SampleLayout
 
@@ -58,6 +60,10 @@ class ReplicaWeights:
             ranks = self.holders.get(name, ())
             if len(ranks) > 1 and weight.requires_grad:
                 self._groups.setdefault((ranks, weight.dtype), []).append(name)
+
+    def routes(self) -> set[Route]:
+        """Return the routes of the sums: from each holder of a weight or buffer to each other one."""
+        return {Route(*pair) for ranks in self.holders.values() for pair in permutations(set(ranks), 2)}
 
     def sum_gradients(self, update: int) -> None:
         """Sum the gradients of weights that several ranks train; the result is bitwise equal on all of them.

@@ -13,9 +13,11 @@ micro-batches comes from a ``schedule.schedules.Shape``, which has neither ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kagome.comm.transport.routes import Route, both_passes
+from kagome.model.operators.pieces import Piece
 from kagome.planner.stages.plan import StagePlan
 from kagome.schedule.actions import Action
 
@@ -83,6 +85,16 @@ class SampleLayout:
         # and 2: messages 2 and 3 belong to micro-batch 1 of the larger stage, and to 2 and 3 of the smaller
         # one.
         return unit * min(self.sizes[stage], self.sizes[other]) // self.sizes[stage]
+
+    def routes(self, pieces: Sequence[Piece]) -> set[Route]:
+        """Return the routes of the messages between the ranks of pieces that give and take values."""
+        return both_passes(
+            (giver, taker)
+            for piece in pieces
+            for other in piece.gives
+            for giver in self.ranks(piece.number)
+            for taker in self.ranks(other)
+        )
 
     def shared(self, rank: int, other: int, unit: int) -> Iterator[tuple[int, range]]:
         """Yield the ranks of another stage that share samples of a message with a rank, and these samples.

@@ -1,6 +1,6 @@
 """Devices: the machines that stage planners plan for, and the cost of a stage on them.
 
-Where it sits: ``graphpipe`` and all planners of ``planner.baselines`` use it, so that they count costs alike.
+Where it sits: ``graphpipe`` and the planners that it is compared with use it, so that they count costs alike.
 """
 
 from __future__ import annotations

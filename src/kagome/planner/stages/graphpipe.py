@@ -1,6 +1,6 @@
 """GraphPipe: plans stages that form a DAG, by the smallest bottleneck and the fewest samples in flight.
 
-Where it sits: a stage planner beside those of ``planner.baselines``; all count costs by ``devices``.
+Where it sits: ``pipelining.dag`` plans with it; ``devices`` counts the costs of a stage.
 
 ::
 

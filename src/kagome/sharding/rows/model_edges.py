@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from kagome.errors import ModelError
 from kagome.intercept.interceptor import Interceptor
-from kagome.placement.placement import Placement, PlacementKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +97,12 @@ class ModelEdges:
             for turned in (False, True):
                 found = self._matched(number, given.flip(0) if turned else given)
                 if found is not None:
-                    return self._turned(found) if turned else found
+                    return self._scope.batches.edges(found, 1, turned=turned)
+        for number, index in self._graph.items():
+            for turned in (False, True):
+                copies = self._scope.batches.copies_in(number, index, given.flip(0) if turned else given)
+                if copies > 1:
+                    return self._scope.batches.edges(number, copies, turned=turned)
         if alike and value.size(1) and self._scope.sets.several:
             raise ModelError(
                 "edges in the model that are an edge set of the graph, with ids of its vertex sets or of "
@@ -109,8 +113,8 @@ class ModelEdges:
             )
         return None
 
-    def _matched(self, number: int, given: Tensor) -> Tensor | None:
-        """Return the edges of a view, or of a concatenation, if a list is the edge set with shifted ids."""
+    def _matched(self, number: int, given: Tensor) -> int | None:
+        """Return the view of the edges, or of a concatenation, if a list is the edge set with shifted ids."""
         view, index = self._scope.views[number], self._graph[number]
         # A shift of a whole row means that its ids count the rows of a concatenation.
         shifts = given - index
@@ -118,22 +122,13 @@ class ModelEdges:
             return None
         source, target = shifts[:, 0].tolist() if shifts.numel() else (0, 0)
         if (source, target) == (0, 0):
-            return view.edge_index
+            return number
         if view.sources != view.targets:
             if (source, target) == (self._scope.sets[view.targets].size, 0):
                 return self._scope.joined_view(number, targets_first=True)
             if (source, target) == (0, self._scope.sets[view.sources].size):
                 return self._scope.joined_view(number, targets_first=False)
         return None
-
-    def _turned(self, edges: Tensor) -> Tensor:
-        """Return edges with the targets in row 0."""
-        held = self._scope.placements.get(edges)
-        assert held is not None
-        placement = Placement(PlacementKind.EDGES, held.view, swapped=True)
-        turned = self._scope.placements.put(edges.flip(0), placement)
-        self._scope.constants.add(turned)
-        return turned
 
 
 def _integers_of(model: nn.Module) -> Iterator[tuple[str, Any, Any, Tensor]]:

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
@@ -46,6 +47,8 @@ class RowAxis:
 
     rows: str
     axis: int
+    copies: int = 1
+    """Of how many samples, one after the other."""
 
 
 class Placer:
@@ -70,11 +73,15 @@ class Placer:
         self._scope, self._sets, self._channel, self._boundary = scope, sets, channel, boundary
         self._known: WeakTensorMap[tuple[str, int]] = WeakTensorMap()
         self._cuts: WeakTensorMap[tuple[int, RowAxis, Tensor]] = WeakTensorMap()
-        self._decided: dict[tuple[str, int], RowAxis | None] = {}
+        self._decided: dict[tuple[str, int, int], RowAxis | None] = {}
+        self._copies = 1
+        """Of how many samples the call's edges are, one after the other."""
         self._edges: dict[bytes, list[str]] = {}
         """The names of the edges of the graph in ``scope.inputs``, by a digest of their values."""
         self._attributes: WeakTensorMap[tuple[int, str]] = WeakTensorMap()
         self._signatures: set[tuple[tuple[str, str], ...]] = set()
+        self._batches: WeakTensorMap[tuple[int, list[int], int]] = WeakTensorMap()
+        self._graph = edges_of(given)
         self._note(given)
 
     def _note(self, given: Data | HeteroData | Graph | None) -> None:
@@ -106,6 +113,9 @@ class Placer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with this rank's share of each tensor. All ranks call it."""
         self._refuse_other_arguments(args, kwargs)
+        leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor | Data)]
+        leaves = [each.edge_index if isinstance(each, Data) else each for each in leaves]
+        self._copies = max((self._batch(each)[1] for each in leaves if isinstance(each, Tensor)), default=1) or 1
         placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
         return placed, {name: self._value(name, value) for name, value in kwargs.items()}
 
@@ -153,7 +163,7 @@ class Placer:
 
     def has_rows(self, path: str, value: Tensor) -> bool:
         """Return whether an argument of an earlier call has rows of vertices or edges."""
-        return self._decided.get((path, value.dim())) is not None
+        return any(self._decided.get((path, value.dim(), copies)) for copies in {1, self._copies})
 
     def is_rows(self, value: Tensor) -> bool:
         """Return whether a tensor of the running forward has rows of vertices or edges."""
@@ -193,7 +203,7 @@ class Placer:
         # One tensor may stand for two sets, under two keys: what the key names comes first.
         name, version = self._known.get(value, ("", -1))
         if name and version == value._version and kind in ("", name):
-            self._decided.setdefault((path, value.dim()), self._axis_of(name))
+            self._decided.setdefault((path, value.dim(), self._copies), self._axis_of(name))
             return self._scope.inputs[name]  # type: ignore[no-any-return]
         if (edges := self._edges_of(path, value, kind)) is not None:
             return edges
@@ -234,10 +244,12 @@ class Placer:
         """
         if value.dtype != torch.int64 or value.dim() != 2 or value.shape[0] != 2 or not self._edges:
             return None
-        if all(view.count != value.size(1) for view in self._scope.views):
+        numbers, copies = self._batch(value)
+        if not copies and all(view.count != value.size(1) for view in self._scope.views):
             self._refuse_copies(path, value)
             return None
-        names = self._edges.get(_digest(value), [])
+        by_view = {each.placement.view: each.name for each in self._sets.values() if each.ends is not None}
+        names = [by_view[number] for number in numbers] if copies else self._edges.get(_digest(value), [])
         if kind in names:
             names = [kind]
         if len({self._sets[name].ends for name in names if name in self._sets}) > 1:
@@ -248,31 +260,52 @@ class Placer:
             )
         if not names:
             return None
+        if copies:
+            return self._scope.batches.edges(self._sets[names[0]].placement.view, copies)
         self._known[value] = names[0], value._version
         return self._scope.inputs[names[0]]  # type: ignore[no-any-return]
 
+    def _batch(self, value: Tensor) -> tuple[list[int], int]:
+        """Return the views that a tensor has the edges of, in a batch, and the number of samples; 0 if none."""
+        if value.dtype != torch.int64 or value.dim() != 2 or value.shape[0] != 2:
+            return [], 0
+        version, numbers, copies = self._batches.get(value, (-1, [], 0))
+        if version == value._version:
+            return numbers, copies
+        numbers, copies, given = [], 0, value.detach().cpu()
+        for number, index in self._graph.items():
+            if index.size(1) and value.size(1) > index.size(1) and value.size(1) % index.size(1) == 0:
+                found = self._scope.batches.copies_in(number, index, given)
+                if found:
+                    numbers, copies = [*numbers, number], found
+        self._batches[value] = value._version, numbers, copies
+        return numbers, copies
+
     def _refuse_copies(self, path: str, value: Tensor) -> None:
-        """Refuse edges of several copies of the graph in one list, as a batch flattened into rows has."""
+        """Refuse edges of several copies of the graph whose ids are not those of a batch."""
         size = value.size(1)
         for count in {view.count for view in self._scope.views if view.count and self._channel.size > 1}:
             if size > count and size % count == 0 and _digest(value[:, :count]) in self._edges:
                 raise ModelError(
-                    f"the graph's {count:,} edges",
-                    f"{size:,} in {path}, those of {size // count} copies of the graph",
+                    f"the graph's {count:,} edges, or those of {size // count} samples, shifted by the numbers "
+                    "of vertices from sample to sample",
+                    f"{size:,} in {path}, with other ids from the second sample on",
                     where="net(...)",
-                    hint="the graph's own edges, and a batch of samples as an axis of its own: [batch, N, F]",
+                    hint="torch.cat([edge_index + i * sizes for i in range(batch)], dim=1), with sizes [[sources], "
+                    "[targets]]; or the graph's own edges, and the batch as an axis of its own: [batch, N, F]",
                 )
 
     def _where(self, path: str, value: Tensor, kind: str) -> RowAxis | None:
         """Return the rows of a tensor by its sizes; the ranks agree the first time."""
-        key = path, value.dim()
+        key = path, value.dim(), self._copies
         if key not in self._decided:
             asked = [self._sets[kind]] if kind else [*self._sets.values()]
             mine = [
-                [rows.name, axis]
+                [rows.name, axis, copies]
                 for rows in asked
                 for axis, size in enumerate(value.shape)
-                if size in (rows.count, rows.size)
+                for copies in sorted({1, self._copies})
+                if size in (rows.count * copies, rows.size * copies)
             ]
             told: Any = self._channel.gather_objects([mine, list(value.shape)], f"rows of {path}")
             each, shapes = zip(*told, strict=True)
@@ -295,20 +328,20 @@ class Placer:
     def _chosen(self, path: str, value: Tensor, found: list[list[Any]]) -> RowAxis | None:
         if not found:
             return None
-        if len({rows for rows, _ in found}) > 1:
+        if len({(rows, copies) for rows, _, copies in found}) > 1:
             sizes = ", ".join(f"{each.size:,} {each.name}" for each in self._sets.values())
             raise ModelError(
                 "a tensor whose sizes say whether it has rows of vertices or of edges, and of which",
                 f"{path} of shape {list(value.shape)}: the graph has {sizes}",
                 hint=HINT,
             )
-        axes = [axis for _, axis in found]
+        axes = [axis for _, axis, _ in found]
         # Where several axes have that size, rows are the last but one, as in PyG: [.., N, F].
         axis = axes[0] if len(axes) == 1 else value.dim() - 2 if value.dim() - 2 in axes else axes[0]
-        return RowAxis(found[0][0], axis)
+        return RowAxis(found[0][0], axis, found[0][2])
 
     def _share(self, value: Tensor, where: RowAxis, path: str) -> Tensor:
-        rows = self._sets[where.rows]
+        rows = self._sets.batched(where.rows, where.copies)
         own, size = rows.own, value.size(where.axis)
         if size not in (rows.count, rows.size):
             raise ModelError(

@@ -23,6 +23,7 @@ from torch import Tensor
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import ExchangeRequest, swap_counts
 from kagome.errors import ModelError
+from kagome.kernels.base.ordered_sums import add_at, add_from_peers
 from kagome.sharding.gradients.gradient_sync import GradientSync
 from kagome.sharding.rows.row_sets import RowSet
 
@@ -127,7 +128,7 @@ class RowReads:
         if self.channel.size > 1:
             request = ExchangeRequest(lists.recv_counts, lists.send_counts, "gradients of pairs")
             gradients = self.channel.start(gradients.contiguous(), request).wait()
-        return sums.index_add_(0, lists.send, gradients)
+        return add_from_peers(sums, lists.send, lists.send_counts, gradients)
 
 
 class _Read(torch.autograd.Function):
@@ -150,5 +151,5 @@ class _Read(torch.autograd.Function):
             )
         reads.sync.started()
         g = grads[0].reshape(grads[0].size(0), shape[1:].numel())
-        each = g.new_zeros(sum(lists.recv_counts), g.size(1)).index_add_(0, lists.places, g)
+        each = add_at(g.new_zeros(sum(lists.recv_counts), g.size(1)), lists.places, g)
         return reads.give_back(each, lists, shape[0]).view(shape), None, None

@@ -52,7 +52,7 @@ class RowSets(Mapping[str, RowSet]):
     """
 
     def __init__(self, scope: Interceptor) -> None:
-        self._each: dict[str, RowSet] = {}
+        self._scope, self._each = scope, dict[str, RowSet]()
         for each in sets_of(scope.given_part):
             # On the device of the model, and with the list of edges that forward is given.
             if each.ends is None:
@@ -92,6 +92,19 @@ class RowSets(Mapping[str, RowSet]):
                 where=where,
             )
         return self._each[name]
+
+    def batched(self, name: str, copies: int) -> RowSet:
+        """Return the rows of so many samples, one after the other, of a set's rows."""
+        one = self._each[name]
+        placement = self._scope.batches.with_copies(one.placement, copies)
+        assert placement is not None
+        if placement is one.placement:
+            return one
+        if one.ends is None:
+            own = self._scope.sets.of(placement).ids
+        else:
+            own = self._scope.views[placement.view].edge_ids.to(self._scope.device)
+        return replace(one, own=own, size=one.size * copies, placement=placement)
 
     def of(self, placement: Placement) -> RowSet | None:
         """Return the set that a placed tensor has a row for each own row of; None if it is another."""

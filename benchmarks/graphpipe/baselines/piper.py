@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from kagome.planner.baselines.chain import ChainPlanner, Cut, in_time
-from kagome.planner.baselines.downsets import Downsets, memory, per_sample
+from graphpipe.baselines.chain import ChainPlanner, Cut, in_time
+from graphpipe.baselines.downsets import Downsets, memory, per_sample
 
 
 @dataclass(frozen=True, eq=False)

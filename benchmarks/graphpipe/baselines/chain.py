@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from graphpipe.baselines.downsets import Downsets, downsets
+
 from kagome.errors import PlanError
-from kagome.planner.baselines.downsets import Downsets, downsets
 from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.plan import PlannedStage, StagePlan
 

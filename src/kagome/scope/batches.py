@@ -1,0 +1,283 @@
+"""Batches: samples over one graph, flattened into its rows, as a graph of so many copies.
+
+Where it sits: ``placement`` asks it where a view merges an axis of samples with the rows; handlers and the
+sharded model ask it for the edges of a batch. They are made once for each number of samples.
+
+::
+
+    x [B, N, F] ──reshape──> [B * N, F]     ROWS of the set "B of grid"     edges [2, B * E] of its own view
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kagome.halo.exchange import HaloExchange
+from kagome.kernels.base.address import address
+from kagome.placement.placement import IDS, VERTICES, Placement, PlacementKind, Placements
+from kagome.placement.regroup import Group, regrouped, whole_view
+from kagome.placement.vertex_sets import VertexSets
+from kagome.placement.weak_map import WeakTensorMap
+from kagome.scope.constants import Constants
+from kagome.sparse_ops.edge_view import EdgeView, batched_view
+
+
+class Batches:
+    """The batches of one part's vertex sets and edges.
+
+    Args:
+        sets: The vertex sets.
+        views: The edges.
+        placements: The placements.
+        constants: The constant tensors, which the edges of a batch become.
+    """
+
+    def __init__(
+        self, sets: VertexSets, views: list[EdgeView], placements: Placements, constants: Constants
+    ) -> None:
+        self._sets, self._views, self._placements, self._constants = sets, views, placements, constants
+        self._turned: dict[int, Tensor] = {}
+        self.stand_ins: WeakTensorMap[tuple[int, Tensor]] = WeakTensorMap()
+        """What arithmetic with ids gives for the stand-in of their view: see ``positions.batch_rows``."""
+        self.following = False
+        """Whether a call runs whose ids are followed already."""
+        self.length: Final = 61
+        """The number of edges of a stand-in."""
+        self._firsts: dict[int, Tensor] = {}
+
+    def listed(self, edges: Tensor | None) -> int | None:
+        """Return the number of the view that has the edges of a list, all of them and in its order."""
+        if edges is None:
+            return None
+        lists = [*((at, each.edge_index) for at, each in enumerate(self._views)), *self._turned.items()]
+        return next((at for at, each in lists if each is edges), None)
+
+    def serves(self, view: int) -> bool:
+        """Return whether a batch can have these edges: in-edges of a part, by a plain halo exchange."""
+        held = self._views[view]
+        return held.across is None and type(held.rows) is HaloExchange
+
+    def edges(self, view: int, copies: int, *, turned: bool = False) -> Tensor:
+        """Return the edges of a batch of this many samples.
+
+        Args:
+            view: The view of one sample.
+            copies: How many samples.
+            turned: Whether the targets are in row 0.
+
+        Shapes:
+            ``[2, copies * E]``.
+        """
+        number = self._view(view, copies)
+        if not turned:
+            return self._views[number].edge_index
+        if number not in self._turned:
+            edges = self._views[number].edge_index.flip(0)
+            self._placements.put(edges, Placement(PlacementKind.EDGES, number, swapped=True))
+            self._constants.add(edges)
+            self._turned[number] = edges
+        return self._turned[number]
+
+    def copies_in(self, view: int, one: Tensor, given: Tensor) -> int:
+        """Return of how many samples a list has the edges, one sample after the other; 0 if of none.
+
+        Args:
+            view: The view of one sample.
+            one: Its edges in the whole graph.
+            given: The list.
+
+        Shapes:
+            one ``[2, E]``, given ``[2, copies * E]``.
+        """
+        copies, rest = divmod(given.size(1), max(one.size(1), 1))
+        if rest or not copies or not one.size(1) or not self.serves(view):
+            return 0
+        held = self._views[view]
+        sizes = torch.tensor([self._sets[number].size for number in (held.sources, held.targets)])
+        shift = sizes[:, None, None] * torch.arange(copies)[None, :, None]
+        return copies if torch.equal(given.view(2, copies, -1), one.unsqueeze(1) + shift) else 0
+
+    def _view(self, view: int, copies: int) -> int:
+        """Return the number of the view of a batch."""
+        single = self._views[view].single
+        view = view if single is None else single
+        if copies == 1:
+            return view
+        for at, held in enumerate(self._views):
+            if (held.single, held.copies) == (view, copies):
+                return at
+        one = self._views[view]
+        ends = [self._sets.batched(number, copies) for number in (one.sources, one.targets)]
+        with torch._C.DisableTorchFunction():
+            made = batched_view(one, view, copies, *ends, self._sets)
+        self._views.append(made)
+        number = len(self._views) - 1
+        self._placements.put(made.edge_index, Placement(PlacementKind.EDGES, number))
+        self._constants.add(made.edge_index)
+        return number
+
+    @contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Within a block, calls are answered without stand-ins."""
+        self.following = True
+        try:
+            yield
+        finally:
+            self.following = False
+
+    def stand_in(self, ids: Tensor) -> tuple[int, Tensor] | None:
+        """Return the view whose ids a tensor holds, and what it holds of the view's stand-in; None if unknown."""
+        if (found := self.stand_ins.get(ids)) is not None:
+            return found
+        held = self._placements.get(ids)
+        if held is None or held.kind not in IDS:
+            return None
+        edges = ids if held.kind is PlacementKind.EDGES else held.edges
+        at, listed = self.listed(edges), self._placements.get(edges)
+        if edges is None or at is None or listed is None or not self.serves(at):
+            return None
+        view = self._views[at]
+        at = at if view.single is None else view.single
+        made = self._repeated(at, view.copies)
+        made = made.flip(0) if listed.swapped else made
+        if edges is ids:
+            return at, made
+        # One end, ``edges[0]``: of an order or a choice of them the stand-in says nothing.
+        row = int((held.kind is PlacementKind.TARGET) is not listed.swapped)
+        with torch._C.DisableTorchFunction():
+            end = edges[row]
+            same = (ids.shape, ids.stride(), address(ids)) == (end.shape, end.stride(), address(end))
+        return (at, made[row]) if same else None
+
+    def _repeated(self, view: int, copies: int) -> Tensor:
+        """Return the stand-in of a batch: edges ``[2, copies * length]`` of one sample after the other."""
+        held = self._views[view]
+        sizes = [self._sets[number].size for number in (held.sources, held.targets)]
+        device = held.edge_index.device
+        if view not in self._firsts:
+            # The same on all ranks; with the least and the greatest id.
+            draw = torch.Generator().manual_seed(view)
+            ends = [torch.randint(max(size, 1), (self.length,), generator=draw) for size in sizes]
+            first = torch.stack(ends)
+            first[:, 0], first[:, 1] = 0, torch.tensor(sizes) - 1
+            self._firsts[view] = first.to(device)
+        stride = torch.tensor(sizes, device=device)[:, None, None]
+        shift = stride * torch.arange(copies, device=device)[None, :, None]
+        return (self._firsts[view].unsqueeze(1) + shift).view(2, -1)
+
+    def made_by(self, view: int, made: Tensor, *, once: bool) -> Tensor | None:
+        """Return the edges of a batch, or one end of them, if arithmetic with a view's ids makes these.
+
+        Args:
+            view: The view of one sample.
+            made: What the arithmetic makes of the view's stand-in.
+            once: Whether one copy counts: the list of a batch of one sample.
+        """
+        with torch._C.DisableTorchFunction():
+            copies, rest = divmod(made.size(-1) if made.dim() else 0, self.length)
+            if rest or made.dtype != torch.int64 or copies < 1 or (copies == 1 and not once):
+                return None
+            ends = self._repeated(view, copies)
+            if torch.equal(made, ends):
+                return self.edges(view, copies)
+            if torch.equal(made, ends.flip(0)):
+                return self.edges(view, copies, turned=True)
+            rows = [row for row in (0, 1) if made.dim() == 1 and torch.equal(made, ends[row])]
+            if len(rows) != 1:
+                return None
+            number = self._view(view, copies)
+            edges = self._views[number].edge_index
+            kind = PlacementKind.TARGET if rows[0] else PlacementKind.SOURCE
+            return self._placements.put(edges[rows[0]], Placement(kind, number, edges=edges))
+
+    def divided(self, placement: Placement, parts: int) -> Placement | None:
+        """Return the placement of one of so many equal parts of a batch; None if no whole samples are in it."""
+        if placement.kind not in (*VERTICES, PlacementKind.PAIRS) or parts < 2:
+            return None
+        copies, rest = divmod(self.copies_of(placement), parts)
+        return self.with_copies(placement, copies) if copies and not rest else None
+
+    def copies_of(self, placement: Placement) -> int:
+        """Return how many samples the rows of a placement are of."""
+        if placement.kind in VERTICES:
+            return self._sets.of(placement).copies
+        return self._views[placement.view].copies
+
+    def with_copies(self, placement: Placement, copies: int) -> Placement | None:
+        """Return the placement of as many samples of the same rows; None if no batch can have them."""
+        if copies == self.copies_of(placement):
+            return placement
+        if placement.kind in VERTICES:
+            if placement.subset is not None:
+                return None
+            number = self._sets.batched(placement.vertex_set, copies)
+            return replace(placement, kind=PlacementKind.ROWS, vertex_set=number)
+        at = self.listed(placement.edges)
+        if placement.kind is not PlacementKind.PAIRS or at is None or not self.serves(at):
+            return None
+        number = self._view(at, copies)
+        return replace(placement, view=number, edges=self._views[number].edge_index)
+
+    def viewed(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor
+    ) -> tuple[list[int], Placement | None] | None:
+        """Return this part's shape of a view, and its placement.
+
+        Args:
+            name: The call: one of ``axis_rules.VIEWS``.
+            args: Its positional arguments; sizes are those of the whole graph.
+            kwargs: Its named arguments.
+            base: The tensor that is viewed, which has rows.
+
+        Returns:
+            Shape and placement; the placement is None where rows of several vertices meet. None if the shapes
+            of the whole graph are unknown.
+        """
+        held = self._placements.get(base)
+        rows = None if held is None else self._rows_of(held)
+        shape = self.whole(base)
+        whole = None if shape is None else whole_view(name, args, kwargs, shape, self._whole_or_own)
+        if held is None or rows is None or shape is None or whole is None:
+            return None
+        copies = self.copies_of(held)
+        found = regrouped(shape, Group(held.axis, copies, held.each), rows, whole)
+        if found is None or (held.kind is PlacementKind.PAIRS and found.each > 1):
+            return whole, None
+        whole[found.axis] = found.copies * (base.size(held.axis) // (copies * held.each)) * found.each
+        placed = self.with_copies(held, found.copies)
+        return whole, None if placed is None else replace(placed, axis=found.axis, each=found.each)
+
+    def _rows_of(self, placement: Placement) -> int | None:
+        """Return the number of rows of one sample in the whole graph; None if it is unknown.
+
+        With one row, axes of size 1 are not told from it.
+        """
+        if placement.kind in VERTICES and placement.subset is None:
+            held = self._sets.of(placement)
+            rows = held.size // held.copies
+        elif placement.kind is PlacementKind.PAIRS and self.listed(placement.edges) == placement.view:
+            view = self._views[placement.view]
+            rows = view.count // view.copies
+        else:
+            return None
+        return None if rows == 1 else rows
+
+    def whole(self, tensor: Tensor) -> list[int] | None:
+        """Return the shape of a tensor with rows in the whole graph; None if it is unknown."""
+        held = self._placements.get(tensor)
+        rows = None if held is None else self._rows_of(held)
+        if held is None or rows is None:
+            return None
+        shape = list(tensor.shape)
+        shape[held.axis] = rows * self.copies_of(held) * held.each
+        return shape
+
+    def _whole_or_own(self, tensor: Tensor) -> list[int]:
+        with torch._C.DisableTorchFunction():
+            return self.whole(tensor) or list(tensor.shape)
