@@ -170,6 +170,52 @@ def test_other_labels(ranks: Any, labels: str, train: dict[str, Any], name: str)
         assert found["test"] == pytest.approx(alone["test"], abs=1e-12)
 
 
+def likely(out: Tensor, y: Tensor) -> Tensor:
+    """A metric of the user's own, a value a row."""
+    return out.softmax(1).gather(1, y[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_losses_and_metrics_of_ones_own(ranks: Any, fast: bool) -> None:
+    given = {"loss": nn.CrossEntropyLoss(reduction="none"), "metric": likely, "fast": fast}
+    wanted, paper = plain("rgcn", 4), library()["paper"]
+    score = likely(wanted["scores"], paper.y)[paper.test_mask].mean().item()
+    for found in ranks(2, trained, "rgcn", "classes", 4, given):
+        torch.testing.assert_close(found["losses"], wanted["losses"], rtol=1e-10, atol=1e-10)
+        assert found["test"] == pytest.approx(score, abs=1e-10)
+
+
+def of_fields(channel: Channel, epochs: int, ignored: int | None) -> Any:
+    """Labels on the type with three vertices: some rank has none of them, and another none to train on."""
+    data = library()
+    for name in ("y", "train_mask", "val_mask", "test_mask"):
+        del data["paper"][name]
+    field = data["field"]
+    field.y, field.train_mask = torch.arange(3), torch.tensor([True, False, True])
+    field.val_mask = ~field.train_mask
+
+    class OfFields(Fields):
+        def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[Any, Tensor]) -> Any:
+            h = self.layers({**x_dict, "field": self.table.weight}, edge_index_dict)
+            return {"field": self.out(h["field"])}
+
+    torch.manual_seed(4)
+    mine = OfFields(Relational(), 8).double()
+    train = settings(epochs=epochs, ignore_index=ignored)
+    with Trainer(mine, data, train=train, report=QUIET) as trainer:
+        trainer.fit(restore_best=False)
+        return losses(trainer), trainer.scored.own.numel(), trainer.predict()
+
+
+@pytest.mark.parametrize("ignored", [None, 7])
+def test_ranks_without_a_vertex_of_the_type(ranks: Any, ignored: int | None) -> None:
+    (wanted, _, scores), found = ranks(1, of_fields, 4, None)[0], ranks(4, of_fields, 4, ignored)
+    assert min(count for _, count, _ in found) == 0
+    for each, *_ in found:
+        torch.testing.assert_close(each, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found[0][2], scores, rtol=1e-10, atol=1e-10)
+
+
 def part_of_a_run(
     channel: Channel, folder: str, epochs: int, resume: bool, out: str | None
 ) -> dict[str, Any]:
@@ -354,6 +400,14 @@ def test_each_fault_has_its_error(fault: str) -> None:
     with pytest.raises(kind) as refusal:
         Trainer(model_of("rgcn"), copy.copy(data), **{"train": settings(), "report": QUIET, **given})
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+def test_what_no_model_is_given_is_noted() -> None:
+    data = library()
+    data["paper"].title, data["author"].odd = ["a"] * SIZES["paper"], torch.zeros(2)
+    with Trainer(model_of("rgcn"), data, train=settings(), report=QUIET) as trainer:
+        assert any("title of paper" in note for note in trainer.notes)
+        assert any("odd of author" in note for note in trainer.notes)
 
 
 def test_a_type_is_named_where_there_are_several() -> None:

@@ -232,7 +232,7 @@ def _few_of_sets(part: SetsPartition, device: torch.device) -> dict[str, Any]:
     index = torch.tensor([[0, 1], [1, 0]], device=device)
     edges = [{"edge_index": index, **few(each.part.edges)} for each in part.edges]
     shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
-    return {**shared, **by_type(part, [*map(few, part.nodes)], edges)}
+    return {**by_type(part, [*map(few, part.nodes)], edges), **shared}
 
 
 def model_copy(model: nn.Module) -> nn.Module:

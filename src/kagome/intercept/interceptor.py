@@ -179,7 +179,7 @@ class Interceptor(TorchFunctionMode):
             for view in self.views
         ]
         shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
-        return {**shared, **by_type(part, nodes, edges)}
+        return {**by_type(part, nodes, edges), **shared}
 
     def _inputs_of_edges(self) -> dict[str, Any]:
         """Return ``edge_index`` and attributes of edges; of several sets, ``NAME`` and ``NAME.edge_attr``."""

@@ -212,7 +212,7 @@ def _inputs(part: Part) -> dict[str, Any]:
     """Return the inputs of forward on the whole graph, as plain PyG names them."""
     if not isinstance(part, Partition):
         of_edges = [{"edge_index": each.part.edge_index, **each.part.edges} for each in part.edges]
-        return {**part.shared, **by_type(part, part.nodes, of_edges)}
+        return {**by_type(part, part.nodes, of_edges), **part.shared}
     # As the user's data has them: an adjacency, if it came as one.
     edges = inputs_of(part.edges, part.edge_index, part.own.numel())
     return {

@@ -98,9 +98,9 @@ def validate_sets(data: HeteroData, *, target: str | None = None, split: int = 0
         except DataError as error:
             where = error.where.replace("data.", f"data[{kind!r}].") or f"data[{kind!r}]"
             raise DataError(error.expected, error.got, where=where, hint=error.hint) from None
-        nodes[kind] = _with_rows(found, vertices.count)
+        nodes[kind] = _with_rows(kind, found, vertices.count, notes)
     edges = {
-        name: _with_rows(found, graph.edges[name].index.size(1))
+        name: _with_rows(name, found, graph.edges[name].index.size(1), notes)
         for name, found in Graph.attributes(data).items()
         if name in graph.edges
     }
@@ -117,13 +117,17 @@ def validate_sets(data: HeteroData, *, target: str | None = None, split: int = 0
     )
 
 
-def _with_rows(given: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """Return the attributes with so many rows; edges are no attribute."""
-    return {
+def _with_rows(kind: str, given: Mapping[str, Any], count: int, notes: list[str]) -> dict[str, Tensor]:
+    """Return the attributes with so many rows; notes name the others. Edges and counts are no attributes."""
+    found = {
         name: plain(value)
         for name, value in given.items()
         if isinstance(value, Tensor) and value.dim() and value.size(0) == count and name != "edge_index"
     }
+    others = [name for name in given if name not in (*found, "edge_index", "num_nodes")]
+    if others:
+        notes.append(f"{', '.join(others)} of {kind}, without a row for each, are given to no model.")
+    return found
 
 
 def _target(data: HeteroData, target: str | None) -> str:
