@@ -14,8 +14,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -43,7 +44,8 @@ class Pool:
     something on the wire; otherwise it stays. Workers are started at the first call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[int, int, Connection], None] | None = None) -> None:
+        self._work = work or _work
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._generation, self._world = 0, 0
 
@@ -110,7 +112,9 @@ class Pool:
         try:
             for rank in range(LARGEST):
                 ours, theirs = context.Pipe()
-                worker = context.Process(target=_work, args=(rank, self._store.port, theirs), daemon=True)
+                worker = context.Process(
+                    target=self._work, args=(rank, self._store.port, theirs), daemon=True
+                )
                 worker.start()
                 theirs.close()
                 self._workers.append((worker, ours))
@@ -164,22 +168,49 @@ def _chosen(failures: list[tuple]) -> BaseException:
     return error
 
 
-def _work(rank: int, port: int, connection: Connection) -> None:
+def calm() -> None:
+    """Set up a worker: one thread, a word on where it stands when it is asked, and no end by Ctrl-C."""
     torch.set_num_threads(1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    joined, shared_memory = 0, None
+
+
+def calls(connection: Connection) -> Iterator[tuple[int, int, Callable[..., object]]]:
+    """Yield what a worker is called for: number of ranks, generation, and the function with its arguments."""
     while True:
         try:
             path, call = pickle.loads(connection.recv_bytes())
         except EOFError:
-            break  # the parent is gone
+            return  # the parent is gone
         if path is None:
-            break
+            return
         sys.path[:] = path
         world, generation, task = pickle.loads(call)
+        yield world, generation, partial(_called, task)
+
+
+def _called(task: bytes, *first: object) -> object:
+    # Unpickled late: what the function's module raises when it is imported is an answer too.
+    function, args = pickle.loads(task)
+    return function(*first, *args)
+
+
+def answered(call: Callable[[], object], leave: Callable[[], None]) -> bytes:
+    """The answer to a call: what it returns or raises; ``leave`` runs in either case."""
+    try:
+        answer = pickle.dumps((True, call()))
+    except BaseException as error:
+        answer = _failure(error)
+    leave()
+    return answer
+
+
+def _work(rank: int, port: int, connection: Connection) -> None:
+    calm()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    joined, shared_memory = 0, None
+    for world, generation, call in calls(connection):
         channel = None
         try:
             new = generation != joined
@@ -196,8 +227,7 @@ def _work(rank: int, port: int, connection: Connection) -> None:
                 shared_memory = open_shared_memory(channel)
                 channel.take_traffic()
             channel.attach_shared_memory(shared_memory)
-            function, args = pickle.loads(task)
-            answer = pickle.dumps((True, function(channel, *args)))
+            answer = pickle.dumps((True, call(channel)))
         except BaseException as error:
             if channel is not None:
                 channel.close()

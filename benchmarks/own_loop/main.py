@@ -31,7 +31,7 @@ WAYS = {
     "shard, 2 ranks": (2, "shard"),
 }
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-"""What Kagome sets when it starts (``kagome.launch.allocator``): memory that was freed stays in the process."""
+"""What Kagome sets when it starts (``launch/allocator.py``): memory that was freed stays in the process."""
 SETTLED = 2
 """Steps of a start that do not count."""
 
@@ -78,17 +78,31 @@ def started(way: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Medians over the starts, and the ratio to the plain model of the same turn."""
-    lines = ["| way | a step | plain over it | peak of a rank | loss |", "|---|---|---|---|---|"]
-    base = [statistics.median(start["seconds"]) for start in results["plain PyTorch"]]
+    """Medians over the starts, and the ratios to the plain model and to one rank of the same turn."""
+    lines = [
+        "| way | a step | plain over it | one rank over it | peak of a rank | loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    each = {way: [statistics.median(start["seconds"]) for start in starts] for way, starts in results.items()}
     for way, starts in results.items():
-        each = [statistics.median(start["seconds"]) for start in starts]
-        ratios = [plain / one for plain, one in zip(base, each, strict=True)]
-        cells = [f"{1e3 * statistics.median(each):.0f} ms"]
-        cells += [f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+        cells = [f"{1e3 * statistics.median(each[way]):.0f} ms"]
+        for base in ("plain PyTorch", "shard, 1 rank"):
+            ratios = [one / own for one, own in zip(each[base], each[way], strict=True)]
+            cells += [f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
         cells += [f"{max(start['peak'] for start in starts) / 2**20:,.0f} MiB", f"{starts[-1]['loss']:.5f}"]
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def write(out: Path, case: str, results: dict[str, list[dict[str, Any]]]) -> None:
+    """Add a case to ``results.json``, and write the tables of all cases to ``results.md``."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "results.json"
+    every = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    every[case] = results
+    path.write_text(json.dumps(every) + "\n", encoding="utf-8")
+    tables = [f"## {name}\n\n{table(found)}\n" for name, found in every.items()]
+    (out / "results.md").write_text("\n".join(["# Steps of an own loop\n", *tables]), encoding="utf-8")
 
 
 def main() -> None:
@@ -110,10 +124,8 @@ def main() -> None:
     for turn in range(options.turns):
         for way in sorted(WAYS, reverse=bool(turn % 2)):
             results[way].append(started(way, options))
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"{options.model}-{options.side}-{options.width}-{options.layers}"
-    (options.out / f"{name}.json").write_text(json.dumps(results) + "\n", encoding="utf-8")
-    (options.out / f"{name}.md").write_text(table(results) + "\n", encoding="utf-8")
+    case = f"{options.model}, side {options.side}, width {options.width}, {options.layers} layers"
+    write(options.out, case, results)
     print(table(results))
 
 

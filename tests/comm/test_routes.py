@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from kagome.comm.channel import Channel
+from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.mesh import open_mesh
 from kagome.comm.transport.routes import Route, both_passes
 from kagome.config import Parallel
 from kagome.errors import CommError
+from pipelines import trained
 from rendezvous_group import NAME, under_rules
 
 BOTH = {Route(a, b, back) for a in range(4) for b in range(4) if a != b for back in (False, True)}
@@ -133,3 +135,56 @@ def test_gradients_come_back_on_routes_of_their_own():
         Route(0, 2),
         Route(2, 0, True),
     }
+
+
+def beside_the_device(channel: Channel) -> tuple[list[object], list[str]]:
+    """Headers, counts and objects take the way of the host; rows take that of the group."""
+    with open_mesh(Parallel(pipe=2, graph=2, chunks=1, max_age=1), timeout=20) as mesh:
+        graph = mesh.graph
+        assert not graph.lanes
+        assert graph.control.lanes
+        assert graph.patient is not graph
+        ways: list[str] = []
+        for each, name in ((graph._transport, "group"), (graph.control._transport, "control")):
+            each.post = watched_post(each.post, ways, name)
+        told = graph.gather_objects({"rank": mesh.rank}, "tell")
+        ones = (1, 1)
+        rows = torch.full((2, 3), float(mesh.rank))
+        request = ExchangeRequest(ones, ones, "rows", header=(0, 1, 2, 3))
+        assert graph.start(rows, request).wait()[:, 0].tolist() == [2.0 * mesh.stage, 2.0 * mesh.stage + 1]
+        graph.barrier("all are here")
+        wrong = ExchangeRequest(ones, ones, "rows", header=(0, 1, mesh.rank, 3))
+        with pytest.raises(CommError, match="site is"):
+            graph.start(rows, wrong)
+        return told, ways
+
+
+def watched_post(post, ways, name):
+    def posted(*args, **kwargs):
+        ways.append(name)
+        return post(*args, **kwargs)
+
+    return posted
+
+
+def test_headers_and_objects_go_through_the_host(ranks):
+    for rank, (told, ways) in enumerate(ranks(4, under_rules, beside_the_device, spoils=True)):
+        first = rank // 2 * 2
+        assert told == [{"rank": first}, {"rank": first + 1}]
+        # counts and bytes of the object; a header and rows; a barrier; a header that differs
+        assert ways == ["control", "control", "control", "group", "control", "control"]
+
+
+def late_rows(channel: Channel) -> tuple[list[float], float | None]:
+    told = trained(channel, "sage", {"graph": 2, "max_age": 1}, 3)
+    return told["losses"], told["crossing"]["hidden_share"]
+
+
+def test_late_rows_have_a_communicator_of_their_own(ranks):
+    """And no share of hidden time is told, since the host's clock does not know it."""
+    wanted = ranks(2, late_rows)
+    found = ranks(2, under_rules, late_rows, spoils=True)
+    for (mine, hidden), (theirs, known) in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-9)
+        assert hidden is None
+        assert known is not None

@@ -38,8 +38,8 @@ def edge_layout(edges: Tensor, rows: int) -> EdgeLayout:
 
     def work(channel: ThreadChannel) -> None:
         structure = Structure(edges[0], edges[1], rows, rows)
-        ways = AllToAll((rows,), channel), AllToAll((edges.size(1),), channel)
-        found.append(EdgeLayout(*ways, structure, TensorGroup(0, 1, 1)))
+        rows_of, edges_of = AllToAll((rows,), channel), AllToAll((edges.size(1),), channel)
+        found.append(EdgeLayout(rows_of, rows_of, edges_of, structure, TensorGroup(0, 1, 1)))
 
     ThreadGroup(1).run(work)
     return found[0]

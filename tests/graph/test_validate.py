@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from kagome.errors import DataError
-from kagome.graph.structure.attributes import Notes, attributes_of, split_attributes
+from kagome.graph.structure.attributes import Notes, attributes_of
 from kagome.graph.structure.labels import labels_of
 from kagome.graph.structure.validate import MOST_VERTICES, check_count, validate
 
@@ -365,9 +365,9 @@ def test_as_many_edges_as_vertices() -> None:
         edge_index=torch.stack([ring, (ring + 1) % N]), edge_attr=torch.ones(N, 1), pos=torch.ones(N, 2)
     )
     data.node_kind, data.strength = torch.ones(N), torch.ones(N)
-    nodes, on_edges = split_attributes(validate(data)[0])
-    assert {"pos", "node_kind", "train_mask"} <= set(nodes)
-    assert set(on_edges) == {"edge_attr"}
+    found = attributes_of(validate(data)[0])
+    assert {"pos", "node_kind", "train_mask"} <= set(found.nodes)
+    assert set(found.edges) == {"edge_attr"}
     assert "edge_strength or node_strength" in attributes_of(data).refused["strength"]
 
 

@@ -18,7 +18,8 @@ from kagome.components.parallelize import PartOptions
 from kagome.config import Model
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import partition
-from kagome.model.trace.shapes import Survey, chain, trace
+from kagome.model.trace.builder import chain
+from kagome.model.trace.shapes import Survey, trace
 from kagome.model.zoo import build_model
 from kagome.profile.step_shapes import survey_on_sample
 from odd_models import ODD_MODELS

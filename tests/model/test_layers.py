@@ -18,7 +18,9 @@ from torch_geometric.utils import add_self_loops, degree, dropout_edge, scatter,
 from kagome.config import Model
 from kagome.errors import ModelError
 from kagome.model.forward_call import ForwardCall
-from kagome.model.trace.shapes import LayerGraph, chain, survey, trace
+from kagome.model.trace.builder import chain
+from kagome.model.trace.graph import LayerGraph
+from kagome.model.trace.shapes import survey, trace
 from kagome.model.zoo import build_model
 from odd_models import ODD_MODELS
 

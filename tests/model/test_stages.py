@@ -17,7 +17,8 @@ from convolutions import double_precision
 from kagome.config import Model
 from kagome.errors import ModelError
 from kagome.model.split.stages import Stage, cut, describe, links, shared_parameters, stage_bytes
-from kagome.model.trace.shapes import LayerGraph, Step, Survey, Value, survey, trace
+from kagome.model.trace.graph import LayerGraph, Step
+from kagome.model.trace.shapes import Survey, Value, survey, trace
 from kagome.model.zoo import build_model
 from odd_models import ODD_MODELS
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from kagome.records.spans import Spans
+from kagome.records.spans import UNREAD, Spans
 
 
 class Clock:
@@ -67,3 +68,67 @@ def test_an_exception_closes_its_phases() -> None:
         pass
     assert [span.name for span in spans.as_list()] == ["forward", "exchange", "backward"]
     assert spans.as_list()[-1].epoch == 2
+
+
+class Device:
+    """A GPU that comes to its work later than the host gives it: the host gives all within a moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+        self.now, self.waits = 7.0, 0
+        device = self
+
+        class Event:
+            def __init__(self, kind: str, *, enable_timing: bool) -> None:
+                assert (kind, enable_timing) == ("cuda", True)
+
+            def record(self) -> None:
+                self.at = device.now
+
+            def synchronize(self) -> None:
+                device.waits += 1
+
+            def elapsed_time(self, other: Event) -> float:
+                return float(torch.tensor((other.at - self.at) * 1e3, dtype=torch.float32))
+
+        monkeypatch.setattr(torch, "Event", Event)
+
+
+def test_phases_of_a_gpu_are_measured_where_it_comes_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    device, spans = Device(monkeypatch, clock), Spans(clock=clock)
+    with spans.phase("load"):
+        clock.now += 1.0  # by the host's clock, before there is a device
+    spans.measure(torch.device("cuda", 0))
+    waits = device.waits
+    with spans.phase("forward", epoch=1):
+        device.now += 2.0
+        with spans.phase("exchange"):
+            device.now += 0.5
+    with spans.phase("evaluate", epoch=1), spans.phase("forward"):
+        device.now += 1.0
+    assert device.waits == waits  # nothing waits for the device within an epoch
+    assert spans.seconds() == {"load": 1.0, "forward": 2.0, "exchange": 0.5, "evaluate": 1.0}
+    assert [(span.name, span.start, span.duration) for span in spans.as_list()] == [
+        ("load", 0.0, 1.0),
+        ("forward", 1.0, 2.5),
+        ("exchange", 3.0, 0.5),
+        ("evaluate", 3.5, 1.0),
+        ("forward", 3.5, 1.0),
+    ]
+
+
+def test_marks_are_read_in_time_and_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a day a float32 of milliseconds is coarser than a phase; and a phase may be open meanwhile."""
+    clock = Clock()
+    device, spans = Device(monkeypatch, clock), Spans(clock=clock, most=10)
+    spans.measure(torch.device("cuda", 0))
+    with spans.phase("check"):
+        for epoch in range(UNREAD // 2 + 10):  # 17 hours
+            with spans.phase("forward", epoch=epoch), spans.phase("exchange"):
+                device.now += 30.0
+            device.now += 0.0625
+    assert device.waits > UNREAD
+    for span in spans.as_list():
+        whole = 30.0625 * (UNREAD // 2 + 10)
+        assert span.duration == pytest.approx(whole if span.name == "check" else 30.0, abs=3e-3)
+    assert spans.seconds() == {"check": pytest.approx(whole, abs=3e-3)}

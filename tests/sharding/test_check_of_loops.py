@@ -96,10 +96,13 @@ def passing(channel: Channel, case: str, dtype: torch.dtype) -> list[Any]:
             a, b = net.pairs(out, pairs[:, net.rank :: net.ranks])
             c, d = net.pairs(out, net.negatives(10, step=net.step))
             good, bad = (predictor(a) * b).sum(1), (predictor(c) * d).sum(1)
-            return -net.mean(logsigmoid(good)) - net.mean(logsigmoid(-bad))
+            penalty = (
+                net.sum(net.table**2) + net.mean(net.read(net.table, pairs[0]) ** 2) if case == "cut" else 0
+            )
+            return penalty - net.mean(logsigmoid(good)) - net.mean(logsigmoid(-bad))
 
-    beside = [predictor] if case == "table" else []
-    with kagome.shard(model, data, beside=beside, log=str) as net:
+    beside = [predictor] if case in ("table", "cut") else []
+    with kagome.shard(model, data, beside=beside, cut=case == "cut", log=str) as net:
         before = [p.clone() for p in (*model.parameters(), *predictor.parameters())]
         found = kagome.check(net, *inputs, loss=loss, second=case == "potential")
         after = [*model.parameters(), *predictor.parameters()]
@@ -114,8 +117,13 @@ def passing(channel: Channel, case: str, dtype: torch.dtype) -> list[Any]:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [("mesh", torch.float64), ("potential", torch.float32), ("table", torch.float32)],
-    ids=["mesh", "potential", "table"],
+    [
+        ("mesh", torch.float64),
+        ("potential", torch.float32),
+        ("table", torch.float32),
+        ("cut", torch.float32),
+    ],
+    ids=["mesh", "potential", "table", "cut"],
 )
 def test_what_is_right_passes(ranks: Any, world: int, case: str, dtype: torch.dtype) -> None:
     for text, first, kinds, worst, untouched in ranks(world, passing, case, dtype):
@@ -125,8 +133,42 @@ def test_what_is_right_passes(ranks: Any, world: int, case: str, dtype: torch.dt
         assert "float64; 23 vertices, 90 edges" in text
         wanted = {"output", "loss", "gradient"} | ({"second derivative"} if case == "potential" else set())
         assert set(kinds) == wanted
-        if case == "table":
+        if case in ("table", "cut"):
             assert kinds.count("gradient") == 3
+
+
+def wrong_with_tables(channel: Channel) -> str:
+    """A penalty on own rows alone, which is a share of that on the whole table."""
+    data, model = graph(), Table().double()
+    with kagome.shard(model, data, cut=("table",), log=str) as net:
+        try:
+            kagome.check(net, data.edge_index, loss=lambda net, out: net.mean(out**2) + net.table.sum())
+        except kagome.KagomeError as error:
+            return str(error)
+    return ""
+
+
+def wrong_gradient(channel: Channel) -> str:
+    """A loss of the right value, whose gradient misses other ranks' rows of the table."""
+
+    def loss(net: Any, out: Tensor) -> Tensor:
+        kept = net.table if net.ranks == 1 else net.table * 2 - net.table.detach()
+        return net.sum(kept**2)  # type: ignore[no-any-return]
+
+    data, model = graph(), Table().double()
+    with kagome.shard(model, data, cut=("table",), log=str) as net:
+        try:
+            kagome.check(net, data.edge_index, loss=loss)
+        except kagome.KagomeError as error:
+            return str(error)
+    return ""
+
+
+def test_faults_of_cut_tables_are_found(ranks: Any) -> None:
+    assert all("net.mean(values) in place of" in told for told in ranks(2, wrong_with_tables))
+    for told in ranks(3, wrong_gradient):
+        assert "gradient of table" in told
+        assert "2 times that in all entries" in told
 
 
 def copied_model(channel: Channel) -> bool:

@@ -63,11 +63,20 @@ class Attention(pyg.MessagePassing):
     def __init__(self) -> None:
         super().__init__(aggr="add", node_dim=0)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, index: Tensor, size: Any) -> Any:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, edges: Tensor, index: Tensor, size: Any
+    ) -> Any:
         return self.propagate(index, size=size, query=query, key=key, value=value, edges=edges)
 
     def message(
-        self, query_i: Tensor, key_j: Tensor, value_j: Tensor, edges: Tensor, index: Tensor, ptr: Any, size_i: Any
+        self,
+        query_i: Tensor,
+        key_j: Tensor,
+        value_j: Tensor,
+        edges: Tensor,
+        index: Tensor,
+        ptr: Any,
+        size_i: Any,
     ) -> Tensor:
         alpha = (query_i * (key_j + edges)).sum(dim=-1) / WIDTH**0.5
         alpha = softmax(alpha, index, ptr, size_i)
@@ -80,7 +89,11 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.maps = nn.ModuleList(nn.Linear(CHANNELS, CHANNELS) for _ in range(4))
-        self.norm, self.conv, self.out = nn.LayerNorm(CHANNELS), Attention(), nn.Linear(2 * CHANNELS, CHANNELS)
+        self.norm, self.conv, self.out = (
+            nn.LayerNorm(CHANNELS),
+            Attention(),
+            nn.Linear(2 * CHANNELS, CHANNELS),
+        )
 
     def forward(self, source: Tensor, target: Tensor, edges: Tensor, index: Tensor, batch: int) -> Any:
         source, skip = self.norm(source), target
@@ -123,7 +136,11 @@ class Mapper(nn.Module):
         super().__init__()
         self.register_buffer("index", edges)
         self.register_buffer("increment", torch.tensor(sizes).view(2, 1))
-        self.attributes, self.embed, self.layer = Trained(edges.size(1)), nn.Linear(4, CHANNELS), LAYERS[kind]()
+        self.attributes, self.embed, self.layer = (
+            Trained(edges.size(1)),
+            nn.Linear(4, CHANNELS),
+            LAYERS[kind](),
+        )
 
     def forward(self, source: Tensor, target: Tensor, batch: int, times: int = 1) -> Tensor:
         index = torch.cat([self.index + i * self.increment for i in range(batch)], dim=1)
@@ -134,7 +151,7 @@ class Mapper(nn.Module):
 
 
 class Weather(nn.Module):
-    """Encode, process twice, decode: ``[batch, time, ensemble, grid, 3]`` to ``[batch, ensemble, grid, 3]``."""
+    """Encode, process, decode: ``[batch, time, ensemble, grid, 3]`` to ``[batch, ensemble, grid, 3]``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -417,7 +434,8 @@ def sent(channel: Channel, flattened: bool, batch: int) -> tuple[int, int, int]:
 
 
 def test_a_flattened_batch_is_one_message_for_each_peer_and_layer(ranks: Any) -> None:
-    for one, four, apart in zip(*(ranks(3, sent, *way) for way in ((True, 1), (True, 4), (False, 4)))):
+    ways = [ranks(3, sent, *way) for way in ((True, 1), (True, 4), (False, 4))]
+    for one, four, apart in zip(*ways, strict=True):
         assert four == apart
         assert four[1] == one[1] == 2 * 2 * 2  # two peers, two layers, forward and backward
         assert four[0] == 2 * 4 * four[2] * 4 * 8  # two layers, four samples, four numbers of 8 bytes

@@ -133,8 +133,11 @@ class Whole:
         return value[ids]
 
 
-def by_types(channel: Channel | None, kind: str) -> dict[str, Tensor]:
-    """A model of ``HeteroData``: a loss over two types, gradients of two backward passes."""
+def by_types(channel: Channel | None, kind: str, sent: str = "", **settings: Any) -> dict[str, Tensor]:
+    """A model of ``HeteroData``: a loss over two types, gradients of two backward passes.
+
+    On several ranks bytes of the kind ``sent`` are sent, if it is named.
+    """
     torch.manual_seed(5)
     data = hetero()
     widths = {"paper": 5, "author": 5 if kind == "gine" else 6, "field": 5 if kind == "gine" else 7}
@@ -144,7 +147,8 @@ def by_types(channel: Channel | None, kind: str) -> dict[str, Tensor]:
     with torch.no_grad():  # lazy layers take their shapes
         model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
     found: dict[str, Tensor] = {}
-    with net_of(channel, model, data) as net:
+    cut = {"parallel": kagome.Parallel(**settings)} if settings and channel is not None else {}
+    with net_of(channel, model, data, **cut) as net:
         for _ in range(2):
             out = net(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
             loss = sum(net.mean(rows**2) for rows in out.values() if rows is not None)
@@ -155,6 +159,7 @@ def by_types(channel: Channel | None, kind: str) -> dict[str, Tensor]:
                 found[f"out {name}"] = whole
             else:
                 found[f"out {name}"] = torch.zeros(0)
+        assert channel is None or not sent or net.traffic.bytes[sent]
     return grads(model) | {"loss": loss.detach()} | found
 
 

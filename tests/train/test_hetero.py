@@ -170,6 +170,38 @@ def test_other_labels(ranks: Any, labels: str, train: dict[str, Any], name: str)
         assert found["test"] == pytest.approx(alone["test"], abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["rgcn", "hgt"])
+def test_slices_of_features(ranks: Any, kind: str) -> None:
+    wanted = plain(kind, 4)
+    for found in ranks(2, trained, kind, "classes", 4, {"parallel": Parallel(tensor=2)}):
+        torch.testing.assert_close(found["losses"], wanted["losses"], rtol=1e-10, atol=1e-10)
+
+
+def own_loop(channel: Channel, steps: int, given: dict[str, Any]) -> list[float]:
+    """A loop over ``kagome.shard``, with what a Trainer does in an epoch."""
+    data, mine = library(), model_of("rgcn")
+    optimizer = torch.optim.Adam(mine.parameters(), lr=0.01, weight_decay=5e-4)
+    found = []
+    with kagome.shard(mine, data, log=str, **given) as net:
+        y, chosen = (net.place(data["paper"][name], "paper") for name in ("y", "train_mask"))
+        for _ in range(steps):
+            optimizer.zero_grad()
+            out = net(data.x_dict, data.edge_index_dict)
+            loss = net.mean(functional.cross_entropy(out[chosen], y[chosen], reduction="none"))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    return found
+
+
+def test_late_rows_are_those_of_an_own_loop(ranks: Any) -> None:
+    given = {"parallel": Parallel(max_age=1, guard=False)}
+    wanted = ranks(2, own_loop, 6, given)[0]
+    assert wanted[-1] != pytest.approx(plain("rgcn", 6)["losses"][-1], abs=1e-9)  # some rows were late
+    for found in ranks(2, trained, "rgcn", "classes", 6, given):
+        torch.testing.assert_close(found["losses"], wanted, rtol=1e-10, atol=1e-10)
+
+
 def likely(out: Tensor, y: Tensor) -> Tensor:
     """A metric of the user's own, a value a row."""
     return out.softmax(1).gather(1, y[:, None])[:, 0]
@@ -382,13 +414,13 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], type[KagomeError], list[str]]] = {
         library(),
         {"parallel": Parallel(chunks=2)},
         ConfigError,
-        ["exact or with a codec", "chunks=2"],
+        ["with exact rows or not", "chunks=2"],
     ),
     "old rows": (
         library(),
         {"parallel": Parallel(skip_drift=0.1, max_age=2)},
         ConfigError,
-        ["graph parallelism, exact or with a codec", "skip_drift=0.1", "max_age=2"],
+        ["graph parallelism, with exact rows or not", "skip_drift=0.1"],
     ),
     "a Graph": (kagome.Graph.of(library()), {}, DataError, ["labels", "a Graph", "kagome.shard"]),
 }

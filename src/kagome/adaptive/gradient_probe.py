@@ -22,15 +22,16 @@ def products(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
     Shapes:
         ``[3]``, float64, on the CPU.
     """
-    found = torch.zeros(3, dtype=torch.float64)
+    found: Tensor | None = None
     for parameter, other in pairs:
         if parameter.grad is None:
             continue
         # float64: the squares of millions of small numbers are summed.
         mine = parameter.grad.double().view(-1)
         its = torch.zeros_like(mine) if other is None else other.double().view(-1)
-        found += torch.stack([mine @ mine, its @ its, mine @ its]).cpu()
-    return found
+        sums = torch.stack([mine @ mine, its @ its, mine @ its])
+        found = sums if found is None else found + sums  # on the device, which is waited for once
+    return torch.zeros(3, dtype=torch.float64) if found is None else found.cpu()
 
 
 def agreement(exact: float, other: float, both: float) -> tuple[float, float]:

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from kagome.adaptive.precision import PrecisionController
+from kagome.adaptive.history import HistoryProbe
+from kagome.adaptive.precision import PrecisionController, StalenessProbe
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.comm.channel import Channel
 from kagome.components.gradients import Gradients
@@ -26,19 +27,8 @@ OTHERS: Final = (
 """Further settings of the rows that are sent to other parts, which the note at the end lists."""
 
 
-class Found(Protocol):
-    """The result of a probe: see ``precision.StalenessProbe`` and ``history.HistoryProbe``."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the probe."""
-
-    @property
-    def cosine(self) -> float:
-        """The cosine between the probe's gradient and the exact one."""
-
-    def text(self) -> str:
-        """Describe the result in one phrase."""
+Found = StalenessProbe | HistoryProbe
+"""The result of a probe."""
 
 
 class ExchangeReport:

@@ -499,8 +499,8 @@ def _plan(args: list[str]) -> int:
     if command.json:
         print(found.to_json())
     else:
-        from kagome.records.plan import print_plans
         from kagome.report.page.plan_page import write_plans
+        from kagome.report.plan_table import print_plans
 
         print_plans(found)
         if command.page:

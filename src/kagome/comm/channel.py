@@ -19,6 +19,7 @@ from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.exchange import ExchangeRequest, Op, SegmentSizes, swap_counts
 from kagome.comm.peers import PeerGroup
 from kagome.comm.stats import KINDS, Kind
+from kagome.comm.transport.device import HOST
 from kagome.comm.transport.process_group import Transport
 from kagome.comm.transport.routes import Route
 from kagome.comm.work import ChannelWork, SendWork
@@ -40,6 +41,7 @@ class Channel(PeerGroup):
     """
 
     _patient: Channel | None = None
+    _control: Channel | None = None
 
     def beside(self) -> Channel:
         """Return a channel of the same ranks, with the same counters and tags of its own.
@@ -49,7 +51,7 @@ class Channel(PeerGroup):
         one.
         """
         # Without an opener: point-to-point messages, which need routes, go by the channel itself.
-        return Channel(
+        beside = Channel(
             self._group,
             self.device,
             timeout=self.timeout,
@@ -59,6 +61,33 @@ class Channel(PeerGroup):
             shared_memory=self.shared_memory,
             staged=self.send_device != self.device,
         )
+        beside._control = self._control
+        return beside
+
+    @property
+    def control(self) -> Channel:
+        """Channel for headers, counts and objects: this one, or that of :meth:`open_control`."""
+        return self if self._control is None else self._control
+
+    def open_control(self, group: dist.ProcessGroup) -> Channel:
+        """Send headers, counts and objects, which the host writes and reads, through the host's memory.
+
+        Through the device each of them would be copied there and back, and the host would wait for all that
+        the device has been given to do.
+
+        Args:
+            group: A gloo group of the same ranks in the same order.
+        """
+        self._control = Channel(
+            group, HOST, timeout=self.timeout, watch=self.watch, traffic=self.traffic, name=self.names[0]
+        )
+        self._control._times = False  # alone they would be taken for all exchanges
+        return self._control
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks; None if there is a single rank."""
+        return self._group
 
     @property
     def patient(self) -> Channel:
@@ -86,6 +115,7 @@ class Channel(PeerGroup):
             shared_memory=self.shared_memory,
             staged=self.send_device != self.device,
         )
+        self._patient._control = self._control
         return self._patient
 
     def start(self, rows: Tensor, request: ExchangeRequest) -> ChannelWork:
@@ -366,7 +396,7 @@ class Channel(PeerGroup):
         """
         if self.size == 1:
             return [obj]
-        parts = self.gather_rows(serialization.to_bytes(obj, kinds), action=action)
+        parts = self.control.gather_rows(serialization.to_bytes(obj, kinds), action=action)
         assert parts is not None
         found = []
         for rank, part in enumerate(parts):
@@ -383,10 +413,9 @@ class Channel(PeerGroup):
 
     def barrier(self, action: str) -> None:
         """Return when all ranks have reached this call."""
+        control, zero = self.control, torch.zeros((), dtype=torch.int64)
         # item() makes the host wait for the device; all_reduce alone is only ordered on the stream.
-        self.all_reduce(
-            torch.zeros((), dtype=torch.int64, device=self.device), action=action, kind="other"
-        ).item()
+        control.all_reduce(zero.to(control.device), action=action, kind="other").item()
 
     def start_parts(
         self,

@@ -232,4 +232,5 @@ def swap_counts(exchange: Exchange, counts: Sequence[int], action: str) -> list[
     # One row of one column for each pair of ranks.
     ones = [1] * exchange.size
     counted = torch.tensor(counts, dtype=torch.int64).unsqueeze(1)
-    return exchange.start(counted, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()
+    control: Exchange = getattr(exchange, "control", exchange)  # a channel may have one for such messages
+    return control.start(counted, ExchangeRequest(ones, ones, action, "other")).wait().view(-1).tolist()

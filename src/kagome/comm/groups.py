@@ -73,6 +73,8 @@ class MeshGroups:
         #     rows        [0 1 2]  [3 4 5]      one group a stage: the graph channel
         #     columns     [0 3]  [1 4]  [2 5]   one group a part and slice: the pipe channel
         everyone = self._world or (dist.group.WORLD if dist.is_initialized() else None)
+        device = torch.device(self._device)
+        native = everyone is not None and not self._staged and backend_of(everyone, device) != "gloo"
         stage, part = divmod(self.rank, self.parts)
         rows = [list(range(s * self.parts, (s + 1) * self.parts)) for s in range(self.stages)]
         columns = [[s * self.parts + p for s in range(self.stages)] for p in range(self.parts)]
@@ -96,6 +98,8 @@ class MeshGroups:
             )
             # Before anything that may fail, so that an error in the next lines leaves no channel open.
             channels.append(opened)
+            if native and opened.size > 1:
+                channels.append(opened.open_control(self._host_group(members)))
             memory = open_shared_memory(
                 opened, wanted=shared_memory, beside=None if world is None else world.shared_memory
             )
@@ -107,7 +111,7 @@ class MeshGroups:
         graph = world if self.stages == 1 else channel(in_stage, rows)
         pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, columns)
         assert (graph.rank, pipe.rank) == (part, stage)
-        if late and self.parts > 1 and graph.lanes:
+        if late and self.parts > 1:
             channels.append(graph.open_patient(self._own(rows)))
         return world, graph, pipe
 
@@ -141,6 +145,14 @@ class MeshGroups:
                 group = self._new(pair, backend=backend, **options)
                 if self.rank in pair:
                     found[route] = group
+        return found
+
+    def _host_group(self, members: list[list[int]]) -> dist.ProcessGroup:
+        """Create a gloo group of the ranks of this rank's channel."""
+        (mine,) = [each for each in members if self.rank in each]
+        # By its members alone: beside an nccl group with a device, torch lets the ranks that are not in a new
+        # group take part in a split of that one's communicator, and gloo's members take no part.
+        found: dist.ProcessGroup = self._new(mine, backend="gloo", use_local_synchronization=len(members) > 1)
         return found
 
     def _new(self, members: list[int], **options: Any) -> Any:

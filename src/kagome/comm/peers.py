@@ -70,6 +70,8 @@ class PeerGroup:
         self._transport = None if group is None else Transport(group, lane, shared_memory, self.send_device)
         self._opener, self._opened = opener, set[Route]()  # open routes, also those of other ranks
         self._gloo = self._transport is not None and self._transport.gloo
+        # nccl's waits are ordered on the device's stream, so the host's clock tells nothing about them.
+        self._times = self._gloo
         self.timer: Callable[[str], AbstractContextManager[object]] | None = None
         """Called with ``exchange`` around each exchange that is not counted as weights or other, to record
         its time."""
@@ -159,6 +161,8 @@ class PeerGroup:
                     raise fault from error.with_traceback(None)
         ended = time.monotonic()
         del works[:asked]
+        if not self._times:
+            return
         self.traffic.waited[pending.kind] += ended - begun
         if not works:
             self.traffic.ended(pending.kind, pending.begun, ended)

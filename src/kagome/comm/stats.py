@@ -25,8 +25,8 @@ class Traffic:
     """Counters by kind. Every kind is always present, and all in one order.
 
     While an exchange is in progress, a rank either waits for it or computes. The share spent computing, ``1 -
-    waited / under_way``, is hidden communication. On nccl, whose waits are ordered on the device's stream,
-    both are times of the host.
+    waited / under_way``, is hidden communication. With nccl, whose waits are ordered on the device's stream,
+    neither is counted, and no share is told.
     """
 
     bytes: dict[str, int] = field(default_factory=_counts)

@@ -98,8 +98,9 @@ def compare(
         CommError: If the header or a count differs from a peer's.
     """
     ours = [failures.header(fields, send, come) for send, come in zip(sends, comes, strict=True)]
-    parts = torch.split(torch.tensor(ours, device=channel.send_device), 1)
-    pending = channel.start_parts(list(parts), [1] * channel.size, f"{action} (header)", "other")
+    control = channel.control
+    parts = torch.split(torch.tensor(ours, device=control.send_device), 1)
+    pending = control.start_parts(list(parts), [1] * channel.size, f"{action} (header)", "other")
     theirs: list[list[int]] = pending.wait().tolist()
     # A rank's counts to itself were compared before.
     theirs[channel.rank] = failures.header(fields, comes[channel.rank], sends[channel.rank])

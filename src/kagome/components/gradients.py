@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.channel import Channel
 from kagome.comm.codec import CASTS
+from kagome.comm.transport.device import to_device
 from kagome.config import SumCodec
 from kagome.errors import ModelError
 
@@ -280,7 +281,7 @@ class Gradients:
             head += [*self._notes, float(self._again)]
         # Notes that are tensors are copied on the device. A float() here would wait for the GPU.
         known = [0.0 if isinstance(h, Tensor) else h for h in head]
-        row = torch.tensor(known, dtype=_head_type(dtype), device=device)
+        row = to_device(torch.tensor(known, dtype=_head_type(dtype)), device)
         for at, value in enumerate(head):
             if isinstance(value, Tensor):
                 row[at] = value.detach()
@@ -319,25 +320,23 @@ class GradientHooks:
 
     def take_off(self) -> None:
         """Take the hooks off before a backward; they run in :meth:`run`."""
-        for place, parameter in enumerate(self._parameters):
-            for name, taken in (
-                ("_backward_hooks", self._of_tensor),
-                ("_post_accumulate_grad_hooks", self._after),
-            ):
-                hooks: Hooks | None = getattr(parameter, name)
-                if hooks:
-                    taken[place] = dict(hooks)
-                    hooks.clear()  # autograd refers to this very dict
+        for place, parameter, name, taken in self._each():
+            hooks: Hooks | None = getattr(parameter, name)
+            if hooks:
+                taken[place] = dict(hooks)
+                hooks.clear()  # autograd refers to this very dict
 
     def put_back(self) -> None:
         """Put the hooks back after the backward, also after one that failed."""
+        for place, parameter, name, taken in self._each():
+            if place in taken:
+                getattr(parameter, name).update(taken[place])
+
+    def _each(self) -> Iterator[tuple[int, nn.Parameter, str, dict[int, Hooks]]]:
+        kinds = (("_backward_hooks", self._of_tensor), ("_post_accumulate_grad_hooks", self._after))
         for place, parameter in enumerate(self._parameters):
-            for name, taken in (
-                ("_backward_hooks", self._of_tensor),
-                ("_post_accumulate_grad_hooks", self._after),
-            ):
-                if place in taken:
-                    getattr(parameter, name).update(taken[place])
+            for name, taken in kinds:
+                yield place, parameter, name, taken
 
     def run(self) -> None:
         """Run the hooks, as autograd would have, on the gradients that the parameters hold now."""

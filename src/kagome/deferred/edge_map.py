@@ -15,7 +15,7 @@ values. The map is linear, so it commutes with products and sums over in-edges:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from kagome.deferred.lazy_tensor import LazyTensor, Versioned, now
 from kagome.deferred.message import Message, message_of
 from kagome.kernels.base.csr import Structure
 from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.sparse_ops import edge_features, edge_softmax, edge_sum, linear as dense
 
 WIDENS = 2
@@ -167,9 +168,7 @@ def expression(value: Any) -> EdgeMap | EdgeTerm | None:
     return value.expr if waits else None
 
 
-def answer(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def answer(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call on an edge map or term, or NotImplemented where it needs the values."""
     what = name.strip("_")
     if what in ("view", "reshape") and not kwargs:
@@ -186,13 +185,13 @@ def answer(
     return NotImplemented
 
 
-def _pairs(placements: Placements, args: tuple[Any, ...]) -> Placement:
+def _pairs(placements: Placements, args: Args) -> Placement:
     """Return the placement of the first operand that has one row per edge."""
     found = [placement for value in args if (placement := placements.get(value)) is not None]
     return next(placement for placement in found if placement.kind is PlacementKind.PAIRS)
 
 
-def _viewed(placements: Placements, args: tuple[Any, ...]) -> Any:
+def _viewed(placements: Placements, args: Args) -> Any:
     edge = expression(args[0])
     shape: Any = args[1:] if len(args) != 2 or not isinstance(args[1], (tuple, list)) else args[1]
     if not isinstance(edge, EdgeMap) or not shape or not all(isinstance(size, int) for size in shape):
@@ -259,7 +258,7 @@ def _multiplied(placements: Placements, one: Any, two: Any) -> EdgeMap | EdgeTer
     return None
 
 
-def _contracted(placements: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _contracted(placements: Placements, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``.sum(-1)``: a number per edge and head."""
     term = expression(args[0])
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)

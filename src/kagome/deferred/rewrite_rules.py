@@ -39,10 +39,11 @@ from kagome.deferred.message import (
 from kagome.deferred.reduce import Total, settled
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import PlacementKind, Placements
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.sparse_ops import edge_softmax, linear as dense
 from kagome.sparse_ops.sparse_features import SparseFeatures
 
-Rule = Callable[[Placements, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[[Placements, str, Func, Args, Kwargs], Any]
 
 # Calls that a lazy tensor answers by itself.
 _ASK = (
@@ -88,9 +89,7 @@ def asks(name: str, func: Any) -> bool:
     return name in ASK or (name == "__get__" and attribute(func) in ATTRIBUTES)
 
 
-def answer(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def answer(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call on a lazy tensor, or NotImplemented where it needs the values."""
     if any(isinstance(value, LazyTensor) and value.value is not None for value in args):
         return NotImplemented  # computed already, so it costs nothing to use it
@@ -111,7 +110,7 @@ def answer(
     return NotImplemented if rule is None else rule(placements, name, func, args, kwargs)
 
 
-def computed_for(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def computed_for(name: str, args: Args) -> tuple[Any, ...]:
     """Return a call's arguments, with those lazy tensors computed that the call needs."""
     if name == "dropout" and args and sliced_attention.share_of(args[0]) is not None:
         return args  # its handler draws by head
@@ -151,12 +150,12 @@ def computed(values: Any) -> Any:
     return values
 
 
-def all_computed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def all_computed(args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments with every lazy tensor computed."""
     return tuple(computed(v) for v in args), {key: computed(v) for key, v in kwargs.items()}
 
 
-def has_lazy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_lazy(args: Args, kwargs: Kwargs) -> bool:
     """Return True if a call was given a lazy tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, LazyTensor):
@@ -178,9 +177,7 @@ def gathered(edges: EdgeSet, rows: Tensor, kind: PlacementKind, site: str) -> Te
 # One message -------------------------------------------------------------------------------------
 
 
-def _pointwise(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _pointwise(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``relu`` and the like: row by row if the message is a function of one end's row."""
     m = message_of(args[0]) if args else None
     # An in-place relu writes to the message itself, so it needs the values.
@@ -216,9 +213,7 @@ def _pointwise(
 # number of a rank's edges.
 
 
-def _linear_of_message(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _linear_of_message(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``F.linear`` of a message, of concatenated messages, or of a sum that it narrows."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
@@ -268,9 +263,7 @@ def _narrowed(total: Total, weight: Tensor, bias: Tensor | None) -> Any:
     return m.edges.rows(out if bias is None else out + bias)
 
 
-def _binary(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _binary(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer a sum, difference, product or quotient with a message."""
     if len(args) != 2 or kwargs:
         return NotImplemented
@@ -377,9 +370,7 @@ def _shared(share: SoftmaxShare, m: Message) -> Any:
     return m.edges.pairs(LazyTensor(Shared(share, m)))
 
 
-def _shape(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _shape(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``view``, ``unsqueeze``, ``x[:, i]`` and the like, which change the shape of each row."""
     value = args[0]
     expr = value.expr if isinstance(value, LazyTensor) else None
@@ -434,9 +425,7 @@ def _inner(index: Any, dims: int) -> bool:
     return all(isinstance(i, (int, slice)) for i in index)
 
 
-def _side_by_side(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _side_by_side(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``cat`` along the last axis, and ``stack`` of sums along an inner one."""
     values = args[0] if args else kwargs.get("tensors")
     found = [message_of(v) for v in values] if isinstance(values, (tuple, list)) else [None]
@@ -464,9 +453,7 @@ def _side_by_side(
     return defer(with_rows(first, target, torch.stack(sources, dim) if sources else None))
 
 
-def _dotted(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _dotted(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``(a_i * b_j).sum(-1)`` and ``(leaky(a_i + b_j) * att).sum(-1)``: a number per edge and head."""
     m = message_of(args[0]) if args else None
     if m is None:
@@ -504,9 +491,7 @@ def _three(rows: Tensor) -> Tensor:
 # Reads and writes --------------------------------------------------------------------------------
 
 
-def _as_shape(
-    placements: Placements, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _as_shape(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``index.expand_as(x_j)`` from the shape of the message."""
     # ``torch_geometric.utils.scatter`` expands its index to the shape of what it scatters.
     base, like = args[0], args[1] if len(args) > 1 else kwargs.get("other")

@@ -103,8 +103,8 @@ class JointShare:
             assert source is not None
             assert target is not None
             # [V, h] of all rows of the tensor group, then [num_sources, h] with rows of other parts.
-            a = deferral.sliced.split(target, cut, self.edge_layout, source.site)
-            b = deferral.sliced.split(source.rows, cut, self.edge_layout, source.site)
+            a = deferral.sliced.split(target, cut, self.edge_layout.written, source.site)
+            b = deferral.sliced.split(source.rows, cut, self.edge_layout.rows, source.site)
             b = deferral.sliced.beyond(b, self.edge_layout, source.site)
             out = edge_softmax.joint_softmax(a, b, self.slope, self.edge_layout.structure)
             if self.drop is not None:

@@ -25,14 +25,20 @@ from torch import Tensor
 from kagome.deferred.lazy_tensor import LazyTensor, changed_in_place, supports
 from kagome.deferred.message import EdgeSet, Message, flat, width
 from kagome.deferred.sliced_attention import share_of
-from kagome.feature_parallel.all_to_all import SliceCut
-from kagome.feature_parallel.edge_layout import EdgeLayout, RowPlaces, edge_layout_of, places_of
+from kagome.feature_parallel.all_to_all import AllToAll, SliceCut
+from kagome.feature_parallel.edge_layout import (
+    EdgeLayout,
+    GroupRows,
+    RowPlaces,
+    edge_layout_of,
+    group_rows,
+    places_of,
+)
 from kagome.feature_parallel.tiled_columns import ColumnSoftmax, Extreme, Reduction, by_chunk
 from kagome.feature_parallel.tiled_reduce import Hop, TileBound
 from kagome.halo.comm_recorder import RecordedRows
 from kagome.halo.forward_pass import ForwardPass, RunningForward
 from kagome.kernels.base.address import address
-from kagome.placement.placement import Placement, PlacementKind
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import NeighborReads
@@ -66,19 +72,29 @@ class SlicedReads:
         """The limit of working memory for sums; None for no limit."""
         self._layouts: WeakTensorMap[Any] = WeakTensorMap()
         self._places: dict[int, RowPlaces] = {}
+        self._rows: dict[int, GroupRows] = {}
 
     def layout(self, edges: EdgeSet) -> EdgeLayout:
         """Return the edges of all ranks, fetched at the first call. All ranks make that call together."""
         if edges not in self._layouts:
             halo_exchange, view = edges.halo_exchange, edges.placement.view
             with torch._C.DisableTorchFunction(), self._channel.unrecorded():
+                rows = self._rows_of(edges.sources, halo_exchange.own, edges)
+                written = self._rows_of(edges.targets, edges.structure.own, edges)
                 if view not in self._places:
-                    self._places[view] = places_of(halo_exchange, self._tensor)
+                    self._places[view] = places_of(halo_exchange, rows)
                 self._layouts[edges] = edge_layout_of(
-                    edges.structure, self._places[view], halo_exchange.channel
+                    edges.structure, self._places[view], rows, written, halo_exchange.channel
                 )
         found: EdgeLayout = self._layouts[edges]
         return found
+
+    def _rows_of(self, vertex_set: int, own: int, edges: EdgeSet) -> GroupRows:
+        """Return the rows of a vertex set, counted once: edge sets that share it number them alike."""
+        if vertex_set not in self._rows:
+            channel, device = edges.halo_exchange.channel, edges.structure.source.device
+            self._rows[vertex_set] = group_rows(own, self._tensor, channel, device)
+        return self._rows[vertex_set]
 
     def layouts(self) -> Sequence[EdgeLayout]:
         """Return the edge layouts that were fetched so far."""
@@ -93,6 +109,8 @@ class SlicedReads:
         constants = self._constants
         if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
+        if edges.structure.bipartite:
+            return None  # see ``factors_of``
         key = ("factors of all", address(weight), weight.numel(), id(edges))
         found: Tensor | None = constants.cached(key)
         if found is None:
@@ -109,16 +127,19 @@ class SlicedReads:
             found = constants.cache(key, weight.new_empty(0) if bool(doubt) else found)
         return found if found.numel() == edge_layout.structure.num_sources else None
 
-    def split(
-        self, rows: Tensor, cut: SliceCut, edge_layout: EdgeLayout, site: str, *, of_edges: bool = False
-    ) -> Tensor:
+    def split(self, rows: Tensor, cut: SliceCut, way: AllToAll, site: str) -> Tensor:
         """Return all ranks' rows in this rank's columns; rows that were read before need no exchange.
 
+        Args:
+            rows: Own rows, of vertices or of edges.
+            cut: The columns of each rank.
+            way: The exchange of an edge layout that is for such rows.
+            site: The name of the read.
+
         Shapes:
-            ``[n, ...]`` -> ``[V, d]``; with ``of_edges``, the rows are those of edges.
+            ``[n, ...]`` -> ``[V, d]``.
         """
-        way, constants = edge_layout.edges if of_edges else edge_layout.rows, self._constants
-        forward_pass = self._forward.forward_pass
+        constants, forward_pass = self._constants, self._forward.forward_pass
         if constants.is_constant(rows):
             key = ("split", address(rows), tuple(rows.shape), cut, id(way))
             found: Tensor | None = constants.cached(key)
@@ -240,7 +261,7 @@ class InSlices:
             # Whole rows are needed at once: the tiled sum sends each chunk to the owners of its rows itself.
             own = self._part.run(forward_pass, self.site, last=True)
         else:
-            own = self.edge_layout.rows.gather(self._part, self.cut, forward_pass, self.site)
+            own = self.edge_layout.written.gather(self._part, self.cut, forward_pass, self.site)
         return self.edges.rows(own.view(*self.shape))
 
     def lazy(self) -> Tensor:
@@ -329,7 +350,7 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
         if share is not None:
             weight = share.heads(of_weight)
         else:
-            taken = deferral.sliced.split(weight, of_weight, edge_layout, f"{site} (weights)", of_edges=True)
+            taken = deferral.sliced.split(weight, of_weight, edge_layout.edges, f"{site} (weights)")
             weight = taken.view(-1) if weight.dim() == 1 else taken
     scale = None
     if how == "mean":
@@ -347,7 +368,7 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
             if own is not None
             else inside.part
             if inside
-            else deferral.sliced.split(rows, cut, edge_layout, site)
+            else deferral.sliced.split(rows, cut, edge_layout.rows, site)
         )
         hop = deferral.sliced.bound.hop(
             edge_layout, cut, weight, part.itemsize, scale=scale, factor=root, first=first
@@ -355,7 +376,7 @@ def summed(message: Message, rows: Tensor, how: str, edge_layout: EdgeLayout) ->
         return InSlices(
             SlicedWork(hop, part, weight, part._version), cut, trailing, edges, edge_layout, site
         ).lazy()
-    part = inside.part if inside is not None else deferral.sliced.split(rows, cut, edge_layout, site)
+    part = inside.part if inside is not None else deferral.sliced.split(rows, cut, edge_layout.rows, site)
     part = deferral.sliced.beyond(part, edge_layout, site)
     if weight is not None and weight.dim() == 2:
         part = part.view(part.size(0), weight.size(1), part.size(1) // max(weight.size(1), 1))
@@ -403,7 +424,7 @@ def _by_column(
             part = inside.part
         else:
             rows = rows.now() if isinstance(rows, LazyTensor) else rows
-            part = deferral.sliced.split(rows, cut, edge_layout, site)
+            part = deferral.sliced.split(rows, cut, edge_layout.rows, site)
         parts.append(deferral.sliced.beyond(part, edge_layout, site))
     assert cut is not None
     assert last.source is not None
@@ -449,7 +470,7 @@ def answer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         or not deferral.axes.of_each_vertex(other)
     ):
         return NotImplemented
-    part = deferral.sliced.split(other, inside.cut, inside.edge_layout, inside.site)
+    part = deferral.sliced.split(other, inside.cut, inside.edge_layout.written, inside.site)
     part = part if factor == 1.0 else part * factor
     found = func(inside.part, part) if one is not None else func(part, inside.part)
     return inside.of(found).lazy()
@@ -475,9 +496,7 @@ def scaled(
         return NotImplemented
     if not scope.axes.of_each_vertex(rows) or scope.axes.of(rows) != 0:
         return NotImplemented
-    return scope.axes.placements.put(
-        LazyTensor(Scaled(rows, float(factor), rows._version)), Placement(PlacementKind.ROWS)
-    )
+    return scope.axes.like(LazyTensor(Scaled(rows, float(factor), rows._version)), rows)
 
 
 HANDLERS = {"mul": scaled, "__rmul__": scaled}

@@ -1,8 +1,8 @@
 """Edge layout: the edges of a tensor group, and how rows and weights reach the rank that reduces over them.
 
-Where it sits: ``deferred.deferral`` makes one for each edge list that messages are reduced over in feature
-slices; ``deferred.sliced_reduce`` reduces over it. Rows of a part are numbered by rank, and each rank's own
-rows keep their order. Rows received from the peers can therefore be read where they are written.
+Where it sits: ``deferred.sliced_reduce`` makes one for each edge list that messages are reduced over in
+feature slices. Rows of a vertex set are numbered by rank, and each rank's own rows keep their order. Rows
+received from the peers can therefore be read where they are written.
 
 ::
 
@@ -73,12 +73,30 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, eq=False)
+class GroupRows:
+    """The rows of one vertex set that the ranks of a tensor group own.
+
+    Args:
+        tensor_group: The tensor group.
+        counts: Own rows of each rank, also of other groups.
+        way: Exchange between vertex slices and feature slices of these rows.
+    """
+
+    tensor_group: TensorGroup
+    counts: tuple[int, ...]
+    way: AllToAll
+
+    @property
+    def begin(self) -> int:
+        """The index of this rank's first row among the rows of the group."""
+        return sum(self.counts[self.tensor_group.first : self.tensor_group.rank])
+
+
+@dataclass(frozen=True, eq=False)
 class RowPlaces:
     """Indices of a view's rows among a tensor group's rows, followed by the rows read in other parts.
 
     Args:
-        tensor_group: The tensor group.
-        counts: Own rows of each rank of the group; 0 for ranks of other groups.
         place: Index of each own and halo row.
         halo: Exchange of the columns of other parts' rows; None with a single part.
 
@@ -86,8 +104,6 @@ class RowPlaces:
         place ``[n + H]``.
     """
 
-    tensor_group: TensorGroup
-    counts: tuple[int, ...]
     place: Tensor
     halo: HaloExchange | None
 
@@ -97,7 +113,8 @@ class EdgeLayout:
     """The edges of all ranks of a tensor group, with the exchanges of rows and of edge values.
 
     Args:
-        rows: Exchange between vertex slices and feature slices of rows.
+        rows: Exchange between vertex slices and feature slices of the rows that edges read.
+        written: The same of the rows that edges write; the same object if they are of one vertex set.
         edges: Exchange between the slices of values with a row for each edge.
         structure: Edges of all these ranks by row index, rank after rank.
         tensor_group: The tensor group.
@@ -105,6 +122,7 @@ class EdgeLayout:
     """
 
     rows: AllToAll
+    written: AllToAll
     edges: AllToAll
     structure: Structure
     tensor_group: TensorGroup
@@ -124,33 +142,45 @@ class EdgeLayout:
         return self.tensor_group.cut(columns), self.tensor_group.cut(touched)
 
 
-def places_of(halo_exchange: HaloExchange, tensor: int) -> RowPlaces:
+def group_rows(own: int, tensor: int, channel: Exchange, device: torch.device) -> GroupRows:
+    """Count the rows of a vertex set on each rank. All ranks call it.
+
+    Args:
+        own: Number of own rows.
+        tensor: Number of ranks in a tensor group.
+        channel: Channel to all ranks.
+        device: Device of the rows.
+    """
+    tensor_group = TensorGroup(channel.rank, channel.size, tensor)
+    counts = _counts(own, channel)
+    return GroupRows(tensor_group, counts, AllToAll(tensor_group.inside(counts), channel, device))
+
+
+def places_of(halo_exchange: HaloExchange, rows: GroupRows) -> RowPlaces:
     """Find the indices of own and halo rows among the rows of the tensor group. All ranks call it.
 
     Args:
         halo_exchange: Halo exchange of a view.
-        tensor: Number of ranks in a tensor group.
+        rows: The rows of the vertex set that the view's edges read.
 
     Cost:
         Once: 8 bytes a halo row; with several parts 16 more for each halo row of another part.
     """
-    channel = halo_exchange.channel
-    tensor_group = TensorGroup(channel.rank, channel.size, tensor)
-    counts = _counts(halo_exchange.own, channel)
+    channel, tensor_group, counts = halo_exchange.channel, rows.tensor_group, rows.counts
+    tensor = tensor_group.tensor
     # [Note: numbering] The rows that a group's edges can read, in one order for all its ranks:
     #
     #     [ own rows of the group's rank 0 | of rank 1 | ... ][ rows of other parts, ascending by name ]
     #       0 .. total - 1                                    total ...
     #
     # Each owner tells its readers these numbers, by the exchange that halo rows take.
-    begin = sum(counts[tensor_group.first : channel.rank])
-    own = torch.arange(begin, begin + halo_exchange.own, device=halo_exchange.send.device)
+    own = torch.arange(rows.begin, rows.begin + halo_exchange.own, device=halo_exchange.send.device)
     request = ExchangeRequest(
         halo_exchange.send_counts, halo_exchange.recv_counts, "places of halo rows", "other"
     )
     halo = channel.start(own[halo_exchange.send].unsqueeze(1), request).wait().view(-1)
     if tensor == channel.size:
-        return RowPlaces(tensor_group, counts, torch.cat([own, halo]), None)
+        return RowPlaces(torch.cat([own, halo]), None)
     # A row of another part is named by its group and its index there, folded into one number.
     bases = [sum(counts[: group * tensor]) for group in range(channel.size // tensor + 1)]
     base = torch.tensor(bases, device=own.device)
@@ -162,11 +192,11 @@ def places_of(halo_exchange: HaloExchange, tensor: int) -> RowPlaces:
     named = halo + base[owner]
     # All ranks of the group get the union of what they read: each computes its columns for the edges of all.
     beyond = torch.unique(_told(named[away].unique().unsqueeze(1), tensor_group, channel))
-    total = sum(tensor_group.inside(counts))
+    total = rows.way.total
     # For rows of the own part the search finds any place; ``where`` drops it.
     place = torch.where(away, total + torch.searchsorted(beyond, named), halo)
-    rows = _beyond(beyond, base, total, tensor_group, channel)
-    return RowPlaces(tensor_group, tensor_group.inside(counts), torch.cat([own, place]), rows)
+    exchange = _beyond(beyond, base, total, tensor_group, channel)
+    return RowPlaces(torch.cat([own, place]), exchange)
 
 
 def _beyond(
@@ -186,23 +216,32 @@ def _beyond(
     return SlicedRows(total, beyond.numel(), asked.view(-1), tuple(give), tuple(want), channel)
 
 
-def edge_layout_of(structure: Structure, places: RowPlaces, channel: Exchange) -> EdgeLayout:
+def edge_layout_of(
+    structure: Structure, places: RowPlaces, rows: GroupRows, written: GroupRows, channel: Exchange
+) -> EdgeLayout:
     """Collect the edges of all ranks of the group from each rank's own edges. All ranks call it.
+
+    Args:
+        structure: This rank's own edges.
+        places: The places of the rows that they read.
+        rows: The rows of the vertex set that edges read.
+        written: The rows of the vertex set that edges write.
+        channel: Channel to all ranks.
 
     Cost:
         Once: 8 bytes an edge to each peer of the group. Keeps 32 bytes an edge of the part.
     """
     # [E, 2], as int32: this is the largest message of the setup, and a group has fewer than 2^31 rows.
-    ends = torch.stack([places.place[structure.source], places.place[structure.target]], 1).to(torch.int32)
-    source, target = _told(ends, places.tensor_group, channel).t().to(torch.int64).contiguous().unbind(0)
-    total = sum(places.counts)
-    counts = places.tensor_group.inside(_counts(structure.edges, channel))
-    num_sources = total + (0 if places.halo is None else places.halo.halo)
+    ends = torch.stack([places.place[structure.source], written.begin + structure.target], 1).to(torch.int32)
+    source, target = _told(ends, rows.tensor_group, channel).t().to(torch.int64).contiguous().unbind(0)
+    own, counts = rows.way.total, rows.tensor_group.inside(_counts(structure.edges, channel))
+    num_sources = own + (0 if places.halo is None else places.halo.halo)
     return EdgeLayout(
-        AllToAll(places.counts, channel, source.device),
+        rows.way,
+        written.way,
         AllToAll(counts, channel, source.device),
-        Structure(source, target, total, num_sources),
-        places.tensor_group,
+        Structure(source, target, written.way.total, num_sources, own if structure.bipartite else None),
+        rows.tensor_group,
         places.halo,
     )
 

@@ -106,7 +106,7 @@ def by_chunk(
         parts: The rows that it reads.
 
     Shapes:
-        each of parts ``[V, d]``; result ``[V, d]``.
+        each of parts ``[V, d]``; result ``[V, d]``, of the vertex set that is written.
 
     Raises:
         ConfigError: If even the smallest chunks exceed the bound.
@@ -116,7 +116,8 @@ def by_chunk(
     """
     width = max(cut.taken(rank) for rank in range(len(edge_layout.rows.counts)))
     chunks = bound.chunks(edge_layout, width, parts[0].itemsize, how.room)
-    out: Tensor = _ByChunk.apply(bound, chunks, how, *parts)  # type: ignore[no-untyped-call]
+    rows = edge_layout.written.total
+    out: Tensor = _ByChunk.apply(bound, chunks, how, rows, *parts)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -132,12 +133,14 @@ def _read(bound: TileBound, chunk: DestinationChunk, parts: tuple[Tensor, ...]) 
 class _ByChunk(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, bound: TileBound, chunks: tuple[DestinationChunk, ...], how: Reduction, *parts: Tensor
+        ctx: Any,
+        bound: TileBound,
+        chunks: tuple[DestinationChunk, ...],
+        how: Reduction,
+        rows: int,
+        *parts: Tensor,
     ) -> Tensor:
         kept: tuple[Tensor, ...] = ()
-        # ``memory_gib`` is refused with several parts, so the rows that are read are the V rows that are
-        # written.
-        rows = parts[0].size(0)
         # Rows come and go in feature slices, so nothing is in transit meanwhile.
         bound.gauge.moving = 0
         for chunk in chunks:
@@ -145,13 +148,13 @@ class _ByChunk(torch.autograd.Function):
             found = how.reduce(layout, read)
             bound.gauge.note(*read, *found, *walked(layout))
             # found      result [rows of the chunk, d], and what backward needs: ties, or maximum and total
-            # kept       the same for all V rows, on the device of the rows, which may be the host
+            # kept       the same for all rows written, on the device of the rows, which may be the host
             kept = kept or tuple(parts[0].new_empty(rows, *each.shape[1:]) for each in found)
             for place, each in zip(kept, found, strict=True):
                 place[chunk.begin : chunk.end] = each.to(place.device)
         # No chunk: a group without rows. The result has no rows, but is part of the graph.
         if not kept:
-            kept = (torch.zeros_like(parts[0]),)
+            kept = (parts[0].new_zeros(rows, parts[0].size(1)),)
         ctx.bound, ctx.chunks, ctx.how = bound, chunks, how
         ctx.count = len(parts)
         ctx.save_for_backward(*parts, *kept)
@@ -174,4 +177,4 @@ class _ByChunk(torch.autograd.Function):
             bound.gauge.note(*read, *found, g, *back, *walked(layout))
             for place, each in zip(lies, back, strict=True):
                 place.index_add_(0, chunk.reads, each[: chunk.reads.numel()].to(place.device))
-        return (None, None, None, *lies)
+        return (None, None, None, None, *lies)

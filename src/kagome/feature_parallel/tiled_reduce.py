@@ -132,7 +132,7 @@ def chunks_of(
     """
     # ``fewer`` is a number of chunks that exceeds the bound (0 before the first try), ``count`` the next to
     # try.
-    rows, count, fewer = edge_layout.rows.total, 1, 0
+    rows, count, fewer = edge_layout.written.total, 1, 0
     while True:
         chunks = cut_in(edge_layout, min(count, max(rows, 1)))
         need = largest(chunks, width, itemsize, room)
@@ -190,7 +190,7 @@ def cut_in(edge_layout: EdgeLayout, count: int) -> tuple[DestinationChunk, ...]:
         target = torch.repeat_interleave(layout.pointer[begin : end + 1].diff())
         # ``Structure`` requires at least as many rows to read as to write.
         structure = Structure(source, target, end - begin, max(reads.numel(), end - begin))
-        writes = way.row_block(torch.arange(begin, end, device=cost.device))
+        writes = edge_layout.written.row_block(torch.arange(begin, end, device=cost.device))
         chunks.append(DestinationChunk(begin, end, reads, way.row_block(new), writes, edges, structure))
     return tuple(chunks)
 
@@ -256,25 +256,30 @@ class Hop:
             forward_pass.token = token
         return out  # type: ignore[no-any-return]
 
-    @property
-    def way(self) -> AllToAll:
-        """The exchange of rows between vertex slices and feature slices."""
-        return self.edge_layout.rows
+    def way(self, direction: int) -> AllToAll:
+        """Return the exchange of the rows that are read, or of those that are written."""
+        read = direction in (SPLIT, SPLIT_BACK)
+        return self.edge_layout.rows if read else self.edge_layout.written
+
+    def own(self, direction: int) -> int:
+        """Return the number of own rows in this direction."""
+        way = self.way(direction)
+        return way.counts[way.channel.rank]
 
     @property
     def mine(self) -> int:
         """Number of columns of this rank."""
-        return self.cut.taken(self.way.channel.rank)
+        return self.cut.taken(self.edge_layout.rows.channel.rank)
 
     def split(self, rows: Tensor, row_block: RowBlock, direction: int) -> Work:
         """Start to send own whole rows of a block, and to receive this rank's columns of the whole block."""
         assert self.site is not None
-        return self.way.start_split(rows, self.cut, self.site, direction, row_block)
+        return self.way(direction).start_split(rows, self.cut, self.site, direction, row_block)
 
     def gather(self, part: Tensor, row_block: RowBlock, direction: int) -> Work:
         """Start to send this rank's columns of a block to the owners of its rows."""
         assert self.site is not None
-        return self.way.start_gather(part, self.cut, self.site, direction, row_block)
+        return self.way(direction).start_gather(part, self.cut, self.site, direction, row_block)
 
     def shaped(self, rows: Tensor, weight: Tensor | None) -> Tensor:
         """Return rows split by head, if the weight has heads."""
@@ -347,10 +352,10 @@ class _Hop(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor | None, token: Tensor, hop: Hop
     ) -> tuple[Tensor, Tensor]:
-        total, chunks = hop.way.total, hop.chunks
-        part = rows.new_empty(total, hop.mine) if hop.first else rows
-        own = hop.way.counts[hop.way.channel.rank]
-        out = rows.new_empty((own, hop.cut.width) if hop.last else (total, hop.mine))
+        layout, chunks = hop.edge_layout, hop.chunks
+        part = rows.new_empty(layout.rows.total, hop.mine) if hop.first else rows
+        shape = (hop.own(GATHER), hop.cut.width) if hop.last else (layout.written.total, hop.mine)
+        out = rows.new_empty(shape)
         # [Note: tiled pipeline] s is the exchange that brings a chunk's rows, r the one that returns its
         # results:
         #
@@ -397,9 +402,8 @@ class _Hop(torch.autograd.Function):
         weight, part = ctx.saved_tensors
         chunks, g = hop.chunks, grads[0].contiguous()
         to_rows = ctx.needs_input_grad[0]
-        lies = g.new_zeros(hop.way.total, hop.mine) if to_rows else None
-        own = hop.way.counts[hop.way.channel.rank]
-        g_rows = g.new_zeros(own, hop.cut.width) if hop.first and to_rows else lies
+        lies = g.new_zeros(hop.edge_layout.rows.total, hop.mine) if to_rows else None
+        g_rows = g.new_zeros(hop.own(SPLIT), hop.cut.width) if hop.first and to_rows else lies
         g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
         # The transposed pipeline, from the last chunk to the first: gradients of the results arrive, and
         # those of the rows return.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kagome.comm.codec import SEGMENTS, Codec
 from kagome.comm.exchange import BytesWork, DeferredWork, Work
+from kagome.comm.transport.device import to_device
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Writer:
             #     given    None          rows[index[mine]]
             #     given    which         rows[index[mine][which]]
             if piece.rows is not None:
-                which = piece.rows.to(rows.device)
+                which = to_device(piece.rows, rows.device)
                 row_id, chosen = row_id[which], (first + which if index is None else index[mine][which])
             size = piece.size(count, rows.size(1), rows.dtype)
             source = rows[mine] if chosen is None else rows
@@ -179,7 +180,7 @@ def read(layout: MessageLayout, peer: int, segment: int, message: Tensor, out: T
         if piece.rows is None:
             piece.codec.decode(part, mine)
         else:
-            which = piece.rows.to(out.device)
+            which = to_device(piece.rows, out.device)
             restored = piece.codec.decode(part, out.new_empty(which.numel(), out.size(1)))
             mine.index_copy_(0, which, restored if piece.factor == 1.0 else restored * piece.factor)
         at += size

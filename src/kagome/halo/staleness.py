@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kagome.comm.exchange import Work
@@ -115,8 +116,8 @@ class StaleRows:
             step = max(rows.size(0) // SAMPLE, 1)
             # Compare means of rows: dropout moves each row far in every epoch, but their mean hardly.
             new, old = rows[::step].mean(0), self.rows[::step].mean(0)
-            length = float(new.norm())
-            self.drift = float((new - old).norm()) / length if length > 0 else 0.0
+            length, moved = torch.stack([new.norm(), (new - old).norm()]).tolist()
+            self.drift = moved / length if length > 0 else 0.0
         # A moving average that begins at 0, with Adam's correction of its start; s is the smoothing:
         #
         #     mean_k = s mean_(k-1) + (1 - s) rows_k        weight_k = 1 - s^k        read: mean_k / weight_k

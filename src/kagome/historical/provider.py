@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kagome.comm.exchange import DeferredWork, Op, Work
 from kagome.comm.stats import Kind
+from kagome.comm.transport.device import to_device
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, ChunkStep
 from kagome.halo.forward_pass import Site, of_gradients
@@ -64,7 +65,7 @@ class Left:
             # All rows that this chunk reads, except those that are fresh for it in the next epoch.
             old = torch.ones(away.size(0), dtype=torch.bool)
             old[self.steps[chunk].fresh] = False
-            ids = old.nonzero().view(-1).to(self.tables.device)
+            ids = to_device(old.nonzero().view(-1), self.tables.device)
             self._cached[chunk] = self.tables.reads[chunk][ids], ids
         place, ids = self._cached[chunk]
         ops.add_rows(self.tables.due(table), place, away, ids, away.new_ones(ids.numel()))
@@ -103,7 +104,7 @@ class HistoricalRows:
         # A table has two halves, which change roles every epoch: this epoch's may be the second.
         places, device = tables.places, tables.device
         self.sources = {
-            step.chunk: TableIndex(((step.source + tables.now * places) % (2 * places)).to(device))
+            step.chunk: TableIndex(to_device((step.source + tables.now * places) % (2 * places), device))
             for step in steps
         }
         self._cached: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor, Tensor]] = {}
@@ -129,7 +130,7 @@ class HistoricalRows:
         def settle() -> Tensor:
             if work is not None:
                 with work.borrow() as halo:
-                    current.index_copy_(0, step.recv.to(tables.device), halo)
+                    current.index_copy_(0, to_device(step.recv, tables.device), halo)
             # Both halves: ``sources`` has a position in one or the other for each row that is read.
             return table.rows
 
@@ -152,7 +153,8 @@ class HistoricalRows:
             if work is not None:
                 with work.borrow() as received:
                     # A row that several peers read comes back from each of them.
-                    add_from_peers(gradients, step.send.to(tables.device), step.send_counts, received)
+                    send = to_device(step.send, tables.device)
+                    add_from_peers(gradients, send, step.send_counts, received)
             return gradients.narrow(0, chunk.first, chunk.own)
 
         return DeferredWork(add)
@@ -190,7 +192,7 @@ class HistoricalRows:
         tables = self.tables
         if tables.channel.size == 1:
             return None
-        index = index.to(tables.device)
+        index = to_device(index, tables.device)
         row_ids, width = tables.ids[index], rows.size(1)
         sides = (
             (step.send_counts, step.recv_counts) if direction < 2 else (step.recv_counts, step.send_counts)
@@ -202,8 +204,8 @@ class HistoricalRows:
         """Return where a chunk's fresh reads are in the table, their indices, and their gradient factors."""
         if (chunk, dtype) not in self._cached:
             step, device = self.steps[chunk], self.tables.device
-            fresh = step.fresh.to(device)
-            cached = self.tables.reads[chunk][fresh], fresh, step.scale.to(device, dtype)
+            fresh = to_device(step.fresh, device)
+            cached = self.tables.reads[chunk][fresh], fresh, to_device(step.scale.to(dtype), device)
             self._cached[chunk, dtype] = cached
         return self._cached[chunk, dtype]
 

@@ -24,6 +24,7 @@ from kagome.errors import ModelError
 from kagome.intercept import embedding_bag, row_counts, sparse_adjacency
 from kagome.placement.axis_rules import ids_behind_axes
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
+from kagome.placement.torch_calls import Args, Func, Kwargs, argument
 from kagome.positions import (
     batch_rows,
     cut_rows,
@@ -56,7 +57,7 @@ class Reader(PositionScope, Protocol):
     deferral: Deferral
 
 
-Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Handler = Callable[[Any, str, Func, Args, Kwargs], Any]
 """A handler answers a torch call itself, or returns NotImplemented to let torch run it."""
 
 
@@ -67,7 +68,7 @@ Handler = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any
 #     table[source]    a table with all rows: the part's ids become original numbers
 #     x[edge_index]    both ends at once, [2, E, ...]: own and halo rows
 #     x[MIXED]         refused: ids computed from ids, whose meaning is no longer known
-def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _gather(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x[row]`` and ``x.index_select(dim, row)``; source ids read halo rows as well."""
     base: Tensor = args[0]
     index: Any = args[1] if len(args) > 1 else None
@@ -78,8 +79,7 @@ def _gather(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: 
         if isinstance(index, tuple) and index and isinstance(index[0], Tensor):
             index, rest = index[0], index[1:]
     else:
-        axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        index = kwargs.get("index", args[2] if len(args) > 2 else None)
+        axis, index = argument(args, kwargs, 1, "dim", 0), argument(args, kwargs, 2, "index")
     placement = scope.placements.get(index)
     held = scope.placements.get(base)
     # A mask selects by position, and ids of ids (``source[perm]``) are read as torch does.
@@ -124,7 +124,7 @@ def _gathered(
     index: Tensor,
     rest: tuple[Any, ...],
     placement: Placement,
-    kwargs: dict[str, Any],
+    kwargs: Kwargs,
 ) -> Any:
     if placement.kind in (PlacementKind.SOURCE, PlacementKind.EDGES):
         base = scope.reads.read(base, axis, placement)
@@ -140,7 +140,7 @@ def _gathered(
 #     NUMBERS    arange(x.size(0)): positions of own rows
 #     others     groups, such as the graphs of a batch, which may have rows on every rank: all ranks' sums or
 #                extremes are joined
-def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scatter(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``out.scatter_add_(dim, row, src)``; for source ids, sums on halo rows go to their owners."""
     base = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
@@ -177,7 +177,7 @@ def _scatter(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs:
     if placement.kind is PlacementKind.TARGET:
         return scope.placements.put(func(*args, **kwargs), _written(scope, placement, base, axis))
     if placement.kind is PlacementKind.SOURCE and scope.size == 1:
-        scope.reads.report_global_read("sums for neighbours' rows")
+        scope.reads.report_global_read()
         return scope.placements.put(func(*args, **kwargs), _written(scope, placement, base, axis))
     if scope.size == 1 or placement.kind is PlacementKind.LOCAL:
         return NotImplemented
@@ -230,7 +230,7 @@ def _written(scope: Reader, index: Placement, base: Tensor, axis: int) -> Placem
 
 
 def _by_place(
-    scope: Reader, index: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    scope: Reader, index: Tensor, args: Args, kwargs: Kwargs
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace ``arange(x.size(0))`` in a write's arguments by the positions of own rows on this part."""
     held = scope.placements.get(index)
@@ -247,14 +247,14 @@ def _reduced(
     axis: int,
     index: Tensor,
     value: Tensor,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> Tensor | None:
     """Answer a write by the graph's targets with kernels; None where they do not apply."""
     how, takes = "sum", False
     if name.startswith("scatter_reduce"):
-        how = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
-        takes = kwargs.get("include_self", args[5] if len(args) > 5 else True)
+        how = argument(args, kwargs, 4, "reduce", "sum")
+        takes = argument(args, kwargs, 5, "include_self", True)
     # scatter_add with a smaller index leaves some values out.
     whole = index.dim() == 1 or index.shape == value.shape
     if (
@@ -284,9 +284,7 @@ def _reduced(
     return out
 
 
-def _linear_of_rows(
-    scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _linear_of_rows(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``F.linear`` of rows: deferred if neighbours can be summed first, else the fastest product."""
     weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
     bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
@@ -308,7 +306,7 @@ def _linear_of_rows(
     return scope.axes.like(linear.linear(rows, weight, bias), args[0])
 
 
-def _matmul(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _matmul(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x @ w`` for constant rows that are nearly all zeros."""
     weight = args[1] if len(args) == 2 and not kwargs else None
     if not isinstance(args[0], Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -365,7 +363,7 @@ def _add(base: Tensor, sums: Tensor, name: str) -> Tensor:
     return base.add_(sums) if name.endswith("_") else base + sums
 
 
-def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _flip(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer a flip of the graph's own edges with the out-edges of own vertices."""
     edges = args[0]
     dims = kwargs.get("dims", args[1:])
@@ -380,7 +378,7 @@ def _flip(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: di
     return NotImplemented
 
 
-def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _greatest_id(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``edge_index.max()``, which asks for the last vertex that has an edge.
 
     A user's code gets the last vertex of the whole graph. PyG's own code allocates that many rows, so it gets
@@ -398,7 +396,7 @@ def _greatest_id(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwa
     return torch.tensor(scope.ids.last_row() - 1, device=scope.device)
 
 
-def _sparse(scope: Reader, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sparse(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse sparse matrices of edges: their halo columns make torch access memory out of bounds."""
     known = (*ALIGNED, PlacementKind.TARGET) if name.startswith("_convert") else ALIGNED
     found = [scope.placements.get(value) for value in (*args, *kwargs.values())]

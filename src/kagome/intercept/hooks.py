@@ -19,6 +19,7 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.halo.forward_pass import transformed
 from kagome.intercept import sparse_adjacency
 from kagome.intercept.interceptor import Interceptor
+from kagome.placement.torch_calls import Args, Kwargs
 from kagome.positions.vertex_tables import (
     given_rows,
     given_sizes,
@@ -229,7 +230,7 @@ class _Watched:
             scope.layer_replay.learn(recorder, states, args, kwargs, out)
         return out
 
-    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def known(self, args: Args, kwargs: Kwargs) -> Any:
         """Return the layer's result by replay if this call is like the last one; else None."""
         return (
             None
@@ -267,7 +268,7 @@ def _edges(scope: Interceptor) -> Callable[..., Any]:
 def _turn_round(scope: Interceptor) -> Callable[..., Any]:
     """Return a pre-hook that gives a target-to-source layer the out-edges, with their attributes."""
 
-    def swap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def swap(_module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         # Only the graph's own edges and attributes are replaced. Tensors that forward computed from them are
         # in-edges, which ``edge_alignment`` converts.
         names = {id(value): name for name, value in scope.inputs.items() if isinstance(value, Tensor)}

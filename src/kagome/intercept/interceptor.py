@@ -39,6 +39,7 @@ from kagome.intercept.gather_scatter import HANDLERS, Handler, by_call
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Placement, PlacementKind, Placements
 from kagome.placement.symbolic_size import Shown, SymbolicSize, behind
+from kagome.placement.torch_calls import Args, Kwargs
 from kagome.placement.vertex_sets import VertexSet, VertexSets
 from kagome.positions import edge_alignment, edge_tables, id_values, vertex_tables
 from kagome.positions.kept_tensors import KeptTensors
@@ -248,9 +249,7 @@ class Interceptor(TorchFunctionMode):
     #
     # The mode is off inside the method, so torch calls of handlers do not come back to it. ``recorder`` notes
     # each call for layer replay, with the arguments that it was given and those that it ran with.
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Answer one torch call, or run it; record the placement of the result."""
         if func in rewrite_rules.KNOWN:
             return func(*args)
@@ -369,7 +368,7 @@ class Interceptor(TorchFunctionMode):
             self.edge_tables = edge_tables.tables_of(model, counts, sizes, self.placements)
             self.keeping.look(self, model, (*sizes, *counts))
 
-    def made(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    def made(self, name: str, args: Args, kwargs: Kwargs) -> Tensor | None:
         """Return the result of ``torch.zeros`` or the like for a symbolic size; None for any other size."""
         out = HANDLERS[name](self, name, getattr(torch, name), args, kwargs)
         return None if out is NotImplemented else out

@@ -16,12 +16,13 @@ from torch import Tensor
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
 from kagome.placement.symbolic_size import Entries, NoneHere, NoRowsHere, Shown, SymbolicSize, behind
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.positions import edge_positions
 from kagome.positions.position_scope import PositionScope
 from kagome.user_frame import by_kagome, from_library
 
 
-def size(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def size(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x.size(0)`` and ``x.shape`` of ids or of a tensor with one row per vertex or edge."""
     if name == "__get__" and attribute(func) != "shape":
         return NotImplemented
@@ -52,7 +53,7 @@ def size(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwar
     return torch.Size(size) if dim is None else size[axis]
 
 
-def numel(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def numel(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x.numel()``, so that ranks without edges take the same branch as their peers."""
     tensor = args[0] if args else kwargs["input"]
     placement = scope.placements.get(tensor)
@@ -79,7 +80,7 @@ def numel(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwa
     )
 
 
-def make(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def make(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Mark ``torch.zeros(x.size(0))`` as a row per vertex, ``x.new_ones(3, row.size(0))`` as one per edge."""
     place = int(name.startswith("new"))
     size = args[place] if len(args) > place else kwargs.get("size")
@@ -94,7 +95,7 @@ def make(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwar
     return scope.placements.put(func(*args, **kwargs), replace(count.placement, axis=axis))
 
 
-def widened(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def widened(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Mark ``bias.expand(x.size(0), -1)`` as one row per vertex, all of them equal."""
     size = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     axis = next((at for at, each in enumerate(size) if isinstance(each, SymbolicSize)), None)
@@ -108,7 +109,7 @@ def widened(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], k
     return scope.placements.put(func(*args, **kwargs), replace(count.placement, axis=axis))
 
 
-def scale(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def scale(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x.sum(0) / x.size(0)`` with the number of rows on all ranks."""
     if not any(isinstance(value, SymbolicSize) for value in args):
         return NotImplemented
@@ -118,7 +119,7 @@ def scale(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwa
     return out
 
 
-def number(scope: PositionScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def number(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``x - x.size(0)`` or ``torch.tensor(x.size(0))`` in user code with the count over all ranks."""
     # In ``torch.full(size, fill)`` the size stays this part's number; only the fill value is converted.
     at = range(len(args)) if name not in FILLS else (FILLS[name],)

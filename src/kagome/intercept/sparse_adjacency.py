@@ -28,14 +28,11 @@ from kagome.graph.structure.sparse_adjacency import Adjacency, adjacency_of
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Placement, PlacementKind, Placements, tensors
 from kagome.placement.symbolic_size import SymbolicSize
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.scope.constants import Constants
 from kagome.scope.exchanges import RankSums
 from kagome.sparse_ops.edge_view import EdgeView
 from kagome.user_frame import user_line
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Func = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,31 +29,7 @@ from torch import Tensor
 
 from kagome.kernels.base import reference
 from kagome.kernels.base.csr import CsrLayout, Structure
-from kagome.kernels.base.reference import Span
-
-__all__ = [
-    "Span",
-    "add_rows",
-    "backend_of",
-    "column_softmax",
-    "column_softmax_back",
-    "dot_edges",
-    "extreme_back",
-    "extreme_edges",
-    "extreme_edges_back",
-    "extreme_rows",
-    "gather",
-    "join_edges",
-    "join_edges_back",
-    "leaky_dots",
-    "leaky_dots_back",
-    "softmax_edges",
-    "softmax_edges_back",
-    "softmax_sum",
-    "softmax_sum_back",
-    "sum_edges",
-    "sum_rows",
-]
+from kagome.kernels.base.reference import Span as Span
 
 # numba has no half-precision numbers on a CPU: such tensors run in plain PyTorch there.
 LOOPED = frozenset((torch.float32, torch.float64))

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from kagome.comm.channel import Channel
 from kagome.components.task import rows_of
 from kagome.config import Train
 from kagome.errors import ConfigError, ModelError
@@ -35,24 +36,6 @@ _LOGITS: Final = (nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss, nn.SoftMarg
 
 Own = Callable[[Any, Tensor], Any]
 """``metric(out, y)``: a value a row; or, with a ``compute(state)`` beside it, a state that adds up."""
-
-
-class Sums(Protocol):
-    """The part of a channel that this module needs: see :class:`kagome.comm.channel.Channel`."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-
-    def all_reduce(
-        self, tensor: Tensor, op: Literal["sum"] = "sum", *, action: str, kind: Literal["other"]
-    ) -> Tensor:
-        """Return a tensor's sum over all ranks."""
-
-    def gather_rows(
-        self, rows: Tensor, *, action: str, kind: Literal["other"] = "other", dst: int | None = None
-    ) -> list[Tensor] | None:
-        """Gather the rows of all ranks, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +61,7 @@ class Metric:
     guessed: bool = False
 
     def scores(
-        self, out: Any, target: Target, masks: Mapping[str, Tensor], channel: Sums, action: str
+        self, out: Any, target: Target, masks: Mapping[str, Tensor], channel: Channel, action: str
     ) -> dict[str, float | None]:
         """Return the metric over each mask's vertices of all ranks; a vertex counts once, at its owner.
 
@@ -121,7 +104,7 @@ class Metric:
         return found
 
     def _found(
-        self, cuts: Mapping[str, tuple[Any, Target]], channel: Sums, action: str
+        self, cuts: Mapping[str, tuple[Any, Target]], channel: Channel, action: str
     ) -> dict[str, float | None]:
         if self.own is None and self.name in RANKED:
             return {s: self._ranked(*cut, channel, action) for s, cut in cuts.items()}
@@ -309,7 +292,7 @@ class Metric:
         return float(2 * hits.sum() / total) if total else None
 
     def _r2(
-        self, cuts: Mapping[str, tuple[Any, Target]], channel: Sums, action: str
+        self, cuts: Mapping[str, tuple[Any, Target]], channel: Channel, action: str
     ) -> dict[str, float | None]:
         """Return scikit-learn's ``r2_score`` by split: that of each column, then their mean."""
         # First pass: [squared errors, number of labels, sum of labels], by column. The mean
@@ -332,7 +315,7 @@ class Metric:
             split: _r2_of(state, spread) for split, state, spread in zip(cuts, found, spreads, strict=True)
         }
 
-    def _ranked(self, out: Any, target: Target, channel: Sums, action: str) -> float | None:
+    def _ranked(self, out: Any, target: Target, channel: Channel, action: str) -> float | None:
         from sklearn.metrics import average_precision_score, roc_auc_score
 
         function = roc_auc_score if self.name == "roc_auc" else average_precision_score
@@ -431,7 +414,7 @@ def _share(target: Target) -> float:
     return float(target.y.size(0)) if target.weights is None else float(target.weights.sum())
 
 
-def _summed(states: Sequence[Any], channel: Sums, action: str) -> list[Any]:
+def _summed(states: Sequence[Any], channel: Channel, action: str) -> list[Any]:
     """Return states added up over all ranks, with one message for all of them."""
     flat = [tree_flatten(state) for state in states]
     leaves = [leaf for found, _ in flat for leaf in found]

@@ -29,6 +29,7 @@ from kagome.adaptive.rollback import Rollback
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.checkpoint.epoch_state import EpochState, RestoredState, StateLayout, said_of
 from kagome.comm.mesh import Mesh
+from kagome.comm.transport.device import to_device
 from kagome.comm.transport.routes import both_passes
 from kagome.components import task
 from kagome.components.engine import PhaseTimer, without_fast
@@ -399,7 +400,7 @@ class ChunkEngine:
             # The loss is 0 on all ranks but those of the last stage, so the sum over the world is the mean
             # loss.
             mine = torch.tensor([lost, float(stop), *self._moved(epoch)], dtype=torch.float64)
-            mine, action = mine.to(self.mesh.device), f"loss, epoch {epoch}"
+            mine, action = to_device(mine, self.mesh.device), f"loss, epoch {epoch}"
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
         self.exchange.moved(moved, epoch)
         return value, stops > 0
@@ -408,7 +409,7 @@ class ChunkEngine:
         """Return how far rows of this part moved, if needed: the largest drift over the part's stages."""
         if not self._drifts:
             return []
-        mine = torch.tensor(self._drifts, dtype=torch.float64, device=self.mesh.device)
+        mine = to_device(torch.tensor(self._drifts, dtype=torch.float64), self.mesh.device)
         self._drifts = ()
         # All stages of a part then add the same value to the sums over all ranks, so the mean is over parts.
         found: list[float] = self.mesh.pipe.all_reduce(mine, "max", action=f"drift, epoch {epoch}").tolist()

@@ -21,8 +21,9 @@ from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sparse_adjacency import adjacency_of
 from kagome.memory.saved_tensors import ActivationProfile, Pair, keeping
 from kagome.model.split.stages import Stage, cut
+from kagome.model.trace.builder import chain
 from kagome.model.trace.graph import LayerGraph
-from kagome.model.trace.shapes import Survey, chain, trace
+from kagome.model.trace.shapes import Survey, trace
 from kagome.profile.part_size import PartSize
 from kagome.profile.step_shapes import survey_on_sample
 from kagome.profile.step_times import Seconds, timed

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kagome.placement.torch_calls import Args, Kwargs, argument
+
 LOSE = frozenset(
     [
         "nonzero",
@@ -209,7 +211,7 @@ PREFIX = VIEWS | {"unsqueeze", "squeeze"}
 
 
 def place_of(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, rows: int, out: Tensor
+    name: str, args: Args, kwargs: Kwargs, base: Tensor, axis: int, rows: int, out: Tensor
 ) -> int | None:
     """Return the row axis of a call's result, or None if it has none.
 
@@ -238,7 +240,7 @@ def place_of(
     if name in _REDUCE and not of_two(name, args, kwargs):
         return _by_reduction(args, kwargs, base, axis, out)
     if name in ("unbind", "select"):
-        dim = _positive(kwargs.get("dim", args[1] if len(args) > 1 else 0), base)
+        dim = _positive(argument(args, kwargs, 1, "dim", 0), base)
         # The axis vanishes: axes behind it move left. One row alone has no axis of rows.
         return None if dim == axis else axis - int(dim < axis)
     if name in JOINS:
@@ -262,10 +264,9 @@ def place_of(
         kept = axis == 0 and base.dim() >= _BATCHED[name] if name in _BATCHED else axis < base.dim() - 2
         return axis if kept and out.dim() > axis and out.size(axis) == rows else None
     if name in ("renorm", "renorm_"):  # each row by itself, or along the other axes
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-        return axis if _positive(dim, base) == axis else None
+        return axis if _positive(argument(args, kwargs, 2, "dim", 0), base) == axis else None
     if name in ("layer_norm", "rms_norm"):
-        shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
+        shape = argument(args, kwargs, 1, "normalized_shape", ())
         # The trailing ``len(shape)`` axes are normalized together.
         return axis if axis < base.dim() - len(shape) else None
     if name in _SHARES:
@@ -276,11 +277,11 @@ def place_of(
 
 
 def _by_view(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, rows: int, out: Tensor
+    name: str, args: Args, kwargs: Kwargs, base: Tensor, axis: int, rows: int, out: Tensor
 ) -> int | None:
     """Follow the row axis through a view, which keeps the entries in their order."""
     if name == "unsqueeze":
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.dim()
+        dim = argument(args, kwargs, 1, "dim", 0) % out.dim()
         # A new axis at ``dim`` moves those from ``dim`` on to the right.
         return axis + int(dim <= axis)
     if name == "squeeze":
@@ -288,7 +289,7 @@ def _by_view(
     return _by_prefix(base, axis, rows, out, _given_shape(name, args, kwargs))
 
 
-def _by_transpose(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> int | None:
+def _by_transpose(name: str, args: Args, base: Tensor, axis: int) -> int | None:
     """Follow the row axis through a call that reorders axes."""
     if name == "permute":
         dims = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
@@ -304,9 +305,9 @@ def _by_transpose(name: str, args: tuple[Any, ...], base: Tensor, axis: int) -> 
     return base.dim() - 1 - axis  # all axes are reversed; t takes two at most
 
 
-def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int, out: Tensor) -> int | None:
+def _by_join(name: str, args: Args, kwargs: Kwargs, axis: int, out: Tensor) -> int | None:
     """Follow the row axis through a concatenation or a stack."""
-    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
+    dim = kwargs.get("axis", argument(args, kwargs, 1, "dim", 0))
     # hstack joins along axis 1, and vectors along axis 0, which is 1 % 1.
     dim = {"hstack": 1, "vstack": 0}.get(name, dim) % out.dim()
     if name == "stack":
@@ -315,9 +316,7 @@ def _by_join(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
     return None if dim == axis else axis
 
 
-def _by_named(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, out: Tensor
-) -> int | None:
+def _by_named(name: str, args: Args, kwargs: Kwargs, base: Tensor, axis: int, out: Tensor) -> int | None:
     """Follow the row axis through calls of :data:`_ALONG`, which keep all axes that they do not name."""
     at, default = _ALONG[name]
     named = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else default))
@@ -332,7 +331,7 @@ def _by_named(
     return axis if out.dim() == base.dim() else axis - sum(dim < axis for dim in dims)
 
 
-def _by_run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
+def _by_run(name: str, args: Args, kwargs: Kwargs, base: Tensor, axis: int) -> int | None:
     """Follow the row axis through calls that run along some axes."""
     # topk(k, dim), kthvalue(k, dim) and roll(shifts, dims) name the axis behind another number.
     place = 2 if name in _AMONG else 1
@@ -375,15 +374,15 @@ def _by_prefix(
     return fits[0] if fits else None
 
 
-def _given_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+def _given_shape(name: str, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
     """Return the sizes that ``view`` and ``reshape`` were given."""
     if name not in ("view", "reshape"):
         return None
-    sizes = kwargs.get("size", kwargs.get("shape", args[1:]))
+    sizes: Any = kwargs.get("size", kwargs.get("shape", args[1:]))
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else tuple(sizes)
 
 
-def _by_recurrence(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
+def _by_recurrence(args: Args, base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
     """Follow the axis of samples through a recurrent layer, whose final states put it elsewhere."""
     # ``batch_first`` is the last argument. Input [L, B, F], or [B, L, F] with it.
     first = bool(args[-1]) if args and isinstance(args[-1], bool) else False
@@ -393,7 +392,7 @@ def _by_recurrence(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, ou
     return 0 if first and out.size(0) == rows and out.size(1) == base.size(1) else 1
 
 
-def _by_squeeze(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int) -> int | None:
+def _by_squeeze(args: Args, kwargs: Kwargs, base: Tensor, axis: int) -> int | None:
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dims is None:
         # On a part with one row, squeeze() removes the row axis, which other parts keep.
@@ -428,7 +427,7 @@ def merged(base: Tensor, axis: int, each: int, out: Tensor) -> tuple[int, int] |
     return None
 
 
-def _by_product(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
+def _by_product(args: Args, base: Tensor, axis: int, rows: int, out: Tensor) -> int | None:
     left = args[0] is base
     # [.., p, k] @ [.., k, q]: the sum runs over the last axis on the left, the last but one on the right.
     inner = base.dim() - 1 if left else max(base.dim() - 2, 0)
@@ -439,23 +438,21 @@ def _by_product(args: tuple[Any, ...], base: Tensor, axis: int, rows: int, out: 
     return _by_shape(base, axis, rows, out) if base.dim() <= out.dim() else None
 
 
-def _by_reduction(
-    args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor, axis: int, out: Tensor
-) -> int | None:
+def _by_reduction(args: Args, kwargs: Kwargs, base: Tensor, axis: int, out: Tensor) -> int | None:
     dims = reduced(args, kwargs, base)
     if dims is None or axis in dims or out.dim() == 0:
         return None
     return axis if out.dim() == base.dim() else axis - sum(d < axis for d in dims)
 
 
-def of_two(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def of_two(name: str, args: Args, kwargs: Kwargs) -> bool:
     """Return True for ``torch.max(a, b)`` and ``torch.min(a, b)``, which are element-wise."""
     return name in ("max", "min") and isinstance(
         kwargs.get("other", args[1] if len(args) > 1 else None), Tensor
     )
 
 
-def reduced(args: tuple[Any, ...], kwargs: dict[str, Any], base: Tensor) -> tuple[int, ...] | None:
+def reduced(args: Args, kwargs: Kwargs, base: Tensor) -> tuple[int, ...] | None:
     """Return the axes that a reduction runs over; None if it names none, which means all."""
     dim = kwargs.get("dim", kwargs.get("axis"))
     if dim is None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kagome.placement.axis_rules import ELEMENTWISE, PREFIX, merged, place_of
 from kagome.placement.row_subset import RowSubset
+from kagome.placement.torch_calls import Args, Kwargs
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.user_frame import from_library, user_line
 
@@ -182,7 +183,7 @@ class Placements:
             del self._table[tensor]
         return tensor
 
-    def spread(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def spread(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Set the placement of a torch call's result by the placements of its arguments."""
         if not isinstance(result, (Tensor, tuple, list)):
             return
@@ -216,7 +217,7 @@ class Placements:
         if lead is not None:
             _spread_rows(self, name, args, kwargs, result, lead, found)
 
-    def lost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement | None:
+    def lost(self, args: Args, kwargs: Kwargs) -> Placement | None:
         """Return the placement of a lost tensor among a call's arguments; None if there is none."""
         if self.all_local or not self._loses:
             return None
@@ -230,7 +231,7 @@ class Placements:
             None,
         )
 
-    def stays_lost(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    def stays_lost(self, name: str, args: Args, kwargs: Kwargs, result: Any) -> bool:
         """Mark a call's result as lost if one of its arguments is, whoever answered the call."""
         gone = self.lost(args, kwargs)
         if gone is None:
@@ -245,7 +246,7 @@ class Placements:
                     self.put(view, gone)
         return True
 
-    def write(self, name: str, args: tuple[Any, ...]) -> None:
+    def write(self, name: str, args: Args) -> None:
         """Record, before a call that may write, that ids it writes to or stores lose their meaning."""
         first = args[0] if args else None
         held = self.get(first)
@@ -259,7 +260,7 @@ class Placements:
             self.put(held.edges, Placement(PlacementKind.MIXED))  # first is a view of it
 
 
-def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def tensors(args: Sequence[Any], kwargs: Kwargs) -> Iterator[Tensor]:
     """Yield the tensors among a call's arguments, one level deep."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -304,8 +305,8 @@ _GATHERS = frozenset(["__getitem__", "index_select", "gather", "embedding"])
 def _spread_ids(
     placements: Placements,
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     result: Any,
     lead: Placement,
     found: list[Placement],
@@ -361,13 +362,14 @@ def _spread_ids(
 def _part_edges(
     placements: Placements,
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     result: Any,
     lead: Placement,
 ) -> None:
     """Place the results of ``source, target = edge_index.unbind(0)``, and of splits of the edge list."""
-    dim = kwargs.get("dim", args[-1] if len(args) > (1 if name == "unbind" else 2) else 0) % 2
+    last: Any = args[-1] if len(args) > (1 if name == "unbind" else 2) else 0
+    dim = kwargs.get("dim", last) % 2
     for row, out in enumerate(result):
         if dim == 0 and len(result) == 2:
             placements.put(out, _end(args[0], lead, row))
@@ -381,8 +383,8 @@ def _part_edges(
 def _join_ids(
     placements: Placements,
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     result: Any,
     found: list[Placement],
 ) -> None:
@@ -455,8 +457,8 @@ _PLACES = frozenset(["argsort", "sort", "topk", "kthvalue", "nonzero", "where", 
 def _spread_rows(
     placements: Placements,
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     result: Any,
     placement: Placement,
     found: list[Placement],
@@ -510,9 +512,7 @@ def _spread_rows(
             lose(placements, name, out)
 
 
-def _unlike(
-    placements: Placements, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def _unlike(placements: Placements, placement: Placement, args: Args, kwargs: Kwargs) -> bool:
     """Return True if the arguments' rows belong to different vertices."""
     others = [m for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES]
     if placement.is_complete and all(
@@ -528,7 +528,7 @@ def _unlike(
     )
 
 
-def _outer(placements: Placements, args: tuple[Any, ...]) -> bool:
+def _outer(placements: Placements, args: Args) -> bool:
     """Return True if a product has rows along both of its last axes: it covers this part's pairs only."""
     if len(args) < 2 or not all(isinstance(arg, Tensor) and arg.dim() > 1 for arg in args[:2]):
         return False
@@ -538,7 +538,7 @@ def _outer(placements: Placements, args: tuple[Any, ...]) -> bool:
     return bool(one.axis == left.dim() - 2 and two.axis == right.dim() - 1)
 
 
-def _pairwise(placements: Placements, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _pairwise(placements: Placements, args: Args, kwargs: Kwargs) -> bool:
     """Return True if an element-wise call has rows of vertices along two axes: ``x[:, None] - x[None]``."""
     held = [
         (t, m) for t in tensors(args, kwargs) if (m := placements.get(t)) is not None and m.kind in VERTICES

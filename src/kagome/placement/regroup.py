@@ -1,8 +1,8 @@
 """Regroup: where a view puts the rows of vertices or edges when it merges or splits axes.
 
-Where it sits: ``placement`` asks it for ``view``, ``reshape``, ``flatten`` and ``unflatten``. It reckons with the
-shapes of the whole graph, which are the same on all ranks: a part may have one row, or none, and then its own
-shapes fit several ways.
+Where it sits: ``scope.batches`` asks it for ``view``, ``reshape``, ``flatten`` and ``unflatten``. It takes
+the shapes of the whole graph, the same on all ranks: a part may have one row, or none, and its own
+shapes then fit several ways.
 
 ::
 
@@ -93,7 +93,8 @@ def whole_view(
         return whole_of(other) if isinstance(other, Tensor) else None
     if name == "flatten":
         given = dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
-        first, last = (range(len(shape))[given.get(key, at)] for key, at in (("start_dim", 0), ("end_dim", -1)))
+        ends = given.get("start_dim", 0), given.get("end_dim", -1)
+        first, last = (range(len(shape))[end] for end in ends)
         return [*shape[:first], prod(shape[first : last + 1]), *shape[last + 1 :]]
     if name == "unflatten":
         given = dict(zip(("dim", "sizes"), args[1:], strict=False)) | kwargs

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from kagome.placement.torch_calls import Args, Kwargs
+
 IN_PLACE: Final = frozenset(
     f"__i{name}__"
     for name in (
@@ -30,7 +32,7 @@ def writes(name: str) -> bool:
     )
 
 
-def written_by(name: str, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(name: str, what: str, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Return the tensors that a call writes to.
 
     Args:

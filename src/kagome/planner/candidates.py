@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
+from typing import Any
 
 from kagome.errors import PlanError
 from kagome.planner.cluster import Cluster
@@ -92,7 +93,7 @@ class Plans:
 
     fitting: tuple[Candidate, ...]
     refused: tuple[tuple[Candidate, str], ...]
-    facts: Mapping[str, object] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the plans as JSON text, the best first."""

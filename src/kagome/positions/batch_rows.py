@@ -12,8 +12,8 @@ of a batch.
 
 [Note: stand-ins] A part cannot tell by its own edges what arithmetic has made of them: it may have none. So
 the arithmetic is repeated on a stand-in, a short list of edges that is the same on all ranks. If it gives
-copies of the stand-in, shifted from copy to copy by the numbers of vertices, it gives copies of any list: only
-sums with tensors of all ranks, joins and views are followed, which look at no values.
+copies of the stand-in, shifted from copy to copy by the numbers of vertices, it does so to any list.
+Only sums with tensors of all ranks, joins and views are followed, because they look at no values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kagome.user_frame import from_library
 
 def view(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer a view of rows by the shapes of the whole graph: ``x.reshape(B * N, F)``."""
-    base = args[0] if args else None
+    base: Any = args[0] if args else None
     placement = scope.placements.get(base)
     # PyG's code gives sizes of this part.
     if placement is None or placement.kind not in ALIGNED or from_library():
@@ -96,12 +96,14 @@ def joined(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
             return NotImplemented
         copies += scope.batches.copies_of(each)
     placed = scope.batches.with_copies(first, copies)
-    out = func([now(each) for each in values], *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"})
+    out = func(
+        [now(each) for each in values], *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"}
+    )
     return scope.placements.put(out, placed)
 
 
 def follow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """Answer arithmetic with ids of edges with the edges of a batch, if it makes them: see [Note: stand-ins]."""
+    """Answer arithmetic with ids by the edges of a batch, if it makes them: see [Note: stand-ins]."""
     if scope.batches.following or from_library():
         return NotImplemented
     found = _stand_ins(scope, args, kwargs)
@@ -112,7 +114,7 @@ def follow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     try:
         with torch._C.DisableTorchFunction():
             made = func(*map(put, args), **{key: put(value) for key, value in kwargs.items()})
-    except (RuntimeError, IndexError, TypeError, _Unlike):
+    except (RuntimeError, IndexError, TypeError, _UnlikeError):
         return NotImplemented
     if not isinstance(made, Tensor):
         return NotImplemented
@@ -132,13 +134,11 @@ def follow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     return out
 
 
-class _Unlike(Exception):
+class _UnlikeError(Exception):
     """A size that says nothing of the stand-in."""
 
 
-def _stand_ins(
-    scope: PositionScope, args: Args, kwargs: Kwargs
-) -> tuple[int, dict[int, Tensor]] | None:
+def _stand_ins(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[int, dict[int, Tensor]] | None:
     """Return the view whose ids a call works with, and the stand-in of each tensor of ids, by its ``id``.
 
     Returns:
@@ -182,10 +182,10 @@ def _put(scope: PositionScope, name: str, number: int, held: dict[int, Tensor]) 
         if isinstance(value, SymbolicSize):
             whole = value.of_all()
             if not count or whole % count:
-                raise _Unlike
+                raise _UnlikeError
             return whole // count * length
         if value and value % length == 0:
-            raise _Unlike  # a number of the user's own that is that of the stand-in's edges
+            raise _UnlikeError  # a number of the user's own that is that of the stand-in's edges
         return value
 
     return put

@@ -22,14 +22,12 @@ from torch import Tensor, nn
 from kagome.errors import ModelError
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import Placement, PlacementKind, Placements, tensors
+from kagome.placement.torch_calls import Args as Args, Kwargs as Kwargs
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.placement.writes import written_by
 from kagome.positions.edge_tables import EdgeTables, tensors_of
 from kagome.scope.constants import Constants
 from kagome.user_frame import from_library, user_line
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 ALIKE: Final = "what a model keeps from one forward to the next to be the same on all ranks"
 WAY_OUT: Final = (

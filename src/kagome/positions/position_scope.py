@@ -6,7 +6,6 @@ among all vertices of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from kagome.halo.forward_pass import RunningForward
 from kagome.placement.placement import VERTICES, Placement, Placements
 from kagome.placement.symbolic_size import as_place
+from kagome.placement.torch_calls import Args as Args, Func as Func, Kwargs as Kwargs
 from kagome.placement.vertex_sets import VertexSets
 from kagome.scope.batches import Batches
 from kagome.scope.exchanges import RankSums
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from kagome.positions.kept_tensors import KeptTensors
     from kagome.positions.row_copies import RowCopies
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Func = Callable[..., Any]
 
 FULL = slice(None)
 
@@ -91,9 +88,9 @@ def rows_base(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[Tensor,
     return base, placement
 
 
-def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor, default: int = 0) -> int:
+def dim_of(args: Args, kwargs: Kwargs, place: int, base: Tensor) -> int:
     """Return the axis that a call names, as a non-negative number."""
-    dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else default))
+    dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else 0))
     return int(dim or 0) % max(base.dim(), 1)
 
 

@@ -1,1 +1,1 @@
-"""Records of a run: epochs, memory, plans, pipelines and spans."""
+"""Records of a run: epochs, memory, pipelines and spans."""

@@ -1,7 +1,7 @@
 """Pipeline record: how much of an epoch the ranks compute, wait and send, measured and predicted.
 
 Where it sits: reads the spans that ``pipelining`` names after its programs' actions; ``report.summary`` keeps
-the figures, ``report.page.lanes`` draws them.
+the figures, ``report.charts.lanes`` draws them.
 
 All shares are of one window: from the first action's begin to the last action's end, on all ranks.
 """

@@ -14,7 +14,10 @@ from statistics import median_low
 from types import TracebackType
 from typing import NamedTuple
 
+import torch
+
 from kagome.errors import ScheduleError
+from kagome.records.device_clock import DeviceClock
 from kagome.schedule.actions import Action, ActionKind, parse
 
 SET_UP = ("partition", "load", "check")
@@ -25,6 +28,9 @@ PHASES = (*SET_UP, "forward", "backward", "exchange", "weights", "optimizer", *B
 
 # Anything inside these is not training: an exchange within an evaluation is part of the evaluation.
 OPAQUE = frozenset((*SET_UP, *BESIDE))
+
+UNREAD = 4096
+"""Most phases whose marks on a device are not read yet; to read them the host waits for the device."""
 
 
 class Span(NamedTuple):
@@ -141,6 +147,16 @@ class Spans:
         # One stack for all threads: autograd may run a backward's exchange in a device thread, while the
         # thread that called backward waits inside its own phase.
         self._open: list[Phase] = []
+        self._device: DeviceClock | None = None
+        self._unread: list[Phase] = []
+
+    def measure(self, device: torch.device) -> None:
+        """Measure phases on a device from now on: on a GPU, when it comes to them and not when the host does.
+
+        No phase may be open.
+        """
+        self._read()
+        self._device = None if device.type == "cpu" else DeviceClock(device, self.clock)
 
     def phase(self, name: str, epoch: int | None = None) -> Phase:
         """Return a context manager that records what runs inside it.
@@ -164,6 +180,7 @@ class Spans:
 
     def as_list(self) -> list[Span]:
         """Return the kept spans in the order of their starts, in seconds after the common zero."""
+        self._read()
         spans = (span for kept in self._kept.values() for span in kept)
         # An outer phase is recorded after its inner ones: reversed, it comes first where both start at once.
         shifted = [span._replace(start=span.start - self._zero) for span in spans][::-1]
@@ -171,6 +188,7 @@ class Spans:
 
     def seconds(self) -> dict[str, float]:
         """Return seconds by phase over the whole run, with forgotten epochs; each moment counts once."""
+        self._read()
         return dict(self._sums)
 
     def _enter(self, phase: Phase) -> None:
@@ -180,17 +198,47 @@ class Spans:
             if phase.epoch is None:
                 phase.epoch = outer.epoch
         self._open.append(phase)
+        phase.start = self._now()
 
-    def _leave(self, phase: Phase, duration: float) -> None:
+    def _now(self) -> float | torch.Event:
+        return self.clock() if self._device is None else self._device.mark()
+
+    def _leave(self, phase: Phase) -> None:
+        phase.end = self._now()
         # Phases close in any order if threads overlap, so this one may not be the last.
         if phase in self._open:
             # A phase opened later and never closed (an exception in another thread) is dropped with it.
             del self._open[self._open.index(phase) :]
+        phase.outer = self._open[-1] if self._open else None
+        self._unread.append(phase)
+        if self._device is None or len(self._unread) >= UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Count the phases that have ended. Inner ones have ended before their outer one."""
+        phases, self._unread = self._unread, []
+        if self._device is not None and phases:
+            # Also the starts of open phases: later marks are measured from a mark after them.
+            marked = [phase for phase in self._open if isinstance(phase.start, torch.Event)]
+            marks = [mark for phase in phases for mark in (phase.start, phase.end)]
+            marks += [phase.start for phase in marked]
+            events = [mark for mark in marks if isinstance(mark, torch.Event)]
+            known = dict(zip(map(id, events), self._device.seconds(events), strict=True))
+            for phase in (*phases, *marked):
+                phase.start = known.get(id(phase.start), phase.start)
+                phase.end = known.get(id(phase.end), phase.end)
+        for phase in phases:
+            self._count(phase)
+
+    def _count(self, phase: Phase) -> None:
+        assert isinstance(phase.start, float)
+        assert isinstance(phase.end, float)
+        duration = phase.end - phase.start
         # Seconds of an inner phase are subtracted from the outer one, so each moment counts once. In an
         # evaluation everything counts for the evaluation, so inner phases count nothing.
         if not phase.inside:
-            if self._open:
-                self._open[-1].inner += duration
+            if phase.outer is not None:
+                phase.outer.inner += duration
             self._sums[phase.name] = self._sums.get(phase.name, 0.0) + max(duration - phase.inner, 0.0)
         kept = self._list_of(phase.epoch)
         # Sums go on for epochs whose spans are no longer kept.
@@ -216,19 +264,20 @@ class Spans:
 class Phase:
     """An open phase of a :class:`Spans`; use it with ``with``."""
 
-    __slots__ = ("_spans", "epoch", "inner", "inside", "name", "start")
+    __slots__ = ("_spans", "end", "epoch", "inner", "inside", "name", "outer", "start")
 
     def __init__(self, spans: Spans, name: str, epoch: int | None) -> None:
         self._spans = spans
         self.name = name
         self.epoch = epoch
-        self.start = 0.0
+        self.start: float | torch.Event = 0.0
+        self.end: float | torch.Event = 0.0
         self.inner = 0.0
         self.inside = False
+        self.outer: Phase | None = None
 
     def __enter__(self) -> Phase:
         self._spans._enter(self)
-        self.start = self._spans.clock()
         return self
 
     def __exit__(
@@ -237,4 +286,4 @@ class Phase:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._spans._leave(self, self._spans.clock() - self.start)
+        self._spans._leave(self)

@@ -23,6 +23,7 @@ from kagome.records.epoch import EpochRecord
 from kagome.records.pipeline import pipeline_summary
 from kagome.records.spans import Span, Spans
 from kagome.report.summary import summary
+from kagome.storage.atomic import draft
 
 
 def original_order(rows: Any, part: Partition, channel: Channel, action: str) -> Any:
@@ -95,15 +96,12 @@ def write_scores(path: Path, scores: Any) -> str:
             f"{len(arrays)} from the model: {', '.join(arrays)}",
             hint=f"--out {path.with_suffix('.npz').name}",
         )
-    # Written beside the file and renamed, so that a reader sees the old file or the complete new one.
-    fresh = path.with_name(f".{path.name}")
     try:
-        with fresh.open("wb") as file:
+        with draft(path) as beside, beside.open("wb") as file:
             if path.suffix == ".npy":
                 np.save(file, *arrays.values())
             else:
                 np.savez_compressed(file, **arrays)
-        fresh.rename(path)
     except OSError as error:
         raise ConfigError(f"scores to be written to {path}", f"{error}") from None
     shapes = {name: " x ".join(f"{size:,}" for size in each.shape) for name, each in arrays.items()}

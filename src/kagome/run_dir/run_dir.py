@@ -27,7 +27,7 @@ from kagome.records.spans import Span
 from kagome.report.progress import TensorBoard, warn
 from kagome.run_dir.claim import Claim, continues_run, refuse_taken, remove_run, unwritable
 from kagome.run_dir.results import arrays_of, as_array
-from kagome.storage.atomic import write_text
+from kagome.storage.atomic import draft, write_text
 
 
 class RunWriter:
@@ -224,40 +224,27 @@ class RunWriter:
         Shapes:
             ``scores [N, C]``, ``label [N]`` or ``[N, C]``, ``target [N, ...]``.
         """
-        with self._worded():
-            self._finish(values, spans, scores, label, target, model)
-
-    def _finish(
-        self,
-        values: Mapping[str, Any],
-        spans: Sequence[Sequence[Span]],
-        scores: Any,
-        label: Tensor | None,
-        target: Tensor,
-        model: nn.Module,
-    ) -> None:
         from kagome.report.chrome_trace import write_trace
         from kagome.report.summary import write_summary
 
-        self.close()
-        # The weights and predictions are written before summary.json, whose existence says that a run has
-        # finished.
-        given = arrays_of(scores)
-        if label is not None:
-            given["label"] = as_array(label)
-        fresh = self.folder / ".predictions.npz"
-        np.savez_compressed(fresh, target=as_array(target), **given)
-        fresh.rename(self.folder / "predictions.npz")
-        with torch.no_grad():
-            save_model(model, str(self.folder / ".model.safetensors"))
-        (self.folder / ".model.safetensors").rename(self.folder / "model.safetensors")
-        write_summary(self.folder / "summary.json", {**values, "predicted": self._predicted()})
-        if self.settings.report.trace:
-            write_trace(self.folder / "trace.json", spans)
-        if self.settings.report.page:
-            from kagome.report.page.page import write_page
+        with self._worded():
+            self.close()
+            # The weights and predictions are written before summary.json, whose existence says that a run has
+            # finished.
+            given = arrays_of(scores)
+            if label is not None:
+                given["label"] = as_array(label)
+            with draft(self.folder / "predictions.npz") as beside, beside.open("wb") as file:
+                np.savez_compressed(file, target=as_array(target), **given)
+            with draft(self.folder / "model.safetensors") as beside, torch.no_grad():
+                save_model(model, str(beside))
+            write_summary(self.folder / "summary.json", {**values, "predicted": self._predicted()})
+            if self.settings.report.trace:
+                write_trace(self.folder / "trace.json", spans)
+            if self.settings.report.page:
+                from kagome.report.page.page import write_page
 
-            write_page(self.folder)
+                write_page(self.folder)
 
 
 def earlier_records(channel: Channel, checkpoint: Path, epoch: int) -> list[EpochRecord]:

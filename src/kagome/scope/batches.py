@@ -113,9 +113,9 @@ class Batches:
             if (held.single, held.copies) == (view, copies):
                 return at
         one = self._views[view]
-        ends = [self._sets.batched(number, copies) for number in (one.sources, one.targets)]
+        sources, targets = (self._sets.batched(number, copies) for number in (one.sources, one.targets))
         with torch._C.DisableTorchFunction():
-            made = batched_view(one, view, copies, *ends, self._sets)
+            made = batched_view(one, view, copies, sources, targets, self._sets)
         self._views.append(made)
         number = len(self._views) - 1
         self._placements.put(made.edge_index, Placement(PlacementKind.EDGES, number))
@@ -132,7 +132,7 @@ class Batches:
             self.following = False
 
     def stand_in(self, ids: Tensor) -> tuple[int, Tensor] | None:
-        """Return the view whose ids a tensor holds, and what it holds of the view's stand-in; None if unknown."""
+        """Return the view whose ids a tensor holds, and the same of the view's stand-in; None if unknown."""
         if (found := self.stand_ins.get(ids)) is not None:
             return found
         held = self._placements.get(ids)
@@ -197,7 +197,7 @@ class Batches:
             return self._placements.put(edges[rows[0]], Placement(kind, number, edges=edges))
 
     def divided(self, placement: Placement, parts: int) -> Placement | None:
-        """Return the placement of one of so many equal parts of a batch; None if no whole samples are in it."""
+        """Return the placement of one of so many equal parts of a batch; None if it cuts through samples."""
         if placement.kind not in (*VERTICES, PlacementKind.PAIRS) or parts < 2:
             return None
         copies, rest = divmod(self.copies_of(placement), parts)

@@ -272,10 +272,11 @@ class NeighborReads:
                 self._all_rows[vertex_set] = exchange, exchange.ids.argsort()
         return self._all_rows[vertex_set]
 
-    def report_global_read(self, what: str) -> None:
+    def report_global_read(self) -> None:
         """Report, where all rows are local, a read that goes beyond a vertex's in-edges."""
         none = torch.empty(0, 1, device=self._views[0].ids.device)
-        self._channel.start(none, ExchangeRequest([0], [0], what, "other"))  # observers of the channel see it
+        # Observers of the channel see it.
+        self._channel.start(none, ExchangeRequest([0], [0], "sums for neighbours' rows", "other"))
 
     def refuse_sample(self, what: str) -> None:
         """Refuse a computation that a sample of rows would bias: the sample is unbiased for sums alone."""

@@ -27,6 +27,7 @@ from kagome.placement.placement import (
     tensors,
 )
 from kagome.placement.symbolic_size import SymbolicSize
+from kagome.placement.torch_calls import Args, Kwargs
 from kagome.placement.vertex_sets import VertexSets
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.sparse_ops.edge_view import EdgeView, pair_ids
@@ -316,7 +317,7 @@ class SetsScope(LocatedScope, Protocol):
     views: list[EdgeView]
 
 
-def refuse_unlike_rows(scope: SetsScope, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_unlike_rows(scope: SetsScope, name: str, args: Args, kwargs: Kwargs) -> None:
     """Refuse a call in which rows of two vertex sets, or of two edge sets, meet.
 
     Raises:
@@ -351,7 +352,7 @@ def refuse_unlike_rows(scope: SetsScope, name: str, args: tuple[Any, ...], kwarg
             raise _met(scope, name, *found)
 
 
-def _refuse_write(scope: SetsScope, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_write(scope: SetsScope, name: str, args: Args, kwargs: Kwargs) -> None:
     """Refuse a write by ids of one set to rows of another, and of values of other edges than the ids'.
 
     Raises:

@@ -11,7 +11,9 @@ of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.optim import Optimizer
 
 from kagome.errors import CheckpointError
 from kagome.sharding.gradients.gradient_norm import clip
-from kagome.sharding.rows.cut_tables import CutTables, Table
+from kagome.sharding.rows.cut_tables import CutTables, Shown, Table
 from kagome.sharding.train_step import GraphSteps
 
 
@@ -45,7 +47,7 @@ class ModelState(GraphSteps):
         # The model's own hook gathers the rows: see ``CutTables.watch``.
         if not rank0_only:
             return self.model.state_dict(*args, **kwargs)
-        with self._tables.on_first_rank():
+        with self._tables.showing(partial(self._tables.whole, dst=0)):
             found = self.model.state_dict(*args, **kwargs)
         return {} if self.rank else found
 
@@ -81,7 +83,9 @@ class ModelState(GraphSteps):
             >>> state["state"][0]["exp_avg"].shape
             torch.Size([1797, 8])
         """
-        return _whole(self._tables, optimizer, rank0_only=rank0_only)
+        how = partial(self._tables.whole, dst=0 if rank0_only else None)
+        found = whole_state(self._tables, optimizer, how)
+        return {} if self.rank and rank0_only else found
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load what :meth:`optimizer_state_dict` returned, on any number of ranks.
@@ -93,7 +97,36 @@ class ModelState(GraphSteps):
         Raises:
             CheckpointError: If a state has rows of another graph.
         """
-        _load(self._tables, optimizer, state)
+        load_whole_state(self._tables, optimizer, state)
+
+    def stateful(self, optimizer: Optimizer | None = None) -> ShardedState:
+        """Return what ``torch.distributed.checkpoint`` saves and loads: weights, step, an optimizer's state.
+
+        Cut tables are written a block of rows a rank, in the graph's order. A checkpoint is read by any
+        number of ranks, and by the plain model in one process.
+
+        Args:
+            optimizer: The optimizer of this model's parameters; to load, in the same order as it was saved.
+
+        Cost:
+            Saving and loading send each own row of a cut table, and of its moments, once.
+
+        Example:
+            >>> import kagome, tempfile, torch
+            >>> import torch.distributed.checkpoint as dcp
+            >>> from torch_geometric.nn import GCN
+            >>> data, model = kagome.load("digits"), GCN(64, 16, num_layers=2, out_channels=1)
+            >>> optimizer = torch.optim.Adam(model.parameters())
+            >>> with kagome.shard(model, data) as net, tempfile.TemporaryDirectory() as folder:
+            ...     net.mean(net(data.x, data.edge_index) ** 2).backward()
+            ...     optimizer.step()
+            ...     _ = dcp.save({"training": net.stateful(optimizer)}, checkpoint_id=folder)
+            ...     net.step = 0
+            ...     dcp.load({"training": net.stateful(optimizer)}, checkpoint_id=folder)
+            ...     net.step
+            1
+        """
+        return ShardedState(self, optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients in place so that their norm is at most ``max_norm``. All ranks call it.
@@ -127,17 +160,84 @@ class ModelState(GraphSteps):
         return clip(self._sync, self._mesh.graph, max_norm, norm_type)
 
 
-def _whole(tables: CutTables, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+class ShardedState:
+    """The weights of a sharded model and the state of its optimizer, as a ``Stateful`` of torch.
+
+    Args:
+        net: The sharded model.
+        optimizer: The optimizer of its parameters; None for none.
+    """
+
+    def __init__(self, net: ModelState, optimizer: Optimizer | None) -> None:
+        self._net, self._optimizer = net, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights and state, with DTensors in place of cut tables. All ranks call it."""
+        net, tables = self._net, self._net._tables
+        with tables.showing(tables.blocks):
+            found = {"model": dict(net.model.state_dict()), "step": net.step}
+        if self._optimizer is not None:
+            with _begun(self._optimizer):
+                whole = whole_state(tables, self._optimizer, tables.blocks)
+            # Text, because torch names entries by the path to them, and looks a path up again to load.
+            found["optimizer"] = {
+                **whole,
+                "state": {str(key): value for key, value in whole["state"].items()},
+            }
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, and a checkpoint was read into. All ranks call it."""
+        self._net.load_state_dict(state_dict["model"])
+        self._net.step = state_dict["step"]
+        if self._optimizer is not None:
+            whole = state_dict["optimizer"]
+            state = {int(key): value for key, value in whole["state"].items()}
+            load_whole_state(self._net._tables, self._optimizer, {**whole, "state": state})
+
+
+@contextmanager
+def _begun(optimizer: Optimizer) -> Iterator[None]:
+    """Within a block, give an optimizer that has made no step the state that its first step would make.
+
+    A checkpoint is read into tensors that are there. Their entries are zeros, as before a first step.
+    """
+    if optimizer.state:
+        yield
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        for group in optimizer.param_groups:  # no weight changes at this rate
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for each in optimizer.state.values():
+            for value in each.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+        yield
+    finally:
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+
+def whole_state(tables: CutTables, optimizer: Optimizer, how: Shown) -> dict[str, Any]:
     """Return an optimizer's state dict, with all rows where it has a table's own rows. All ranks call it.
 
     Args:
         tables: The cut parameters.
         optimizer: The optimizer of the model's parameters.
-        rank0_only: Whether rank 0 alone gets it; others get an empty dict.
+        how: What it has in place of own rows.
     """
-    first = tables.channel.rank == 0
     found = optimizer.state_dict()
-    dst = 0 if rank0_only else None
     # The optimizer's own state stays as it is: only this copy of its dicts has all rows.
     state = dict(found["state"])
     for place, table in _cut_among(tables, optimizer).items():
@@ -145,15 +245,15 @@ def _whole(tables: CutTables, optimizer: Optimizer, *, rank0_only: bool = False)
         if place not in state:
             continue
         state[place] = {
-            name: tables.whole(table, value, f"optimizer state: {name} of {table.names[0]}", dst=dst)
+            name: how(table, value, f"optimizer state: {name} of {table.names[0]}")
             if _has_rows(value, table.parameter.shape)
             else value
             for name, value in state[place].items()
         }
-    return {**found, "state": state} if first or not rank0_only else {}
+    return {**found, "state": state}
 
 
-def _load(tables: CutTables, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+def load_whole_state(tables: CutTables, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
     """Load a state dict with all rows: the optimizer keeps own rows of cut tables.
 
     Raises:
@@ -166,11 +266,11 @@ def _load(tables: CutTables, optimizer: Optimizer, given: Mapping[str, Any]) -> 
         key = saved[place] if place < len(saved) else None
         if key not in state:
             continue
-        state[key] = {name: _own_rows(table, name, value) for name, value in state[key].items()}
+        state[key] = {name: _own_rows(tables, table, name, value) for name, value in state[key].items()}
     optimizer.load_state_dict({**given, "state": state})
 
 
-def _own_rows(table: Table, name: str, value: Any) -> Any:
+def _own_rows(tables: CutTables, table: Table, name: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return value
     # Moments of other shapes, such as Adafactor's of rows and columns, are no entries of the parameter.
@@ -181,7 +281,7 @@ def _own_rows(table: Table, name: str, value: Any) -> Any:
             where=table.names[0],
             hint="what net.optimizer_state_dict(optimizer) returned",
         )
-    return table.owned(value)
+    return tables.owned(table, value)
 
 
 def _has_rows(value: Any, shape: torch.Size) -> bool:

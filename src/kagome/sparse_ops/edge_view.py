@@ -175,9 +175,9 @@ def batched_view(
     ids[local] = view.ids + each * sets[view.sources].size
     send = torch.empty(copies * held.send.numel(), dtype=held.send.dtype, device=held.send.device)
     send[_copied(held.send_counts, copies, send.device)] = held.send + each * n
-    reads = held.reads
-    if reads is not None:
-        reads = torch.empty(copies * held.halo, dtype=reads.dtype, device=reads.device)
+    reads = None
+    if held.reads is not None:
+        reads = torch.empty(copies * held.halo, dtype=held.reads.dtype, device=held.reads.device)
         reads[halo - copies * n] = held.reads
     rows = replace(
         held,

@@ -9,8 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def draft(path: Path) -> Iterator[Path]:
+    """Yield a path beside a file: what the block writes there becomes the file, completely or not at all."""
+    # In the same folder, because a rename is atomic within one file system only. The process id keeps two
+    # writers of one file from sharing a draft.
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield beside
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str, *, sync: bool = False) -> Path:
@@ -27,18 +42,11 @@ def write_text(path: str | Path, text: str, *, sync: bool = False) -> Path:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, because a rename is atomic within one file system only. The process id keeps two
-    # writers of one file from sharing a draft.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with draft(path) as beside, beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     return path
 
 

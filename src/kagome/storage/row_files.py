@@ -14,7 +14,6 @@ Each file says which save it belongs to. So files of two saves in one folder are
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import ConfigError, DataError
+from kagome.storage.atomic import draft
 
 Format = Literal["safetensors", "npz", "parquet"]
 """The formats of a file of rows."""
@@ -97,25 +97,20 @@ def write_rows(folder: Path, ids: Tensor, rows: Tensor, share: Share, format: Fo
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rows-{share.rank:05}-of-{share.ranks:05}.{format}"
-    # Beside the file, because a rename is atomic within one file system only.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     ids, rows, about = ids.cpu().contiguous(), rows.detach().cpu().contiguous(), json.dumps(asdict(share))
-    try:
+    with draft(path) as beside:
         if format == "safetensors":
             from safetensors.torch import save_file
 
-            save_file({"ids": ids, "rows": rows}, draft, metadata={ABOUT: about})
+            save_file({"ids": ids, "rows": rows}, beside, metadata={ABOUT: about})
         elif format == "npz":
             # To an open file: given a path, NumPy would put ".npz" behind the draft's name.
-            with draft.open("wb") as file:
+            with beside.open("wb") as file:
                 arrays: dict[str, Any] = {"ids": ids.numpy(), "rows": _array(rows, format)}
                 arrays[ABOUT] = np.array(about)
                 np.savez(file, **arrays)
         else:
-            _write_parquet(draft, ids, _array(rows, format), about)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+            _write_parquet(beside, ids, _array(rows, format), about)
     return path
 
 

@@ -17,6 +17,7 @@ import torch
 from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.channel import Channel
 from kagome.comm.stats import KINDS, Traffic
+from kagome.comm.transport.device import to_device
 from kagome.errors import CommError, ModelError
 from kagome.records.epoch import EpochRecord
 
@@ -108,7 +109,7 @@ class EpochTimer:
         columns: tuple[Mapping[str, float], ...] = (spent.bytes, spent.waited, spent.under_way, uncoded)
         rows = [[column.get(kind, 0) for kind in KINDS] for column in columns]
         # float64 holds byte counts exactly up to 2**53; float32 would round above 16 MiB.
-        mine = torch.tensor(rows, dtype=torch.float64, device=self.channel.device)
+        mine = to_device(torch.tensor(rows, dtype=torch.float64), self.channel.device)
         counts = self.channel.start_all_reduce(mine.view(-1), action=f"costs, epoch {epoch}", kind="other")
         self._pending.append(PendingEpoch(EpochRecord(epoch, loss, None, None, seconds, {}), counts))
 

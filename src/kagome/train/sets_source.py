@@ -18,7 +18,7 @@ from kagome.components.rank_zero import by_first
 from kagome.config import Parallel, Run
 from kagome.errors import ConfigError, PartitionError
 from kagome.graph.partition import store
-from kagome.graph.partition.choice import is_auto
+from kagome.graph.partition.choice import AUTO
 from kagome.graph.partition.quality import Quality
 from kagome.graph.partition.sets_partition import (
     SetsPartition,
@@ -31,10 +31,7 @@ from kagome.graph.partition.store import Meta
 from kagome.graph.structure.hetero import validate_sets
 from kagome.graph.structure.sets import Graph
 
-ONE_SET: Final = (
-    *("tensor", "pipe", "chunks", "max_age", "error_feedback", "halo_sample"),
-    *("skip_drift", "adaptive_bits", "decouple"),
-)
+ONE_SET: Final = ("pipe", "chunks", "skip_drift", "adaptive_bits", "decouple")
 """Settings that serve graphs of one vertex set only."""
 
 
@@ -99,8 +96,9 @@ def _listed(graph: Graph) -> str:
 
 def cutter_of(parallel: Parallel, parts: int) -> str:
     """Return the partitioner's name; METIS by default."""
-    method = parallel.cutter(parts)
-    return "metis" if is_auto(method) else method
+    method = parallel.cutter(parts).replace(AUTO, "metis")
+    # With one part for all ranks, each needs a share of each set.
+    return f"{method}/{parallel.tensor}" if parallel.tensor > 1 and "/" not in method else method
 
 
 def refuse_for_sets(parallel: Parallel, ranks: int, where: str) -> None:
@@ -115,7 +113,7 @@ def refuse_for_sets(parallel: Parallel, ranks: int, where: str) -> None:
     }
     if refused:
         raise ConfigError(
-            "graph parallelism, exact or with a codec, for a graph of several vertex sets",
+            "graph parallelism, with exact rows or not, for a graph of several vertex sets",
             ", ".join(f"{name}={value!r}" for name, value in refused.items()),
             where=where,
             hint=f"Parallel(graph={ranks})",

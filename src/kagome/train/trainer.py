@@ -174,6 +174,7 @@ class Trainer:
             self.channel, self.world = self.mesh.graph, self.mesh.world
             self.channel.timer = self.channel.patient.timer = self.spans.phase
             self.spans.align()
+            self.spans.measure(self.mesh.device)
             self.notes: list[str] = []
             with self.spans.phase("load"):
                 self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)

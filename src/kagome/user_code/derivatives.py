@@ -24,6 +24,7 @@ from torch import Tensor
 from kagome.deferred.lazy_tensor import EscapeError, LazyTensor, now
 from kagome.errors import ModelError
 from kagome.halo.forward_pass import RunningForward
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.scope.exchanges import RankSums
 from kagome.scope.rows import Axes
 
@@ -42,7 +43,7 @@ class DerivativeScope(Protocol):
         """Return the path of the running module."""
 
 
-def _grad(scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _grad(scope: DerivativeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``torch.autograd.grad`` with the derivative over the whole graph."""
     if func is not torch.autograd.grad:
         return NotImplemented
@@ -99,9 +100,7 @@ def _whole(scope: DerivativeScope, of: Tensor, found: Tensor | None) -> Tensor |
     return scope.ranks.total(found) if scope.axes.of(of) is None else scope.axes.like(found, of)
 
 
-def _backward(
-    scope: DerivativeScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _backward(scope: DerivativeScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Refuse ``backward()`` inside forward: it adds to gradients that ranks sum after the loss."""
     if scope.size == 1:
         return NotImplemented

@@ -32,6 +32,7 @@ from kagome.errors import ModelError
 from kagome.halo.forward_pass import RunningForward, transformed
 from kagome.placement.axis_rules import attribute
 from kagome.placement.placement import ALIGNED, VERTICES, Placement, PlacementKind, Placements, tensors
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.user_frame import by_user_itself, user_line
 
@@ -233,9 +234,7 @@ class InBackward(TorchFunctionMode):
             # A weight's or a mean's gradient is complete only once the ranks have summed it.
             self._held.shares[grad] = True
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Answer one torch call, or refuse it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         found = list(tensors(args, kwargs))
@@ -295,7 +294,7 @@ class InBackward(TorchFunctionMode):
         self._held.shares[part] = True
         return part
 
-    def _of_shares(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_shares(self, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call that was given a share if it is linear in the share; else refuse it."""
         if asks(name, func) or name in ("__set__", "__hash__"):
             return func(*args, **kwargs)
@@ -313,7 +312,7 @@ class InBackward(TorchFunctionMode):
             self._held.shares[out] = True
         return result
 
-    def _linear(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _linear(self, name: str, args: Args, kwargs: Kwargs) -> bool:
         """Return True if a call on shares gives the share of its result on their sum."""
         # f may be applied to shares if the sum over ranks of f(share) is f(sum of shares).
         found = list(tensors(args, kwargs))
@@ -410,9 +409,7 @@ def _number(value: Any) -> bool:
 # Hooks of tensors --------------------------------------------------------------------------------
 
 
-def register_hook(
-    scope: BackwardScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def register_hook(scope: BackwardScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``h.register_hook(hook)``: on a part, the hook's own calls are checked."""
     if not scope.parted or isinstance(args[0], nn.Parameter):
         return NotImplemented  # hooks of weights run on whole gradients
@@ -449,7 +446,7 @@ class _Node:
         return getattr(self._node, name)
 
 
-def grad_fn(scope: BackwardScope, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grad_fn(scope: BackwardScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer ``h.grad_fn`` where user code asks for it."""
     if attribute(func) != "grad_fn" or not by_user_itself():
         return NotImplemented

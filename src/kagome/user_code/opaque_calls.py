@@ -15,6 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from kagome.errors import ModelError
 from kagome.placement.placement import tensors
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.scope.rows import LocatedScope
 
 _SCRIPTED: Final = "ScriptFunction"
@@ -74,7 +75,7 @@ def watch(running: Callable[[], Any]) -> Callable[[], None]:
     return remove
 
 
-def refuse_operator(scope: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_operator(scope: Any, func: Func, args: Args, kwargs: Kwargs) -> None:
     """Refuse an operator of a library or of the user that is given rows of a part.
 
     Raises:
@@ -93,7 +94,7 @@ def refuse_operator(scope: Any, func: Any, args: tuple[Any, ...], kwargs: dict[s
         raise _refused(scope, f"{space}::{func.__name__}, an operator that torch does not have", way or _WAY)
 
 
-def _has_rows(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_rows(scope: Any, args: Args, kwargs: Kwargs) -> bool:
     return any(scope.placements.get(tensor) is not None for tensor in tensors(args, kwargs))
 
 

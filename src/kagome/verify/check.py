@@ -372,7 +372,7 @@ def check_on_first(model: nn.Module, part: Part, channel: Channel, settings: con
         both = 1 < cut.tensor * cut.pipe < channel.size
         parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
         result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=settings.model.fast)
-        if cut.halo_sample < 1 and isinstance(part, Partition):  # of several sets all rows are read
+        if cut.halo_sample < 1:
             refusal = biased(model, part, cut.halo_sample, seed)
             if refusal is not None:
                 raise refusal
@@ -407,11 +407,15 @@ def way_alone(model: nn.Module, part: Part, settings: config.Run) -> tuple[Way, 
     return "pyg", f"the model runs as plain PyG runs it, without Kagome's own way: {why}"
 
 
-def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:
+def biased(model: nn.Module, part: Part, share: float, seed: int) -> ModelError | None:
     """Return the error for a model that is biased when rows are drawn; None if it is not."""
-    sample = take_sample(part, VERTICES, seed)
+    sample = _sample(model, part, VERTICES, seed)
     # All vertices in one part.
-    whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
+    whole: Part
+    if isinstance(sample, SetsData):
+        whole = cut_sets(sample, 1, seed)[0]
+    else:
+        whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
     with Bias(model_copy(model), share) as bias, suppress(WholeFailedError):
         whole_of(bias.model, whole, seed)  # the check ran it, in float64 if float32 fails
     return bias.refusal()

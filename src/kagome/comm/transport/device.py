@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from kagome.errors import LaunchError
@@ -154,6 +155,14 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """
     config = dist.get_backend_config(group)
     return dict(each.split(":", 1) for each in config.split(",")).get(device.type, "")
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device. The host goes on before the device has come to the copy."""
+    if device.type == HOST.type or tensor.device.type != HOST.type:
+        return tensor.to(device)
+    # Only from pinned memory is the copy asynchronous. torch keeps that memory until the copy has ended.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _identity(device: torch.device) -> str:

@@ -142,21 +142,20 @@ def _normal(rows: int, columns: int, seed: int, kind: torch.dtype) -> Tensor:
     return (draw / math.sqrt(columns)).to(kind)
 
 
-def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:
+def make_up(data: Data, *, labels: bool) -> list[str]:
     """Generate features, and on request labels, for a graph that has none, in place.
 
     Args:
         data: The graph.
         labels: Whether to generate labels too. For a bare graph this is sensible; a real data set without
             labels is an error instead.
-        seed: The seed of both.
 
     Returns:
         Sentences about what was generated.
     """
     notes = []
     num_nodes = int(data.num_nodes)
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     # Labels are drawn behind the features, so asking for them leaves the features as they are.
     if data.x is None:
         size, room = num_nodes * MADE_FEATURES * 4, available_bytes()
@@ -167,11 +166,11 @@ def make_up(data: Data, *, labels: bool, seed: int = 0) -> list[str]:
                 where="data.num_nodes",
             )
         data.x = torch.randn(num_nodes, MADE_FEATURES, generator=draw)
-        notes.append(f"No features given: {MADE_FEATURES} normal columns are made with seed {seed}.")
+        notes.append(f"No features given: {MADE_FEATURES} normal columns are made with seed 0.")
     if labels and data.y is None:
         data.y = torch.randint(MADE_CLASSES, (num_nodes,), generator=draw)
         notes.append(
-            f"No labels given: {MADE_CLASSES} classes are drawn with seed {seed}. They measure speed; "
+            f"No labels given: {MADE_CLASSES} classes are drawn with seed 0. They measure speed; "
             "accuracy on them means nothing."
         )
     return notes

@@ -22,7 +22,7 @@ from torch_geometric.data import Data
 
 from kagome.errors import PartitionError
 from kagome.graph.partition.partition import Partition, extract
-from kagome.graph.partition.partitioners import assign
+from kagome.graph.partition.partitioners import assign, shared_out
 from kagome.graph.structure.attributes import Shared
 from kagome.graph.structure.hetero import SetsData
 from kagome.graph.structure.sets import Edges, Graph, edge_type
@@ -159,6 +159,8 @@ def without_attributes(part: Part) -> Part:
 def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, Tensor]:
     """Assign each vertex of each set to a part, all sets together, so that neighbours lie on one part.
 
+    ``metis/2`` divides the vertices of each set in each of its parts evenly between two consecutive parts.
+
     Args:
         graph: The graph.
         method: The partitioner's name.
@@ -181,8 +183,11 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
             hint="kagome.Vertices(count, pos=...), or partitioner='metis'",
         )
     pos = None if lacking else torch.cat([each.cpu().double() for each in given.values() if each is not None])
-    owner = assign(method, edge_index, sum(counts), parts, seed, pos)
-    return dict(zip(graph.vertices, owner.split(counts), strict=True))
+    name, _, each = method.partition("/")
+    shares = int(each or 1)
+    owners = assign(name, edge_index, sum(counts), parts // shares, seed, pos).split(counts)
+    dealt = owners if shares == 1 else [shared_out(owner, parts // shares, shares) for owner in owners]
+    return dict(zip(graph.vertices, dealt, strict=True))
 
 
 def joined_edges(graph: Graph) -> Tensor:

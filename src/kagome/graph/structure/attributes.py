@@ -152,12 +152,6 @@ def _names_vertices(name: str, value: Tensor, num_nodes: int) -> bool:
     return int(least) >= 0 and int(most) < num_nodes
 
 
-def split_attributes(data: Data) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the tensors with a row per vertex and those with a row per edge; see :func:`attributes_of`."""
-    found = attributes_of(data)
-    return found.nodes, found.edges
-
-
 def tensors_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the values that are tensors, by name."""
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

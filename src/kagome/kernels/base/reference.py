@@ -30,7 +30,12 @@ def entries(
     begin = (layout.middle if span == "halo" else layout.pointer[:-1])[kept]
     end = (layout.middle if span == "own" else layout.pointer[1:])[kept]
     count = end - begin
-    row = torch.repeat_interleave(torch.arange(count.numel(), device=count.device), count)
+    key = ("entries", span, None if rows is None else (rows.start, rows.stop, rows.step))
+    total: int | None = layout.prepared.get(key)
+    if total is None:  # known from the second call on: a GPU is then not waited for
+        total = layout.prepared[key] = int(count.sum())
+    numbers = torch.arange(count.numel(), device=count.device)
+    row = torch.repeat_interleave(numbers, count, output_size=total)
     # Entry p of the result belongs to entry p - (entries of earlier rows) + begin[row] of the layout.
     first = begin - (count.cumsum(0) - count)
     place = first.index_select(0, row) + torch.arange(row.numel(), device=row.device)

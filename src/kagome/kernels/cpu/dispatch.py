@@ -4,6 +4,7 @@ Where it sits: ``kernels.ops`` imports it for the first such tensor. The machine
 only the first process of an installation compiles.
 """
 
+# ruff: noqa: F401  ``kernels.ops`` looks each of them up by its name.
 from __future__ import annotations
 
 from kagome.kernels.cpu.edges import add_rows, gather, join_edges, join_edges_back, sum_edges
@@ -18,25 +19,3 @@ from kagome.kernels.cpu.min_max import (
 )
 from kagome.kernels.cpu.softmax import softmax_edges, softmax_edges_back, softmax_sum, softmax_sum_back
 from kagome.kernels.cpu.spmm import dot_edges, sum_rows
-
-__all__ = [
-    "add_rows",
-    "column_softmax",
-    "column_softmax_back",
-    "dot_edges",
-    "extreme_back",
-    "extreme_edges",
-    "extreme_edges_back",
-    "extreme_rows",
-    "gather",
-    "join_edges",
-    "join_edges_back",
-    "leaky_dots",
-    "leaky_dots_back",
-    "softmax_edges",
-    "softmax_edges_back",
-    "softmax_sum",
-    "softmax_sum_back",
-    "sum_edges",
-    "sum_rows",
-]

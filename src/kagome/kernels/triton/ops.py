@@ -18,7 +18,9 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from kagome.kernels.base.csr import CsrLayout, Structure
-from kagome.kernels.base.reference import (
+
+# Four of them run in plain PyTorch on a GPU too.
+from kagome.kernels.base.reference import (  # noqa: F401
     TINY,
     Span,
     add_rows,
@@ -29,29 +31,6 @@ from kagome.kernels.base.reference import (
 )
 from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows, sums as gpu_sums
 from kagome.kernels.triton.segments import Segments, bounds, row_of_entries, rows_by_length, segments_of
-
-# add_rows, extreme_edges_back, gather and join_edges run in plain PyTorch on a GPU too.
-__all__ = [
-    "add_rows",
-    "column_softmax",
-    "column_softmax_back",
-    "dot_edges",
-    "extreme_back",
-    "extreme_edges",
-    "extreme_edges_back",
-    "extreme_rows",
-    "gather",
-    "join_edges",
-    "join_edges_back",
-    "leaky_dots",
-    "leaky_dots_back",
-    "softmax_edges",
-    "softmax_edges_back",
-    "softmax_sum",
-    "softmax_sum_back",
-    "sum_edges",
-    "sum_rows",
-]
 
 BLOCK = 128
 """Largest number of columns of one program."""

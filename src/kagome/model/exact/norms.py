@@ -138,7 +138,7 @@ def _there(
         mean_here = x.sum(dims, keepdim=True)
         m2 = torch.zeros_like(mean_here)
     # Sums over parts are taken in float64: they are few, and include the number of entries.
-    number = torch.tensor([float(local)], dtype=torch.float64, device=x.device)
+    number = torch.full((1,), float(local), dtype=torch.float64, device=x.device)
     sums = total(torch.cat([number, mean_here.reshape(-1).double() * local]))
     count = sums[0]
     exact = sums[1:] / count

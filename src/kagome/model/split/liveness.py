@@ -12,8 +12,8 @@ import numpy as np
 
 from kagome.errors import ModelError
 from kagome.model.split.balance import Floats
-from kagome.model.trace.graph import Step
-from kagome.model.trace.shapes import LayerGraph, Survey, Value
+from kagome.model.trace.graph import LayerGraph, Step
+from kagome.model.trace.shapes import Survey, Value
 
 _SHAPES = ("size", "dim", "ndimension", "numel", "nelement")
 _SHAPE_NAMES = ("shape", "dtype", "device", "ndim")

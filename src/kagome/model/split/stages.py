@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from kagome.errors import ModelError
 from kagome.model.split.balance import SLACK, allowed_pieces, best_cuts, most_pieces
 from kagome.model.split.liveness import Liveness
-from kagome.model.trace.graph import Step
-from kagome.model.trace.shapes import LayerGraph, Survey, Value
+from kagome.model.trace.graph import LayerGraph, Step
+from kagome.model.trace.shapes import Survey, Value
 
 
 @dataclass(frozen=True, eq=False)

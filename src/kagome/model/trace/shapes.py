@@ -19,11 +19,8 @@ from kagome.errors import KagomeError, ModelError
 from kagome.model.forward_call import ForwardCall
 from kagome.model.trace.builder import OF_GRAPHS, ForeignError, Words, both_modes, same, steps_of
 from kagome.model.trace.containers import Contents
-from kagome.model.trace.graph import Flag, LayerGraph, Ref, Step, failed
-from kagome.model.trace.named_layers import chain
+from kagome.model.trace.graph import LayerGraph, Step, failed
 from kagome.model.trace.tracer import FaultError, Tracer
-
-__all__ = ["Flag", "LayerGraph", "Ref", "Step", "Survey", "Value", "chain", "settled", "survey", "trace"]
 
 ValueKind = Literal["rows", "edges", "fixed", "none"]
 

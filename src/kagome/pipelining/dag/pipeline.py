@@ -245,6 +245,7 @@ class Pipeline:
         self.optimizer = wishes.optimizer(own) if own else None
         self._spans = Spans(most=100_000)
         self._spans.align(common_zero(channel))
+        self._spans.measure(channel.device)
 
     # Public ----------------------------------------------------------------------------------------
 

@@ -110,11 +110,6 @@ class GroupFacts:
     _groups: dict[int, Groups] = field(default_factory=dict)
     _states: dict[int, States] = field(default_factory=dict)
 
-    @property
-    def num_evaluated(self) -> int:
-        """The number of groups whose costs have been computed."""
-        return sum(len(groups.members) for groups in self._groups.values())
-
     def groups(self, node: SeriesParallelTree) -> Groups:
         """Return a node's groups: runs of a series' children (see :func:`run`), else those of its states."""
         # By identity, because the hash of a node is that of its whole subtree. GraphPipe keeps the tree as

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from kagome.records.plan import HEAD, PlanRow, Ranked, cells, title_of
+from kagome.planner.candidates import Candidate, Plans
 from kagome.records.units import seconds_text
 from kagome.report.charts.bars import Bar, bars
 from kagome.report.charts.colours import ink
 from kagome.report.charts.lanes import MOST_ROWS, predicted_svg
+from kagome.report.plan_table import HEAD, cells, title_of
 from kagome.report.rendering import page
 from kagome.storage.atomic import write_text
 
@@ -31,7 +32,7 @@ _BUSY, _MESSAGES, _WAITING = (
 """Colour class and name of the parts of a rank's epoch."""
 
 
-def write_plans(path: str | Path, plans: Ranked) -> Path:
+def write_plans(path: str | Path, plans: Plans) -> Path:
     """Write the page of ranked plans.
 
     Args:
@@ -44,7 +45,7 @@ def write_plans(path: str | Path, plans: Ranked) -> Path:
     return write_text(path, plans_html(plans))
 
 
-def plans_html(plans: Ranked) -> str:
+def plans_html(plans: Plans) -> str:
     """Return the page of ranked plans as HTML."""
     fitting, refused = plans.fitting, plans.refused
     return page(
@@ -66,7 +67,7 @@ def plans_html(plans: Ranked) -> str:
     )
 
 
-def _beside(plans: Sequence[PlanRow]) -> Markup:
+def _beside(plans: Sequence[Candidate]) -> Markup:
     """Draw an epoch of each plan, of its slowest rank."""
     rows = [
         Bar(
@@ -79,7 +80,7 @@ def _beside(plans: Sequence[PlanRow]) -> Markup:
     return bars(rows, seconds_text)
 
 
-def _epoch(one: PlanRow) -> Markup:
+def _epoch(one: Candidate) -> Markup:
     """Draw an epoch of a plan: its stages over time, or how long each rank computes."""
     # A pipeline of the best few plans has a simulation; other plans have seconds a rank.
     if one.run is not None:

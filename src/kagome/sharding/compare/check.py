@@ -7,6 +7,7 @@ Where it sits: the public face. ``verify.check`` splits a sample of a graph in o
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -129,17 +130,10 @@ def _of_sharded(
     if dtype not in TOLERANCE:
         raise ConfigError("dtype to be torch.float64 or torch.float32", repr(dtype))
     net.refuse_unusable()
-    if net._tables:
-        raise ConfigError(
-            "a sharded model with whole tables, because one rank runs the whole graph",
-            f"{len(net._tables.parameters)} that are cut",
-            where="kagome.check(net, ...)",
-            hint="kagome.shard(model, graph) without cut=, for the check",
-        )
     args = tuple(_whole(net, value) for value in args)
     named = {name: _whole(net, value) for name, value in named.items()}
     sample = Sample(args, named, loss, second, dtype, net.step)
-    channel, found = net._mesh.graph, _Whole()
+    channel, found = net._mesh.graph, _Whole(net._tables.first_rank_whole("check"))
     shapes = by_first(channel, lambda: found.run(net, sample), "check: the model on the whole graph")
     split = _run_split(net, sample)
     losses: Any = channel.gather_objects(float(split.loss), "check: losses")
@@ -161,14 +155,20 @@ def _whole(net: ShardedModel, value: Any) -> Any:
     return given.get(name, value)
 
 
+@dataclass
 class _Whole:
-    """What rank 0 measured on the whole graph."""
+    """What rank 0 measured on the whole graph.
 
+    Args:
+        tables: All rows of cut tables, on rank 0.
+    """
+
+    tables: Mapping[str, Tensor]
     measured: Measured | None = None
 
     def run(self, net: ShardedModel, sample: Sample) -> Any:
         """Run it; return the shapes of its outputs."""
-        self.measured = run_whole(net, sample)
+        self.measured = run_whole(net, sample, self.tables)
         return {name: list(value.shape) for name, value in self.measured.outputs.items()}
 
 

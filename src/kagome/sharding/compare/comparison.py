@@ -35,7 +35,6 @@ from kagome.graph.structure.validate import validate
 from kagome.sharding.compare.single_rank_collectives import single_rank_collectives
 from kagome.sharding.module import ShardedModel
 from kagome.sharding.parts import without_edge_labels
-from kagome.sharding.rows.cut_tables import CutTables
 
 Loss = Callable[[Any, Any], Tensor]
 """A loss of a sharded model and its output: ``loss(net, out)``."""
@@ -94,12 +93,17 @@ class Sample:
 def run_split(net: ShardedModel, sample: Sample) -> Measured:
     """Run a copy of the model on this rank's part. All ranks call it."""
     part = _cast_part(net._parallel.scope.given_part, sample.dtype)
-    with _sharded(net, part, net._mesh, sample.dtype) as own:
+    with _sharded(net, part, net._mesh, sample.dtype, None) as own:
         return _measured(own, net, sample)
 
 
-def run_whole(net: ShardedModel, sample: Sample) -> Measured:
+def run_whole(net: ShardedModel, sample: Sample, tables: Mapping[str, Tensor]) -> Measured:
     """Run a copy of the model on the whole graph, on this rank alone.
+
+    Args:
+        net: The sharded model.
+        sample: What it is given.
+        tables: All rows of its cut tables, by name.
 
     Raises:
         ModelError: If it fails.
@@ -114,7 +118,7 @@ def run_whole(net: ShardedModel, sample: Sample) -> Measured:
     part = _cast_part(_whole_part(given), sample.dtype)
     try:
         with (
-            _sharded(net, part, _single_rank(net._mesh), sample.dtype) as whole,
+            _sharded(net, part, _single_rank(net._mesh), sample.dtype, tables) as whole,
             single_rank_collectives() as called,
         ):
             found = _measured(whole, net, sample)
@@ -156,11 +160,25 @@ def _single_rank(mesh: Mesh) -> Mesh:
 
 @contextmanager
 def _sharded(
-    net: ShardedModel, part: Partition | SetsPartition, mesh: Mesh, dtype: torch.dtype
+    net: ShardedModel,
+    part: Partition | SetsPartition,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    whole: Mapping[str, Tensor] | None,
 ) -> Iterator[ComparedModel]:
-    """Put a copy of a net's model on a part, in a number type, with the modules beside it."""
+    """Put a copy of a net's model on a part, in a number type, with the modules beside it.
+
+    Args:
+        net: The sharded model.
+        part: The part.
+        mesh: The ranks that have the parts.
+        dtype: The number type.
+        whole: All rows of cut tables, by name; None where the copy keeps own rows.
+    """
     before, beside = torch.get_default_dtype(), net._beside
-    model = deepcopy(net).to(dtype)
+    model = deepcopy(net)
+    tables = net._tables.of_copy(model, whole)
+    model = model.to(dtype)
     options = replace(
         net._parallel.options,
         fast=net._parallel.options.fast and mesh.graph.size > 1,
@@ -169,11 +187,13 @@ def _sharded(
     with ExitStack() as stack:
         for module in beside:
             stack.enter_context(_in_dtype(module, dtype))
-        parallel = stack.enter_context(parallelize(model, part, mesh.graph, options))
-        none = CutTables((), mesh.graph)
-        made = ComparedModel(model, parallel, mesh, net._given, beside, ExitStack(), none)
+        parallel = parallelize(model, part, mesh.graph, options)
+        tables.place(parallel.scope)
+        stack.enter_context(parallel)
+        made = ComparedModel(model, parallel, mesh, net._given, beside, ExitStack(), tables)
         made.dtype = dtype
         stack.callback(made.close)
+        stack.callback(tables.release)  # nobody reads the copy's rows: they need not be joined
         torch.set_default_dtype(dtype)
         stack.callback(torch.set_default_dtype, before)
         yield made
@@ -292,12 +312,17 @@ def _parameters(run: ComparedModel, net: ShardedModel) -> dict[str, nn.Parameter
 def _gradients(
     run: ComparedModel, net: ShardedModel, leaves: Mapping[str, tuple[Tensor, bool]]
 ) -> dict[str, Tensor]:
-    """Return all gradients of a backward; those of rows from all ranks. All ranks call it."""
-    found = {
-        f"gradient of {name}": p.grad.clone()
-        for name, p in _parameters(run, net).items()
-        if p.grad is not None
-    }
+    """Return all gradients of a backward; those of rows from all ranks. All ranks call it.
+
+    Those of cut tables are on rank 0 alone.
+    """
+    found = {}
+    for name, p in _parameters(run, net).items():
+        gradient, table = p.grad, run._tables.table_of(p)
+        if gradient is not None and table is not None:
+            gradient = run._tables.whole(table, gradient, f"check: gradient of {name}", dst=0)
+        if gradient is not None:
+            found[f"gradient of {name}"] = gradient.clone()
     for path, (leaf, rows) in leaves.items():
         gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         if rows:

@@ -15,13 +15,15 @@ The ``nn.Parameter`` stays the same object, so an optimizer made before finds it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from kagome.comm.channel import Channel
@@ -31,10 +33,13 @@ from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.intercept.interceptor import Interceptor
 from kagome.placement.placement import Placement, PlacementKind
 from kagome.positions.edge_tables import tensors_of
+from kagome.sharding.rows.row_blocks import RowBlocks
 from kagome.sharding.rows.row_sets import RowSet, sets_of
 from kagome.sharding.rows.row_transfer import joined, spread
 
 WHERE = "kagome.shard(cut=...)"
+Shown = Callable[["Table", Tensor, str], Tensor | None]
+"""What a state dict has in place of a table's own rows, given them and what is done; None for own rows."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +60,6 @@ class Table:
     ids: Tensor
     shape: torch.Size
 
-    def owned(self, whole: Tensor) -> Tensor:
-        """Return own rows of a tensor with all rows. Shapes: ``[N, ...]`` -> ``[n, ...]``."""
-        return whole.detach().index_select(0, self.ids.to(whole.device))
-
 
 class CutTables:
     """The cut parameters of one model.
@@ -73,7 +74,7 @@ class CutTables:
         self.parameters = [table.parameter for table in self.tables]
         self._whole: list[tuple[Table, Tensor, Tensor | None]] = []
         self._handles: list[RemovableHandle] = []
-        self._first_only = False
+        self._shown: Shown = self.whole
         self._is_cut = False
 
     def __bool__(self) -> bool:
@@ -110,7 +111,7 @@ class CutTables:
             p.grad = None
             _put(p, own)
             if gradient is not None:
-                p.grad = table.owned(gradient.to_dense()).to(device)
+                p.grad = self.owned(table, gradient.to_dense()).to(device)
         self._is_cut = True
 
     def undo(self) -> None:
@@ -163,6 +164,47 @@ class CutTables:
         """Return all rows of a tensor with a table's own rows: on rank ``dst`` alone, or on all."""
         return joined(self.channel, rows, table.ids, table.shape[0], action, dst=dst)
 
+    def first_rank_whole(self, action: str) -> dict[str, Tensor]:
+        """Return all rows of each table by its name, on rank 0; nothing on others. All ranks call it."""
+        found = {}
+        for table in self.tables if self._is_cut else ():
+            whole = self.whole(table, table.parameter, f"{action}: {table.names[0]}", dst=0)
+            if whole is not None:
+                found[table.names[0]] = whole
+        return found
+
+    def of_copy(self, model: nn.Module, whole: Mapping[str, Tensor] | None) -> CutTables:
+        """Return the cut tables of a copy of the model, none if it gets all rows.
+
+        Args:
+            model: The copy, with own rows.
+            whole: All rows of each table, by its name, which the copy gets; None to keep own rows.
+        """
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for name, rows in (whole or {}).items():
+            named[name].data = rows
+        kept = () if whole is not None else self.tables
+        found = CutTables([replace(each, parameter=named[each.names[0]]) for each in kept], self.channel)
+        found._is_cut = self._is_cut
+        return found
+
+    def blocks(self, table: Table, rows: Tensor, action: str) -> Tensor:
+        """Return all rows of a tensor with a table's own rows, a block of them on each rank: a DTensor."""
+        group = self.channel.group or dist.group.WORLD
+        assert group is not None
+        return RowBlocks(self.channel, table.ids, table.shape[0]).of(rows, group, action)
+
+    def owned(self, table: Table, whole: Tensor) -> Tensor:
+        """Return own rows of a tensor with all rows; all ranks call it if each has a block of them.
+
+        Shapes:
+            ``[N, ...]`` -> ``[n, ...]``.
+        """
+        if isinstance(whole, DTensor):
+            blocks = RowBlocks(self.channel, table.ids, table.shape[0])
+            return blocks.own(whole, f"own rows of {table.names[0]}")
+        return whole.detach().index_select(0, table.ids.to(whole.device))
+
     # State dicts ----------------------------------------------------------------------------------
 
     def watch(self, *modules: nn.Module) -> None:
@@ -183,13 +225,13 @@ class CutTables:
             self._handles.append(module._register_load_state_dict_pre_hook(take))
 
     @contextmanager
-    def on_first_rank(self) -> Iterator[None]:
-        """Within a block, state dicts get the tables' rows on rank 0 alone."""
-        self._first_only = True
+    def showing(self, how: Shown) -> Iterator[None]:
+        """Within a block, state dicts have what a function makes of the tables' own rows."""
+        self._shown = how
         try:
             yield
         finally:
-            self._first_only = False
+            self._shown = self.whole
 
     def _give(self, state: MutableMapping[str, Any], prefix: str) -> None:
         """Replace own rows in a state dict by all rows. All ranks call it.
@@ -209,9 +251,8 @@ class CutTables:
                     where=found[0],
                     hint="state_dict() of the copy before net.close()",
                 )
-            action, dst = f"state dict: {found[0]}", 0 if self._first_only else None
             # Rows of the state dict, not of the parameter: in a copy they are the copy's own.
-            whole = self.whole(table, state[found[0]], action, dst=dst)
+            whole = self._shown(table, state[found[0]], f"state dict: {found[0]}")
             state.update(dict.fromkeys(found, state[found[0]] if whole is None else whole))
 
     def _take(self, state: MutableMapping[str, Any], prefix: str, *, assigned: bool) -> None:
@@ -235,7 +276,7 @@ class CutTables:
                         where=name,
                         hint="what net.state_dict() returned, or the model's before it was cut",
                     )
-                state[name] = table.owned(value)
+                state[name] = self.owned(table, value)
 
 
 def _put(parameter: nn.Parameter, values: Tensor) -> None:

@@ -114,8 +114,9 @@ class Placer:
         """Return the arguments of a call with this rank's share of each tensor. All ranks call it."""
         self._refuse_other_arguments(args, kwargs)
         leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor | Data)]
-        leaves = [each.edge_index if isinstance(each, Data) else each for each in leaves]
-        self._copies = max((self._batch(each)[1] for each in leaves if isinstance(each, Tensor)), default=1) or 1
+        edges = [each.get("edge_index") if isinstance(each, Data) else each for each in leaves]
+        copies = [self._batch(each)[1] for each in edges if isinstance(each, Tensor)]
+        self._copies = max((1, *copies))
         placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
         return placed, {name: self._value(name, value) for name, value in kwargs.items()}
 
@@ -266,7 +267,7 @@ class Placer:
         return self._scope.inputs[names[0]]  # type: ignore[no-any-return]
 
     def _batch(self, value: Tensor) -> tuple[list[int], int]:
-        """Return the views that a tensor has the edges of, in a batch, and the number of samples; 0 if none."""
+        """Return the views whose edges a tensor has, of several samples, and their number; 0 if none."""
         if value.dtype != torch.int64 or value.dim() != 2 or value.shape[0] != 2:
             return [], 0
         version, numbers, copies = self._batches.get(value, (-1, [], 0))
@@ -287,12 +288,12 @@ class Placer:
         for count in {view.count for view in self._scope.views if view.count and self._channel.size > 1}:
             if size > count and size % count == 0 and _digest(value[:, :count]) in self._edges:
                 raise ModelError(
-                    f"the graph's {count:,} edges, or those of {size // count} samples, shifted by the numbers "
-                    "of vertices from sample to sample",
+                    f"the graph's {count:,} edges, or those of {size // count} samples, shifted from sample "
+                    "to sample by the numbers of vertices",
                     f"{size:,} in {path}, with other ids from the second sample on",
                     where="net(...)",
-                    hint="torch.cat([edge_index + i * sizes for i in range(batch)], dim=1), with sizes [[sources], "
-                    "[targets]]; or the graph's own edges, and the batch as an axis of its own: [batch, N, F]",
+                    hint="torch.cat([edge_index + i * sizes for i in range(batch)], dim=1) with sizes "
+                    "[[sources], [targets]]; or a batch as an axis of its own, [batch, N, F]",
                 )
 
     def _where(self, path: str, value: Tensor, kind: str) -> RowAxis | None:

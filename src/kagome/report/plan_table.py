@@ -1,19 +1,18 @@
 """Plan table: the predicted cost of each plan, in a form that is understood at first sight.
 
-Where it sits: ``kagome plan`` prints it, ``report.page.plan_page`` shows it; both see only these protocols.
+Where it sits: ``kagome plan`` prints it, ``report.page.plan_page`` shows it, from what ``planner.candidates``
+ranked.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 
+from kagome.planner.candidates import Candidate, Plans
 from kagome.records.units import bytes_text, seconds_text
-from kagome.schedule.simulator import Simulation
 
 HEAD = ("plan", "exact", "an epoch", "of it waiting", "crosses", "memory a rank")
 """Column heads of the table."""
@@ -23,78 +22,10 @@ REASONS = 5
 """Number of best plans whose reasons are printed; the page has the reasons of all."""
 
 
-class PlanRow(Protocol):
-    """One plan with its predicted costs."""
-
-    @property
-    def name(self) -> str:
-        """The plan's settings as a name."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the plan gives the results of a single rank."""
-
-    @property
-    def epoch_seconds(self) -> float:
-        """Predicted seconds of an epoch."""
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds of an epoch spent waiting for messages."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that all ranks exchange in an epoch."""
-
-    @property
-    def memory_bytes(self) -> float:
-        """Memory of the fullest rank in bytes."""
-
-    @property
-    def uncertain(self) -> float:
-        """Relative uncertainty of the bytes."""
-
-    @property
-    def seconds_off(self) -> float:
-        """Relative uncertainty of the seconds."""
-
-    @property
-    def reason(self) -> str:
-        """Why the plan has its place in the ranking."""
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds that the slowest rank computes."""
-
-    @property
-    def busy(self) -> Sequence[float]:
-        """Seconds that each rank computes."""
-
-    @property
-    def run(self) -> Simulation | None:
-        """Simulation of a pipeline's stages over time, or None."""
-
-
-class Ranked(Protocol):
-    """Ranked plans: those that fit, the best first, and those that do not."""
-
-    @property
-    def fitting(self) -> Sequence[PlanRow]:
-        """The plans that fit into memory."""
-
-    @property
-    def refused(self) -> Sequence[tuple[PlanRow, str]]:
-        """The plans that do not fit, each with the reason."""
-
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The facts that the predictions are based on."""
-
-
-def print_plans(plans: Ranked, console: Console | None = None) -> None:
+def print_plans(plans: Plans) -> None:
     """Print the table, and a sentence about each of the best plans."""
     # Without a terminal rich assumes 80 columns, which would fold the table in files and pipes.
-    console = console or Console(width=None if sys.stdout.isatty() else WIDE)
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
     table = Table(title=title_of(plans), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in HEAD:
         left = name in ("plan", "exact")
@@ -112,14 +43,14 @@ def print_plans(plans: Ranked, console: Console | None = None) -> None:
         console.print(f"-  {one.name}: {why}.", soft_wrap=True)
 
 
-def title_of(plans: Ranked) -> str:
+def title_of(plans: Plans) -> str:
     """Return what the plans are for: ranks, cluster and graph."""
     facts = plans.facts
     graph = f"{facts['vertices']:,} vertices, {facts['edges']:,} edges"
     return f"{facts['ranks']} ranks of {facts['cluster']}; {graph}"
 
 
-def cells(one: PlanRow) -> tuple[str, ...]:
+def cells(one: Candidate) -> tuple[str, ...]:
     """Return a plan's row of the table, one cell for each of :data:`HEAD`."""
     # Bytes are exact if the graph was cut, an estimate otherwise.
     about, off = (f" +-{each:.0%}" if each else "" for each in (one.uncertain, one.seconds_off))
