@@ -19,8 +19,10 @@ from kagome.config import Parallel, Run
 from kagome.errors import ConfigError, PartitionError
 from kagome.graph.partition import store
 from kagome.graph.partition.choice import AUTO
+from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.quality import Quality
 from kagome.graph.partition.sets_partition import (
+    Part,
     SetsPartition,
     assign_sets,
     extract_sets,
@@ -84,6 +86,20 @@ def from_hetero(data: HeteroData, settings: Run, channel: Channel) -> tuple[Sets
         quality=quality,
     )
     return extract_sets(held.graph, owners, channel.rank, channel.size, held, mark), meta
+
+
+def refuse_target(part: Part, target: str | None) -> None:
+    """Refuse the name of a vertex type for a graph that has one.
+
+    Raises:
+        ConfigError: If there is a name.
+    """
+    if target is not None and isinstance(part, Partition):
+        raise ConfigError(
+            f"a graph of several vertex types for train.target_type={target!r}",
+            "one of a single type",
+            hint="leave it out, or a HeteroData",
+        )
 
 
 def _columns(x: Tensor | None) -> int:

@@ -57,6 +57,7 @@ from kagome.train.engines import build_engine
 from kagome.train.graph_engine import GraphEngine
 from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
+from kagome.train.sets_source import refuse_target
 from kagome.verify.check import before_first
 
 AFTER_IMPORTS: Final = Memory()
@@ -178,6 +179,7 @@ class Trainer:
             self.notes: list[str] = []
             with self.spans.phase("load"):
                 self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)
+            refuse_target(self.part, self.train.target_type)
             self.scored = scored_rows(self.part)
             self._log(*self.mesh.notes, *self.meta.notes)
             torch.manual_seed(self.train.seed)
@@ -352,7 +354,8 @@ class Trainer:
     def predict(self) -> Any:
         """Return scores: of all vertices on rank 0, of own rows elsewhere. All ranks call it.
 
-        Rank 0 returns them in the original order. The present weights are used, and no labels are needed.
+        Rank 0 returns them in the original order; of several vertex types, those of the type with labels. The
+        present weights are used, and no labels are needed.
 
         Raises:
             CheckError: If the split and the whole model differ (``train.check``).
