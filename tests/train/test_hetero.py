@@ -170,6 +170,41 @@ def test_other_labels(ranks: Any, labels: str, train: dict[str, Any], name: str)
         assert found["test"] == pytest.approx(alone["test"], abs=1e-12)
 
 
+class Writes(Fields):
+    """Writes to the dicts that it is given, which are new in each call, as those of ``data.x_dict``."""
+
+    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[Any, Tensor]) -> Tensor:
+        x_dict["field"], x_dict["paper"] = self.table.weight, 2 * x_dict["paper"]
+        edge_index_dict.pop(("paper", "cites", "paper"))
+        return self.out(self.layers(x_dict, edge_index_dict)["paper"])
+
+
+def writing(channel: Channel | None) -> list[float]:
+    torch.manual_seed(5)
+    mine, data = Writes(Relational(), 8).double(), library()
+    if channel is not None:
+        with Trainer(mine, data, train=settings(epochs=4, check=True), report=QUIET) as trainer:
+            trainer.fit()
+            return [record.loss for record in trainer.records]
+    optimizer, found = torch.optim.Adam(mine.parameters(), lr=0.01, weight_decay=5e-4), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        chosen = data["paper"].train_mask
+        loss = functional.cross_entropy(
+            mine(data.x_dict, data.edge_index_dict)[chosen], data["paper"].y[chosen]
+        )
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_forward_may_write_to_its_dicts(ranks: Any, world: int) -> None:
+    for found in ranks(world, writing):
+        torch.testing.assert_close(found, writing(None), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("kind", ["rgcn", "hgt"])
 def test_slices_of_features(ranks: Any, kind: str) -> None:
     wanted = plain(kind, 4)
