@@ -76,6 +76,21 @@ def ranks(pool: Pool) -> Callable[..., list]:
 
 
 @pytest.fixture(scope="session")
+def devices() -> Iterator[Pool]:
+    """Ranks with a fake GPU each, for the tests of ``tests/device``; skips where none can be built."""
+    from bed import bed
+    from fake_gpu.build import CannotBuildError, build
+
+    try:
+        build()
+    except CannotBuildError as error:
+        pytest.skip(str(error))
+    workers = bed()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
 def data_folder() -> Path:
     folder = os.environ.get("KAGOME_DATA")
     if not folder:

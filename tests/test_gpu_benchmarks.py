@@ -8,13 +8,49 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "main.py"
 
 
-def call(folder: Path, *steps: str) -> subprocess.CompletedProcess[str]:
+FAKE = ROOT / "tests" / "device" / "fake_gpu"
+
+
+def call(folder: Path, *steps: str, timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--small", "--out", str(folder), *steps]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=dict(os.environ))
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **env})
+
+
+def on_a_fake_device(folder: Path, *steps: str) -> list[dict[str, object]]:
+    """The results of steps of a machine with one fake GPU (see docs/gpu.md)."""
+    built = subprocess.run(
+        [sys.executable, "-m", "fake_gpu.build"], cwd=FAKE.parent, capture_output=True, text=True
+    )
+    if "CannotBuildError" in built.stderr:
+        pytest.skip(built.stderr.splitlines()[-1])
+    assert built.returncode == 0, built.stderr
+    limit = ["--budget", "3000"]
+    done = call(folder, *limit, *steps, timeout=3000, FAKE_GPUS="1", PYTHONPATH=str(FAKE / "site"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_steps_run_on_a_fake_device(tmp_path):
+    rows = on_a_fake_device(tmp_path, "machine", "draws")
+    assert [row["of"] for row in rows if row["name"] == "device"] == ["Fake GPU"]
+    assert all(row["ok"] for row in rows if row["step"] == "draws" and "ok" in row)
+
+
+@pytest.mark.slow  # minutes
+def test_all_steps_run_on_a_fake_device(tmp_path):
+    rows = on_a_fake_device(tmp_path)
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    assert [row["step"] for row in rows if row["name"] == "(done)"] == steps
+    assert len(steps) == 15
+    assert not [row for row in rows if row.get("ok") is False]
+    waits = {row["name"]: row["count"] for row in rows if row["step"] == "waits" and "count" in row}
+    assert waits["GCN"] <= 1
 
 
 def test_steps_write_their_results_and_are_not_run_again(tmp_path):

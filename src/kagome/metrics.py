@@ -18,6 +18,7 @@ score                 output and labels of its rows, and a Trainer's metric     
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -139,12 +140,13 @@ def average_precision(net: ShardedModel, scores: Tensor, labels: Tensor) -> floa
 
 def recall_at(
     net: ShardedModel,
-    rows: Tensor,
+    rows: Tensor | tuple[Tensor, Tensor],
     wanted: Tensor,
     k: int,
     *,
-    items: Tensor,
+    items: Tensor | None = None,
     known: Tensor | None = None,
+    sets: tuple[str, str] | None = None,
     block: int = 4096,
 ) -> float:
     """Return recall@K: for each user, the share of wanted items that are among the K best ones; their mean.
@@ -155,53 +157,51 @@ def recall_at(
 
     Args:
         net: What :func:`kagome.shard` returned.
-        rows: Own rows of all vertices, such as the model's output.
-        wanted: Pairs of user and item, ids of the whole graph; the same on all ranks. The users are those
-            that occur here.
+        rows: Own rows of all vertices, such as the model's output; with ``sets``, those of users and those of
+            items.
+        wanted: Pairs of user and item, ids of the whole graph, of each set by itself; the same on all ranks.
+            The users are those that occur here.
         k: K.
-        items: The ids of all items; the same on all ranks.
+        items: The ids of all items, the same on all ranks; with ``sets`` it may be left out for all of them.
         known: Pairs of user and item that are left out of the ranking, such as those of the training.
+        sets: The vertex sets of users and of items, in a graph of several.
         block: Items, and users, whose scores are held at a time.
 
     Raises:
-        ModelError: If there is no pair, a row is NaN, ``rows`` are not this rank's own, or the graph has
-            several vertex sets.
+        ModelError: If there is no pair, a row is NaN, ``rows`` are not this rank's own, or it is not said
+            which vertices are items.
 
     Shapes:
-        rows ``[n, F]``, wanted ``[2, P]``, items ``[I]``, known ``[2, Q]``.
+        rows ``[n, F]``, or twice that, wanted ``[2, P]``, items ``[I]``, known ``[2, Q]``.
 
     Cost:
         The rows of items from each rank to each other. Memory for ``block * block`` scores, K items a user,
         and all items' rows of one block.
     """
     channel, name = net._mesh.graph, "kagome.metrics.recall_at"
-    if len(sets := net._rows.vertices) > 1:
-        raise ModelError(
-            "users and items in one vertex set",
-            f"a graph of several: {', '.join(each.name for each in sets)}",
-            where=name,
-            hint="a Data with users first, then items; recall of what net.gather returns",
-        )
-    own, rows = net.own(), rows.detach()
     _at_least_one(k, name)
-    if rows.dim() != 2 or rows.size(0) != own.numel():
-        raise ModelError(
-            f"{own.numel():,} own rows of vertices, [n, F]", f"shape {list(rows.shape)}", where=name
-        )
+    of_users, of_items = _own_rows(net, rows, sets, name)
+    if items is None:
+        if sets is None:
+            raise ModelError(
+                "the ids of all items", "none", where=name, hint="items=..., or sets=(users, items)"
+            )
+        items = torch.arange(net._rows.named(sets[1], name).size)
     _refuse_none(wanted.size(1), name, "wanted pair")
-    _refuse_nan(channel, name, rows)
+    for each in (of_users, of_items) if sets else (of_users,):
+        _refuse_nan(channel, name, each.rows)
     # A pair that is listed twice is wanted once.
-    wanted = wanted.to(own.device).unique(dim=1)
+    wanted = wanted.to(of_users.ids.device).unique(dim=1)
     # Each user is ranked by the rank that owns it; a rank may own none.
-    users = own[torch.isin(own, wanted[0])]
-    best = _best_items(channel, rows, own, users, items, known, k, block, name)
-    user, item = _of_users(wanted, users)
+    users, items = of_users.among(wanted[0]), of_items.among(items)
+    best = _best_items(channel, users, items, known, k, block, name)
+    user, item = _of_users(wanted, users.ids)
     hit = (best[user] == item.unsqueeze(1)).any(1)
     # [hits, wanted items] by user.
-    each = torch.zeros(2, users.numel(), dtype=torch.float64, device=own.device)
-    each[0].index_add_(0, user, hit.double())
-    each[1].index_add_(0, user, torch.ones_like(hit, dtype=torch.float64))
-    return _mean(channel, each[0] / each[1], name)
+    found = torch.zeros(2, users.ids.numel(), dtype=torch.float64, device=hit.device)
+    found[0].index_add_(0, user, hit.double())
+    found[1].index_add_(0, user, torch.ones_like(hit, dtype=torch.float64))
+    return _mean(channel, found[0] / found[1], name)
 
 
 def mae(net: ShardedModel, out: Tensor, y: Tensor) -> float:
@@ -318,45 +318,80 @@ def score(net: ShardedModel, metric: str, out: Tensor, y: Tensor) -> float | Non
 # Rankings ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _OwnRows:
+    """Own rows of some vertices of one set.
+
+    Args:
+        ids: Their ids, ascending.
+        rows: Their rows.
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+    def among(self, ids: Tensor) -> _OwnRows:
+        """Return those of some vertices."""
+        kept = torch.isin(self.ids, ids.to(self.ids.device))
+        return _OwnRows(self.ids[kept], self.rows[kept])
+
+
+def _own_rows(
+    net: ShardedModel, rows: Tensor | tuple[Tensor, Tensor], sets: tuple[str, str] | None, name: str
+) -> tuple[_OwnRows, _OwnRows]:
+    """Return own rows of the vertices among which users are, and of those among which items are.
+
+    Raises:
+        ModelError: If they are not this rank's own.
+    """
+    each = rows if isinstance(rows, tuple) else (rows, rows)
+    if isinstance(rows, tuple) != (sets is not None):
+        raise ModelError(
+            "rows of users and rows of items, with the sets of both; or rows of one set",
+            f"{'two' if isinstance(rows, tuple) else 'one'}, and sets={sets!r}",
+            where=name,
+            hint='recall_at(net, (users, items), wanted, k, sets=("user", "item"))',
+        )
+    held = [net._rows.named(which, name) for which in sets or (None, None)]
+    for value, named in zip(each, held, strict=True):
+        if value.dim() != 2 or value.size(0) != named.count:
+            raise ModelError(
+                f"{named.count:,} own rows of {named.name}, [n, F]", f"shape {list(value.shape)}", where=name
+            )
+    one, two = (_OwnRows(named.own, value.detach()) for value, named in zip(each, held, strict=True))
+    return one, two
+
+
 def _best_items(
-    channel: Channel,
-    rows: Tensor,
-    own: Tensor,
-    users: Tensor,
-    items: Tensor,
-    known: Tensor | None,
-    k: int,
-    block: int,
-    name: str,
+    channel: Channel, users: _OwnRows, items: _OwnRows, known: Tensor | None, k: int, block: int, name: str
 ) -> Tensor:
-    """Return the ids of the K best items of each own user. All ranks call it.
+    """Return the ids of the K best of all ranks' items for each own user. All ranks call it.
 
     Shapes:
         ``[users, K]``; -1 where there are fewer items.
     """
-    # Own ids ascend, so a search finds an id's row.
-    mine = own[torch.isin(own, items.to(own.device))]
     hidden = torch.empty(2, 0, dtype=torch.int64) if known is None else known
-    user, item = _of_users(hidden.to(own.device), users)
-    rows_of_users, rows_of_items = (rows[torch.searchsorted(own, ids)] for ids in (users, mine))
-    best = rows.new_full((users.numel(), k), float("-inf")), own.new_full((users.numel(), k), -1)
+    count, mine = users.ids.numel(), items.ids
+    user, item = _of_users(hidden.to(mine.device), users.ids)
+    best = users.rows.new_full((count, k), float("-inf")), mine.new_full((count, k), -1)
     # All ranks give a piece of each block, and as many pieces as the rank with most items has.
     each = max(1, block // channel.size)
-    turns = channel.all_reduce(torch.tensor([-(-mine.numel() // each)]), "max", action=f"{name}: blocks")
+    most = torch.tensor([-(-mine.numel() // each), int(mine.max()) + 1 if mine.numel() else 0])
+    turns, size = map(int, channel.all_reduce(most, "max", action=f"{name}: blocks"))
     # The column of each item in the present block; -1 for items of other blocks.
-    place = own.new_full((int(items.max()) + 1 if items.numel() else 0,), -1)
-    for turn in range(int(turns)):
+    place = mine.new_full((size,), -1)
+    for turn in range(turns):
         now = slice(turn * each, (turn + 1) * each)
         ids = _joined(channel, mine[now], f"{name}: items")
-        theirs = _joined(channel, rows_of_items[now], f"{name}: rows of items")
+        theirs = _joined(channel, items.rows[now], f"{name}: rows of items")
         place[ids] = torch.arange(ids.numel(), device=ids.device)
         # Where the scores of known pairs are in this block, so that they can be left out.
         at = place[item.clamp(max=place.numel() - 1)]
         at[item >= place.numel()] = -1  # known pairs with what is no item
-        for start in range(0, users.numel(), block):
-            some = slice(start, min(start + block, users.numel()))
+        for start in range(0, count, block):
+            some = slice(start, min(start + block, count))
             # [users of this turn, items of this block]: the only scores that are held.
-            scores = rows_of_users[some] @ theirs.t()
+            scores = users.rows[some] @ theirs.t()
             out = (at >= 0) & (user >= some.start) & (user < some.stop)
             scores[user[out] - some.start, at[out]] = float("-inf")
             merged = _merged((best[0][some], best[1][some]), scores, ids)

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kagome.comm import codec as comm_codec
-from kagome.comm.codec import BITS, FINER, SEGMENTS, Codec
+from kagome.comm.codec import BITS, FINER, SEGMENTS, Codec, UnreadRefusals
 from kagome.config import CodecName
 from kagome.errors import ModelError
 
@@ -259,3 +259,26 @@ def test_fp16_is_refused_where_it_overflows() -> None:
         message_of(Codec("fp16"), rows)
     assert torch.equal(restored(Codec("fp16"), message_of(Codec("fp16"), rows[:1]), rows[:1]), rows[:1])
     assert restored(Codec("bf16"), message_of(Codec("bf16"), rows), rows).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_device_encodes_while_the_host_goes_on(name):
+    """To read a tensor of the meta device raises: nothing reads one before the end of the pass."""
+    codec, later, meta = Codec(name), UnreadRefusals(), torch.device("meta")
+    rows, row_ids = torch.empty(20, 6, device=meta), torch.empty(20, dtype=torch.int64, device=meta)
+    message = torch.empty(codec.size(20, 6, rows.dtype), dtype=torch.uint8, device=meta)
+    codec.encode(rows, None, row_ids, KEY, message, where="a test", later=later)
+    assert len(later._found) == (name != "none")
+    if name != "none":
+        with pytest.raises(RuntimeError, match="meta"):
+            codec.encode(rows, None, row_ids, KEY, message, where="a test")
+
+
+def test_what_a_device_refused_is_raised_at_the_end_of_the_pass():
+    later = UnreadRefusals()
+    later.check()
+    for bad in (0, 3, 2):
+        later.add(torch.tensor(bad), lambda bad: ModelError("none", f"{bad} rows"))
+    with pytest.raises(ModelError, match="got 3 rows"):
+        later.check()
+    later.check()  # once

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
-from kagome.components.offload import Offload
+from kagome.components.offload import Offload, _InHost
 from kagome.errors import ConfigError
 from training import QUIET, graph, host_apart, losses, model, settings
 
@@ -131,3 +131,35 @@ def test_layers_that_run_again_have_nothing_to_move() -> None:
         Trainer(model("gcn"), graph(), parallel=cut, train=settings(), report=QUIET, recompute=True),
     ):
         pass
+
+
+class OnGpu:
+    """A tensor that says it is on a GPU, as far as a copy to the host asks."""
+
+    device = GPU
+
+    def detach(self) -> str:
+        return "what was saved"
+
+
+def test_a_gpu_copies_to_pinned_memory_while_the_host_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy to other memory, or one without ``non_blocking``, waits until the GPU has done all before it."""
+    calls: list[Any] = []
+
+    class Pinned:
+        def copy_(self, source: Any, non_blocking: bool) -> None:
+            calls.append((source, non_blocking))
+
+        def to(self, device: torch.device, non_blocking: bool) -> str:
+            calls.append((device, non_blocking))
+            return "on the device"
+
+    def made(like: Any, device: str, pin_memory: bool) -> Pinned:
+        calls.append((device, pin_memory))
+        return Pinned()
+
+    monkeypatch.setattr(torch, "empty_like", made)
+    assert _InHost(OnGpu()).back() == "on the device"  # type: ignore[arg-type]
+    assert calls == [("cpu", True), ("what was saved", True), (GPU, True)]

@@ -1,7 +1,7 @@
 """The bed: processes that are ranks of a job with a fake GPU each, kept for all tests of this folder.
 
-Where it sits: ``conftest`` makes one a session. ``run(world, function, *args)`` calls a function on so many
-ranks, which find themselves as ``kagome train`` starts them; a Trainer joins them by itself.
+Where it sits: the fixture ``devices`` makes one a session. ``run(world, function, *args)`` calls a function
+on so many ranks, which find themselves as ``kagome train`` starts them; a Trainer joins them by itself.
 """
 
 from __future__ import annotations

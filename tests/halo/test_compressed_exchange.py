@@ -14,6 +14,7 @@ from crossing_cases import SEED, Case, compressed_exchange, site_exchange
 from kagome.comm.channel import Channel
 from kagome.comm.codec import Codec
 from kagome.comm.exchange import ExchangeRequest
+from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.comm.work import ChannelWork
 from kagome.config import CodecName, Parallel
 from kagome.errors import ModelError
@@ -385,3 +386,11 @@ def counted(channel: Channel) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_what_crossed_and_what_was_lost_is_counted(ranks, world):
     ranks(world, counted)
+
+
+def test_a_pass_ends_with_what_a_device_has_refused():
+    exchange = CompressedExchange(ThreadChannel(ThreadGroup(1), 0), Parallel(codec="int2"), 1)
+    assert exchange.state.refusals is None  # outside of a pass each message is checked
+    with pytest.raises(ModelError, match="got 2 rows"), exchange.using(exchange.mode):
+        exchange.state.refusals.add(torch.tensor(2), lambda bad: ModelError("none", f"{bad} rows"))
+    assert exchange.state.refusals is None

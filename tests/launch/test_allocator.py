@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kagome.launch.allocator import keep_freed_memory
+from kagome.launch.allocator import FreedMemory, keep_freed_memory
 
 FAULTS = """
 import resource, sys, torch
@@ -47,3 +47,45 @@ def test_a_tensor_finds_the_pages_of_the_last_one() -> None:
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_a_user_s_own_choice_stays(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
+
+
+LARGE = """
+import resource, torch
+from kagome.launch import allocator
+from kagome.launch.allocator import FreedMemory, keep_freed_memory
+assert keep_freed_memory({})
+limits = [2**50, 2**50, 0]  # what may be allocated besides, at each look
+allocator.available_bytes = lambda: limits.pop(0)
+freed, kept = FreedMemory(least=0, environment={}), []
+def gaps():
+    for _ in range(4):  # a gap between two tensors that stay is too small for a tensor of its size
+        kept.append(torch.ones(10_000_000))
+        torch.ones(10_000_000)
+    held = allocator._resident()
+    kept.clear()
+    return held
+assert not freed.look()
+before = gaps()
+assert not freed.look()
+assert freed.look()
+assert allocator._resident() < before - 100_000_000  # what was free has been returned
+assert not freed.look()  # it is done once
+before = allocator._resident()
+large = torch.ones(100_000_000)  # fits into no gap
+assert allocator._resident() > before + 350_000_000
+del large
+assert allocator._resident() < before + 50_000_000
+print("ok")
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+def test_a_large_process_returns_large_blocks() -> None:
+    out = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)
+    assert out.stdout == "ok\n", out.stderr
+
+
+def test_a_user_s_allocator_is_left_alone_when_the_process_is_large() -> None:
+    assert not FreedMemory(
+        least=0, environment={"MALLOC_MMAP_MAX_": "0", "LOCAL_WORLD_SIZE": "1000000"}
+    ).look()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ def record(epoch: int, loss: float = 0.5) -> EpochRecord:
 
 
 def test_a_line_holds_exactly_the_documented_keys(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as lines:
         lines.write(record(1))
         # Flushed: it is there while the file is open.
         text = (tmp_path / "metrics.jsonl").read_text()
@@ -40,7 +41,7 @@ def test_a_line_holds_exactly_the_documented_keys(tmp_path: Path) -> None:
 
 def test_times_of_exchanges_are_there_where_there_were_any(tmp_path: Path) -> None:
     waited, under_way = {"halo": 0.25, "weights": 0.0}, {"halo": 1.0, "weights": 0.5}
-    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as lines:
         lines.write(EpochRecord(1, 0.5, None, None, 1.0, {}, waited, under_way))
         lines.write(record(2))
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
@@ -64,7 +65,7 @@ def test_the_share_hidden_is_that_of_all_epochs_together() -> None:
 
 
 def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as lines:
         lines.write(record(1, float("nan")))
         lines.write(record(2, float("inf")))
     assert [r.loss for r in read_records(tmp_path / "metrics.jsonl")] == [None, None]
@@ -72,12 +73,12 @@ def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
 
 def test_epochs_before_a_resume_stay_and_what_came_later_goes(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         for epoch in range(1, 8):
             lines.write(record(epoch))
     with path.open("a") as file:
         file.write('{"epoch": 8, "lo')  # died while it wrote
-    with JsonLines(path, before=read_records(path)[:5]) as lines:
+    with closing(JsonLines(path, before=read_records(path)[:5])) as lines:
         lines.write(record(6, 0.1))
     found = read_records(path)
     assert [r.epoch for r in found] == [1, 2, 3, 4, 5, 6]
@@ -87,7 +88,7 @@ def test_epochs_before_a_resume_stay_and_what_came_later_goes(tmp_path: Path) ->
 
 def test_a_new_run_starts_the_file_anew(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    with JsonLines(path) as lines:
+    with closing(JsonLines(path)) as lines:
         lines.write(record(1))
     JsonLines(path).close()
     assert read_records(path) == []

@@ -257,3 +257,21 @@ def not_finite(channel: Channel) -> str:
 def test_a_graph_that_is_not_finite_is_refused(ranks: Any) -> None:
     for message in ranks(2, not_finite, spoils=True):
         assert "DataError: expected x to hold finite numbers; got nan in row 3" in message
+
+
+def later(channel: Channel) -> str:
+    """One rank gives an argument more in the second call, which the others do not compare."""
+    data = graph()
+    try:
+        with kagome.shard(model_of("gcn"), data, log=str, timeout=2) as net:
+            net(data.x, data.edge_index)
+            net(data.x, data.edge_index, *([data.edge_attr] if channel.rank else []))
+    except kagome.KagomeError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_other_arguments_of_one_rank_in_a_later_call_are_named(ranks: Any) -> None:
+    first, second = ranks(2, later, spoils=True)
+    assert "arguments of a call" in first  # what the other rank was last seen in
+    assert "argument 3: a tensor of 2 axes, unlike earlier calls" in second

@@ -368,7 +368,7 @@ def of_several_sets(channel: Channel) -> list[Any]:
         ):
             with pytest.raises(kagome.KagomeError, match=f"Try: {hint}"):
                 net.gather(value, rows)
-        with pytest.raises(kagome.KagomeError, match="users and items in one vertex set"):
+        with pytest.raises(kagome.KagomeError, match="the name of a vertex set"):
             kagome.metrics.recall_at(net, torch.zeros(1, 1), index, 1, items=torch.arange(7))
         found = kagome.check(
             net,

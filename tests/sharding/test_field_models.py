@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.utils import degree, scatter, softmax
 
-import kagome
 from kagome.comm.channel import Channel
 from kagome.train import data as source
 
@@ -249,11 +248,12 @@ class Weather(nn.Module):
         return self.decoder(h).view(batch, -1)
 
 
-def weather(channel: Channel | None, uneven: bool, batched: bool) -> dict[str, Tensor]:
+def weather(channel: Channel | None, uneven: bool, how: str) -> dict[str, Tensor]:
+    """One sample, a batch as an axis of its own, or a batch that is flattened into rows in forward."""
     data = graph(E)
     torch.manual_seed(5)
-    model = Weather().double()
-    x = torch.randn(BATCH if batched else 1, N, F, dtype=torch.float64)
+    model = Weather(flat=how == "flat").double()
+    x = torch.randn(1 if how == "one" else BATCH, N, F, dtype=torch.float64)
     with cut(channel, uneven), net_of(channel, model, data) as net:
         y = net.place(x[..., 0] ** 2, axis=1)
         area = net.place(torch.linspace(0.5, 2, N, dtype=torch.float64))
@@ -277,36 +277,13 @@ def weather(channel: Channel | None, uneven: bool, batched: bool) -> dict[str, T
         (regression, "gcn"),
         (regression, "gat"),
         (regression, "sage"),
-        (weather, False),
-        (weather, True),
+        (weather, "one"),
+        (weather, "batch"),
+        (weather, "flat"),
     ],
 )
 def test_shape(ranks: Any, world: int, uneven: bool, scenario: Any, kind: Any) -> None:
     both(ranks, world, scenario, uneven, kind)
-
-
-def flattened(channel: Channel, whole: bool) -> str:
-    """What a batch flattened into the rows of the graph says; edges are repeated inside or before."""
-    data, model = graph(E), Weather(flat=not whole).double()
-    x = torch.randn(BATCH, N, F, dtype=torch.float64)
-    try:
-        with kagome.shard(model, data, log=str) as net:
-            if whole:
-                index = torch.cat([data.edge_index + N * i for i in range(BATCH)], dim=1)
-                net(x.flatten(0, 1).unsqueeze(0), index, data.edge_attr.repeat(BATCH, 1))
-            else:
-                net(x, data.edge_index, data.edge_attr)
-    except kagome.KagomeError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("whole", "words"), [(False, "rows that went through flatten"), (True, "3 copies of the graph")]
-)
-def test_a_batch_flattened_into_rows_is_refused(ranks: Any, whole: bool, words: str) -> None:
-    for message in ranks(2, flattened, whole, spoils=True):
-        assert words in message
 
 
 def joined(channel: Channel | None, how: str) -> dict[str, Tensor]:

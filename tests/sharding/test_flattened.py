@@ -274,19 +274,20 @@ class Flat(nn.Module):
 
     def __init__(self, kind: str, way: str) -> None:
         super().__init__()
-        self.kind, self.way = kind, WAYS[way]
+        self.kind, self.way, self.back = kind, WAYS.get(way), way in ("turned", "held turned")
         self.one, self.norm, self.two = layer(kind, 5), nn.BatchNorm1d(5), layer(kind, 5)
 
     def step(self, conv: nn.Module, h: Tensor, edges: Tensor, attr: Tensor) -> Tensor:
         if self.kind == "plain":  # a user's own read and write by the ids
-            source, target = edges.flip(0) if self.way is turned else edges
+            source, target = edges.flip(0) if self.back else edges
             messages = torch.cat([h[source], h[target]], dim=1)
             return h.new_zeros(h.size(0), h.size(1)).index_add(0, target, conv(messages))
         return conv(h, edges, *(() if self.kind in ("gcn", "sage") else (attr,)))
 
     def forward(self, x: Tensor, edges: Tensor, attr: Tensor) -> Tensor:
         batch = x.size(0)
-        h, edges, attr = x.flatten(0, 1), self.way(edges, batch), attr.repeat(batch, 1)
+        edges = self.edges if self.way is None else self.way(edges, batch)
+        h, attr = x.flatten(0, 1), attr.repeat(batch, 1)
         h = self.step(self.one, h, edges, attr)
         h = self.norm(h).relu() + h.mean(dim=0)
         h = self.step(self.two, h, edges, attr)
@@ -327,43 +328,48 @@ def test_edges_of_a_batch_are_recognized_however_they_are_made(ranks: Any, kind:
 class Given(nn.Module):
     """Layers on flattened rows and edges that are given so, and what a batch vector pools."""
 
-    def __init__(self, held: Tensor | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.one, self.two = pyg.GATConv(5, 4, edge_dim=2), pyg.SAGEConv(4, 3)
-        self.register_buffer("held", held)
 
-    def forward(self, x: Tensor, edges: Tensor | None, attr: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        edges = self.held if edges is None else edges
+    def forward(self, x: Tensor, edges: Tensor, attr: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         h = self.two(self.one(x, edges, attr).relu(), edges)
         return h, pyg.global_add_pool(h, batch, 3)
 
 
-def given(channel: Channel | None, how: str) -> dict[str, Tensor]:
-    """Three samples of ``Batch.from_data_list``, or a buffer with their edges."""
+def given(channel: Channel | None) -> dict[str, Tensor]:
+    """Three samples of ``Batch.from_data_list``."""
     torch.manual_seed(5)
-    data = graph()
+    data, model = graph(), Given().double()
     batch = Batch.from_data_list([Data(x=data.x * i, edge_index=data.edge_index) for i in (1, 2, 3)])
-    attr = data.edge_attr.repeat(3, 1)
-    edges = batch.edge_index if how == "arguments" else None
-    model = Given(None if how == "arguments" else batch.edge_index).double()
-    x = batch.x if how == "arguments" else batch.x.view(3, N, 5)
-    found = {}
     with net_of(channel, model, data) as net:
-        if how == "arguments":
-            h, pooled = net(x, edges, attr, batch.batch)
-        else:
-            flatten = lambda x, *rest: model(x.flatten(0, 1), *rest)  # noqa: E731
-            owner = torch.arange(3).view(3, 1).expand(3, N)
-            run = flatten if channel is None else lambda *args: net.run(flatten, *args)
-            h, pooled = run(x, None, attr, owner.reshape(-1))
+        h, pooled = net(batch.x, batch.edge_index, data.edge_attr.repeat(3, 1), batch.batch)
         (net.mean((h - 1) ** 2) + (pooled**2).mean()).backward()
-        found["pooled"] = pooled.detach()
-    return found | grads(model)
+        out = on_first(net, {"out": h.view(3, -1, 3)}, "vertices", 1)
+    return out | {"pooled": pooled.detach()} | grads(model)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_batches_of_pyg_as_arguments(ranks: Any, world: int) -> None:
-    alike(ranks, world, given, "arguments")
+    alike(ranks, world, given)
+
+
+def held(channel: Channel | None, back: bool) -> dict[str, Tensor]:
+    """Edges of a batch in a buffer, in either order of their rows."""
+    torch.manual_seed(5)
+    data, model = graph(), Flat("plain", "held turned" if back else "held").double()
+    edges = repeated(data.edge_index, 3)
+    model.register_buffer("edges", edges.flip(0) if back else edges)
+    x = torch.randn(3, N, 5, dtype=torch.float64)
+    with net_of(channel, model, data) as net:
+        out = net(x, None, data.edge_attr)
+        net.mean((out - 1) ** 2).backward()
+        return on_first(net, {"out": out}, "vertices", 1) | grads(model)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["sources first", "targets first"])
+def test_edges_of_a_batch_in_a_buffer(ranks: Any, back: bool) -> None:
+    alike(ranks, 3, held, back)
 
 
 class Empty(nn.Module):

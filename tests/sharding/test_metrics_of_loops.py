@@ -15,7 +15,7 @@ from sklearn.metrics import (
     roc_auc_score,
     root_mean_squared_error,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
@@ -151,6 +151,36 @@ def test_metrics_are_those_of_their_definitions(ranks: Any, world: int, uneven: 
         assert found == pytest.approx(wanted, rel=1e-10, abs=1e-10)
 
 
+def of_two_sets(channel: Channel) -> dict[str, float]:
+    """Recall of users and items in vertex sets of their own; each has ids from 0."""
+    d = drawn()
+    wanted, known = ((pairs - torch.tensor([[0], [USERS]])) for pairs in (d["wanted"], d["known"]))
+    graph = kagome.Graph(
+        user=kagome.Vertices(USERS),
+        item=kagome.Vertices(N - USERS),
+        bought=kagome.Edges("user", "item", known),
+    )
+    with kagome.shard(nn.Linear(3, 3).double(), graph, log=str) as net:
+        rows = net.place(d["rows"][:USERS], "user"), net.place(d["rows"][USERS:], "item")
+        sets = {"sets": ("user", "item"), "block": 6}
+        recall_at = kagome.metrics.recall_at
+        some = recall_at(net, rows, wanted, K, items=torch.arange(4, N - USERS), **sets)
+        every = recall_at(net, rows, wanted, K, **sets)
+        assert some != every
+        return {
+            "recall": every,
+            "recall without known": recall_at(net, rows, wanted, K, known=known, **sets),
+            "recall of many": recall_at(net, rows, wanted, 30, known=known, **sets),
+        }
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_recall_of_two_vertex_sets(ranks: Any, world: int) -> None:
+    wanted = {name: value for name, value in expected().items() if name.startswith("recall")}
+    for found in ranks(world, of_two_sets):
+        assert found == pytest.approx(wanted, rel=1e-10, abs=1e-10)
+
+
 def refused(channel: Channel, case: str) -> str:
     d, metrics = drawn(), kagome.metrics
     empty = torch.empty(0)
@@ -176,6 +206,10 @@ def refused(channel: Channel, case: str) -> str:
                 metrics.score(net, "best", d["rows"], torch.zeros(N, dtype=torch.long))
             elif case == "numbers":
                 metrics.score(net, "f1_macro", d["out"], d["y"])
+            elif case == "sets":
+                metrics.recall_at(net, (d["rows"], d["rows"]), d["wanted"], K)
+            elif case == "items":
+                metrics.recall_at(net, net.place(d["rows"]), d["wanted"], K)
             elif case == "no positive":
                 metrics.average_precision(net, d["positive"], torch.zeros(33))
     except kagome.KagomeError as error:
@@ -187,6 +221,8 @@ def refused(channel: Channel, case: str) -> str:
     ("case", "words"),
     [
         ("none", "none on any rank"),
+        ("sets", "two, and sets=None"),
+        ("items", "the ids of all items"),
         ("k", "k of 1 or more"),
         ("nan", "2 NaN"),
         ("unlike", "[41, 2] and [41]"),

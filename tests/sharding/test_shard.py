@@ -581,3 +581,20 @@ def given_back(channel: Channel) -> bool:
 
 def test_the_model_is_given_back(ranks: Any) -> None:
     assert ranks(2, given_back) == [True, True]
+
+
+def means(channel: Channel) -> tuple[int, list[float], list[torch.dtype]]:
+    """How many sums over ranks three means take, their values and types."""
+    with kagome.shard(model_of("gcn"), graph(), log=str) as net:
+        rows = torch.arange(6.0, dtype=torch.float64) + 10 * channel.rank if channel.rank else torch.zeros(0)
+        given = [rows.float(), rows.double().requires_grad_(), rows.long()]
+        with patch.object(channel_of := net._mesh.graph, "all_reduce", wraps=channel_of.all_reduce) as summed:
+            found = [net.mean(each) for each in given]
+        return summed.call_count, [each.item() for each in found], [each.dtype for each in found]
+
+
+def test_a_mean_is_one_sum_over_ranks(ranks: Any) -> None:
+    for calls, found, kinds in ranks(2, means):
+        assert calls == 3
+        assert found == [12.5, 12.5, 12.5]
+        assert kinds == [torch.float32, torch.float64, torch.get_default_dtype()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch_geometric.data import Data
 
 import kagome
 from kagome.comm.channel import Channel
+from kagome.errors import ModelError
+from kagome.sharding.train_step import values_of
 
 LAYOUTS = {
     "graph": (2, {}),
@@ -292,18 +295,38 @@ def test_what_a_net_in_stages_refuses(ranks: Any) -> None:
         assert {name: words[name] in message for name, message in found.items()} == dict.fromkeys(words, True)
 
 
-def averaged(channel: Channel, settings: dict[str, Any]) -> str:
+def averaged(channel: Channel, settings: dict[str, Any], columns: bool) -> str:
     data = graph()
+    loss = (lambda out, y: ((out - y) ** 2).mean(0)) if columns else nn.MSELoss()
     try:
         with kagome.shard(deep(), data, parallel=kagome.Parallel(**settings), log=str) as net:
-            net.train_step(data.x, data.edge_index, target=data.y, loss=nn.MSELoss())
+            net.train_step(data.x, data.edge_index, target=data.y, loss=loss)
     except kagome.KagomeError as error:
         return str(error)
     return "nothing"
 
 
 @pytest.mark.every
+@pytest.mark.parametrize(("columns", "words"), [(False, "one number"), (True, "one for each column")])
 @pytest.mark.parametrize("settings", [{}, {"pipe": 2, "chunks": 2}], ids=["graph", "pipe"])
-def test_a_loss_that_averages_by_itself_is_refused(ranks: Any, settings: dict[str, Any]) -> None:
-    for message in ranks(2, averaged, settings, spoils=True):
-        assert "one number" in message
+def test_a_loss_that_averages_by_itself_is_refused(
+    ranks: Any, settings: dict[str, Any], columns: bool, words: str
+) -> None:
+    said = ranks(2, averaged, settings, columns, spoils=True)
+    assert any(words in message for message in said)
+    assert "nothing" not in said
+
+
+@pytest.mark.parametrize(
+    ("loss", "fits"),
+    [
+        (lambda out, y: ((out - y) ** 2).mean(1), True),
+        (lambda out, y: ((out - y) ** 2).mean(0), False),
+        (lambda out, y: ((out - y) ** 2).sum(0) / 3, False),
+        (lambda out, y: ((out - y) ** 2)[0:1].mean(1).expand(4), True),
+    ],
+)
+def test_as_many_columns_as_rows_are_told_apart(loss: Any, fits: bool) -> None:
+    out = torch.randn(4, 4, requires_grad=True)
+    with nullcontext() if fits else pytest.raises(ModelError, match="one for each column, of 4 rows"):
+        values_of(loss, out, [torch.zeros(4, 4)])

@@ -16,6 +16,7 @@ from torch_geometric.data import HeteroData
 import kagome
 from kagome.comm.channel import Channel
 from kagome.errors import DataError, ModelError
+from kagome.graph.partition.sets_partition import sets_fingerprint
 
 SIZES = {"paper": 23, "author": 17, "field": 3}
 LINKS = {
@@ -50,7 +51,10 @@ class Fields(nn.Module):
         self.table = nn.Embedding(SIZES["field"], widths["field"])
         self.one, self.out = layers(widths), nn.Linear(8, 4)
 
-    def forward(self, x: dict[str, Tensor], edges: dict[Any, Tensor], attr: dict[Any, Tensor]) -> Any:
+    def forward(
+        self, x: dict[str, Tensor], edges: dict[Any, Tensor], edge_attr_dict: dict[Any, Tensor]
+    ) -> Any:
+        attr = edge_attr_dict
         x = {**x, "field": self.table.weight}
         h = self.one(x, edges, attr) if isinstance(self.one, Edged) else self.one(x, edges)
         return {kind: self.out(rows.relu()) for kind, rows in h.items()}
@@ -144,8 +148,9 @@ def by_types(channel: Channel | None, kind: str, sent: str = "", **settings: Any
     if kind == "gine":
         data["author"].x = data["author"].x[:, :5].contiguous()
     model = Fields(LAYERS[kind], widths).double()
-    with torch.no_grad():  # lazy layers take their shapes
-        model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
+    if channel is None:
+        with torch.no_grad():  # lazy layers take their shapes; sharded ones without this call
+            model(data.x_dict, data.edge_index_dict, data.edge_attr_dict)
     found: dict[str, Tensor] = {}
     cut = {"parallel": kagome.Parallel(**settings)} if settings and channel is not None else {}
     with net_of(channel, model, data, **cut) as net:
@@ -389,7 +394,7 @@ def test_pairs_of_two_sets_and_an_edge_set_without_edges(ranks: Any, world: int)
 
 def refused(channel: Channel) -> list[str]:
     """What a graph of several sets refuses, each by a message of its own."""
-    data, said = hetero(), []
+    said: list[str] = []
     graph = kagome.Graph(
         a=kagome.Vertices(6),
         b=kagome.Vertices(9),
@@ -423,8 +428,7 @@ def refused(channel: Channel) -> list[str]:
     tried(lambda: run(Read(), torch.randn(5, 2), graph.edges["ab"].index))
     tried(lambda: run(Read(turned=True), torch.randn(6, 2), graph.edges["ab"].index))
     tried(lambda: run(Read(), torch.randn(6, 2), torch.tensor([[0, 5, 3], [8, 2, 4]])))
-    lazy = pyg.HeteroConv({link: pyg.SAGEConv((-1, -1), 4) for link in LINKS})
-    tried(lambda: kagome.shard(lazy, data, log=str).close())
+    tried(lambda: run(pyg.HeteroConv({("a", "ab", "b"): pyg.SAGEConv((-1, -1), 4)}), torch.randn(6, 2)))
 
     def named() -> None:
         with kagome.shard(Read(), graph, log=str) as net:
@@ -552,3 +556,85 @@ def shared(channel: Channel | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world", WORLDS)
 def test_one_tensor_of_two_sets_is_cut_by_each(ranks: Any, world: int) -> None:
     both(ranks, world, shared)
+
+
+class Two(nn.Module):
+    """What a user may do with rows of two sets."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.conv = how, pyg.GATConv((4, 4), 4, add_self_loops=False)
+
+    def forward(self, a: Tensor, b: Tensor, edges: Tensor) -> Tensor:
+        sizes = a.size(0), b.size(0)
+        if self.how == "sources alone":
+            return self.conv((a, None), edges, size=sizes)
+        if self.how == "plain sizes":
+            return self.conv((a, None), edges, size=(13, 9))
+        if self.how == "written":
+            both = torch.cat([a, b]).clone()
+            both[: sizes[0]] = a * 2
+            both[sizes[0] :] = both[sizes[0] :] + 1
+            return both[sizes[0] :]
+        if self.how == "no size":
+            return self.conv((a, None), edges)
+        if self.how == "product":
+            return (b @ a.T).softmax(-1) @ a
+        both = torch.zeros(sizes[0] + sizes[1], 4, dtype=a.dtype)
+        both[: sizes[0]], both[sizes[0] :] = a, b
+        return both[sizes[0] :]
+
+
+def of_two(channel: Channel | None, how: str) -> dict[str, Tensor] | str:
+    torch.manual_seed(5)
+    model = Two(how).double()
+    a, b = torch.randn(13, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    edges = torch.stack([torch.randint(13, (30,)), torch.randint(9, (30,))])
+    graph = kagome.Graph(a=kagome.Vertices(13), b=kagome.Vertices(9), ab=kagome.Edges("a", "b", edges))
+    try:
+        with net_of(channel, model, graph) as net:
+            rows = net.place(a, "a").clone().requires_grad_()
+            net.mean((net(rows, b, edges) - 1) ** 2).backward()
+            whole = net.gather(rows.grad, "a") if rows.grad is not None else None
+    except ModelError as error:
+        return str(error)
+    return grads(model) | ({} if whole is None else {"a": whole})
+
+
+@pytest.mark.parametrize("how", ["sources alone", "plain sizes", "written"])
+def test_rows_of_two_sets_in_one_call(ranks: Any, how: str) -> None:
+    expected = of_two(None, how)
+    assert isinstance(expected, dict)
+    for found in ranks(3, of_two, how):
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("no size", "size=(sources, targets)"),
+        ("product", "F.scaled_dot_product_attention"),
+        ("filled", "torch.cat([a, b]) in place of slices"),
+    ],
+)
+def test_what_two_sets_refuse_says_what_to_do(ranks: Any, how: str, words: str) -> None:
+    for said in ranks(2, of_two, how, spoils=True):
+        assert words in said
+
+
+def test_the_fingerprint_of_a_graph_changes_with_attributes_of_edges() -> None:
+    edges = torch.tensor([[0, 1], [1, 0]])
+    attrs = [
+        None,
+        torch.zeros(2),
+        torch.ones(2),
+        torch.zeros(2, 1),
+        torch.zeros(2, dtype=torch.int32),
+        torch.ones(2).bfloat16(),
+    ]
+    graphs = [
+        kagome.Graph(a=kagome.Vertices(2), aa=kagome.Edges("a", "a", edges, attr=attr)) for attr in attrs
+    ]
+    assert len({sets_fingerprint(graph) for graph in graphs}) == len(attrs)
+    assert sets_fingerprint(graphs[1]) == sets_fingerprint(graphs[1])

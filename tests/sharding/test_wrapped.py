@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_shard import grads, graph, model_of
+from test_device_mesh import sample
+from test_shard import C, N, grads, graph, model_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import kagome
@@ -77,6 +79,65 @@ def test_gradients_that_are_views_of_buckets_accumulate(
     same(ranks, world, copies, put_off, {"gradient_as_bucket_view": True, "copies_alone": alone})
 
 
+def fully_sharded(channel: Channel, after: bool, puts_off: bool) -> list[dict[str, Tensor]]:
+    """Two copies of two parts: weights and gradients in pieces over the copies; three steps with momentum."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "graph"))
+    data, model = graph(), model_of("gat")
+    found = []
+    with kagome.shard(model, data, mesh=mesh["graph"], log=str) as net:
+        fully_shard(net, mesh=mesh["data"], reshard_after_forward=after)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            for number in range(2):
+                x, y = sample(2 * (2 * step + number) + mesh.get_local_rank("data"))
+                with net.no_sync() if puts_off and not number else nullcontext():
+                    out = net(x, data.edge_index, data.edge_attr)
+                    net.mean((out - net.place(y)) ** 2).backward()
+            if after:
+                clipped = net.clip_grad_norm_(1.0)
+            else:
+                clipped = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor()
+            found.append({n: p.grad.full_tensor() for n, p in net.named_parameters() if p.grad is not None})
+            found[-1]["norm"] = clipped
+            assert all(p.grad.to_local().numel() < p.numel() for p in net.parameters() if p.size(0) > 1)
+            optimizer.step()
+        with torch.no_grad():
+            rows = net.gather(net(sample(0)[0], data.edge_index, data.edge_attr))
+        out = torch.zeros(N, C, dtype=torch.float64) if rows is None else rows
+        dist.broadcast(out, 0)
+        found.append({n: p.full_tensor() for n, p in net.state_dict().items() if isinstance(p, DTensor)})
+        found[-1]["out"] = out
+    return found
+
+
+def plainly() -> list[dict[str, Tensor]]:
+    data, model = graph(), model_of("gat")
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(4):
+            x, y = sample(4 * step + number)
+            out = model(x, data.edge_index, data.edge_attr)
+            (((out - y) ** 2).mean() / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found.append(grads(model) | {"norm": norm})
+        optimizer.step()
+    found.append({n: p.detach() for n, p in model.named_parameters()})
+    found[-1]["out"] = model(sample(0)[0], data.edge_index, data.edge_attr).detach()
+    return found
+
+
+@pytest.mark.parametrize(("after", "puts_off"), [(False, False), (True, True)])
+def test_fsdp_over_copies_of_parts(ranks: Any, after: bool, puts_off: bool) -> None:
+    expected = plainly()
+    for found in ranks(4, fully_sharded, after, puts_off):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
 def cut(channel: Channel, layers: bool, before: bool) -> str:
     data, model = graph(), model_of("gat")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -99,3 +160,33 @@ def test_weights_in_pieces_are_refused(ranks: Any, layers: bool, before: bool) -
     for message in ranks(2, cut, layers, before, spoils=True):
         assert "FSDPModule" in message
         assert "nothing" not in message
+
+
+def misused(channel: Channel, case: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "graph"))
+    data, model = graph(), model_of("gat")
+    model.register_parameter("table", torch.nn.Parameter(torch.zeros(N, 2, dtype=torch.float64)))
+    over = {} if case == "cut" else {"mesh": mesh["graph"]}
+    try:
+        with kagome.shard(model, data, cut=case == "cut", log=str, **over) as net:
+            fully_shard(net, mesh=mesh["data"])
+            inputs = data.x, data.edge_index, data.edge_attr
+            assert case == "cut" or net(*inputs) is not None
+            if case == "cut":
+                net(*inputs)
+            elif case == "run":
+                net.reshard()  # as a backward does
+                net.run(model.forward, *inputs)
+            else:
+                net.reshard()  # as a backward does
+                kagome.check(net, *inputs, loss=lambda net, out: net.mean(out))
+    except kagome.KagomeError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("case", ["cut", "run", "check"])
+def test_calls_beside_the_hooks_of_fsdp_are_refused(ranks: Any, case: str) -> None:
+    words = "tables that are cut" if case == "cut" else "weights in pieces, as net.run and kagome.check"
+    for message in ranks(2, misused, case, spoils=True):
+        assert words in message

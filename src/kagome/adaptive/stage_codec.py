@@ -18,7 +18,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from kagome.comm.codec import Codec, lost_share
+from kagome.comm.codec import Codec, UnreadRefusals, lost_share
 from kagome.comm.exchange import DeferredWork, Work
 from kagome.config import CodecName
 from kagome.halo.encoded_exchange import MEASURED_EVERY, MEASURED_ROWS
@@ -56,6 +56,8 @@ class StageCodec:
     def __init__(self, name: CodecName | None, seed: int, stage: int) -> None:
         self.codec, self.seed, self.stage = Codec(name or "none"), seed, stage
         self.counts = CompressionCounts()
+        self.refusals = UnreadRefusals()
+        """What a device refuses to encode, to be checked at the end of a pass."""
         self._measured: set[str] = set()
 
     @property
@@ -104,7 +106,7 @@ class StageCodec:
             where: The place, for errors.
 
         Raises:
-            ModelError: If a number is not finite, or too large for the codec.
+            ModelError: If a number is not finite, or too large for the codec; on a device in ``refusals``.
 
         Shapes:
             ``rows [R, ...]``, ``row_ids [R]`` -> ``[size]`` uint8.
@@ -115,7 +117,7 @@ class StageCodec:
         flat = rows.reshape(rows.size(0), _width(tuple(rows.shape)))
         key = self._draws(name, epoch, backward=backward)
         message = torch.empty(size, dtype=torch.uint8, device=rows.device)
-        self.codec.encode(flat, None, row_ids, key, message, where=where)
+        self.codec.encode(flat, None, row_ids, key, message, where=where, later=self.refusals)
         site = f"{name} (stage) {'backward' if backward else 'forward'}"
         if epoch % MEASURED_EVERY == 1 or site not in self._measured:
             self._measured.add(site)

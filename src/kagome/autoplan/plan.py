@@ -17,6 +17,7 @@ from torch import nn
 from torch_geometric.data import Data
 
 from kagome import config
+from kagome.autoplan.local_gpus import local_gpus
 from kagome.autoplan.workload import Workload
 from kagome.comm.channel import Channel
 from kagome.components.model_setup import few_rows, materialise
@@ -77,6 +78,7 @@ def studied(
     kept: MeasurementCache,
     *,
     data: Data | None = None,
+    gpus: bool = False,
 ) -> tuple[Workload, list[str]]:
     """Measure the model and graph that ``kagome plan`` is asked about, for plans on any cluster.
 
@@ -85,6 +87,7 @@ def studied(
         build: Makes the model.
         kept: The cache to look up earlier measurements in.
         data: The graph, in place of the one that the flags name.
+        gpus: Whether the plans are for GPUs of this machine.
 
     Returns:
         The measured workload, and notes for the user.
@@ -120,11 +123,12 @@ def studied(
             notes.append(f"not decoupled: {error}")
     # Rates are those of one rank among all: with its share of the cores here, or one core,
     # which a cluster's `speed` is relative to.
-    torch.set_num_threads(_threads(asked.devices) if asked.cluster is None else 1)
+    on_cores = asked.cluster is None and not gpus
+    torch.set_num_threads(_threads(asked.devices) if on_cores else 1)
     run = asked.model
     options = PartOptions.of(asked.train, fast=run.fast, recompute=run.recompute)
     optimizer = torch.optim.Adam(trained(model), lr=asked.train.lr)
-    most = _threads(1) if asked.cluster is None else 1
+    most = _threads(1) if on_cores else 1
     with told():
         study = Workload.of(
             model, optimizer, part, graph, decoupled=first, options=options, most=most, kept=kept
@@ -152,8 +156,14 @@ def planned(
     # Before anything is measured, which takes a minute: a wrong name of a cluster ends here.
     named = None if asked.cluster is None else Cluster.load(asked.cluster)
     kept = opened(asked.reuse)
-    study, notes = studied(asked, build, kept, data=data)
-    found = study.plans(named or here(asked.devices, LOCAL, kept), asked.allow)
+    gpus = local_gpus(asked.devices) if named is None else None
+    study, notes = studied(asked, build, kept, data=data, gpus=gpus is not None)
+    found = study.plans(named or gpus or here(asked.devices, LOCAL, kept), asked.allow)
+    if gpus is not None:
+        notes.append(
+            f"{gpus.name}: layers were timed on a core, and a GPU counts as {gpus.speed:,.0f} of them, the "
+            "ratio of their memory bandwidths; compare plans with each other, and not with a clock"
+        )
     if kept.reused:
         notes.append("what was measured here within a day is used again (--no-reuse measures anew)")
     if kept.doubtful:

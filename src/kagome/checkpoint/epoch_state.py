@@ -136,7 +136,8 @@ class EpochState:
     def _named(self, file: str, place: int, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        accelerated = value.device.type != "cpu"
+        # By its name: a run that has computed on the CPU may go on with a GPU.
+        accelerated = value.device.type != "cpu" or name not in epoch_state_checks.ON_HOST
         return Named(file, self._path(place, name), tuple(value.shape), str(value.dtype), accelerated)
 
 
@@ -149,7 +150,7 @@ class Named:
         path: Its name in the file.
         shape: The shape of the tensor.
         dtype: The number type of the tensor.
-        accelerated: Whether it was on the accelerator.
+        accelerated: Whether it is on the accelerator in a run that has one.
     """
 
     file: str

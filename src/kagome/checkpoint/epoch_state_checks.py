@@ -93,6 +93,8 @@ def _counts(value: Any) -> bool:
 # `goes` and `comes` are about the rows of the next epoch: bits of each row where bits are fitted, a mask
 # where rows are skipped.
 _NEXT: Final = {"goes": 1, "comes": 1}
+ON_HOST: Final = frozenset((*_NEXT, "when", "epochs", "state step"))
+"""Names of tensors that the host reads, whatever device the rows are on; the last is an optimizer's."""
 FORMS: Final[Mapping[str, tuple[EntryForm, ...]]] = {
     "crossing": (
         EntryForm(plain={"synchronous": _flag, "drifted": _number}),

@@ -19,7 +19,9 @@ Source: Sylvie's low-bit module; header and draws are ours, see ``kernels.quanti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -95,7 +97,15 @@ class Codec:
         return [min(step, rows - first) for first in range(0, rows, step or 1)] or [0]
 
     def encode(
-        self, rows: Tensor, index: Tensor | None, row_ids: Tensor, key: int, message: Tensor, *, where: str
+        self,
+        rows: Tensor,
+        index: Tensor | None,
+        row_ids: Tensor,
+        key: int,
+        message: Tensor,
+        *,
+        where: str,
+        later: UnreadRefusals | None = None,
     ) -> None:
         """Encode rows into a message.
 
@@ -107,9 +117,11 @@ class Codec:
             key: A further seed of the draws.
             message: Buffer that the bytes are written to.
             where: Location for error messages.
+            later: Collects what a device has found, for a check at the end of a pass.
 
         Raises:
-            ModelError: If a number is NaN, infinite, or too large for the codec.
+            ModelError: If a number is NaN, infinite, or too large for the codec; on a device not here but in
+                ``later``, if that is given.
 
         Shapes:
             ``rows [*, W]``, ``index [R]`` and ``row_ids [R]`` int64, ``message [size]`` uint8.
@@ -121,8 +133,11 @@ class Codec:
             picked = rows if index is None else rows.index_select(0, index)
             # "none" is in no table, so it keeps the rows' own type here, in ``size`` and in ``decode``.
             cast = picked.to(CASTS.get(self.name, rows.dtype)).contiguous()
-            if self.name in CASTS and not bool(cast.isfinite().all()):
-                raise self._refusal(int((~cast.isfinite()).any(1).sum()), count, where)
+            if self.name in CASTS:
+                sound = cast.isfinite()
+                # The host asks a CPU for one flag first, and does not wait for a device to answer.
+                if cast.device.type != "cpu" or not bool(sound.all()):
+                    self._judge((~sound).any(1).sum(), count, where, later)
             message.copy_(cast.view(-1).view(torch.uint8))
             return
         # head   [ low: float32 x R ][ span: int16 x R ]
@@ -133,8 +148,7 @@ class Codec:
         if rows.dtype != torch.float32 and index is not None:
             rows, index = rows.index_select(0, index), None
         low, span, bad = ops.encode(rows.float(), index, row_ids, key, self.bits, body)
-        if bad:
-            raise self._refusal(bad, count, where)
+        self._judge(bad, count, where, later)
         head[: 4 * count].copy_(low.view(torch.uint8))
         head[4 * count :].copy_(span.view(torch.uint8))
 
@@ -162,6 +176,12 @@ class Codec:
         ops.decode(body, low, span, self.bits, restored)
         return out.copy_(restored)
 
+    def _judge(self, bad: Tensor | int, count: int, where: str, later: UnreadRefusals | None) -> None:
+        if later is not None and isinstance(bad, Tensor) and bad.device.type != "cpu":
+            later.add(bad, partial(self._refusal, count=count, where=where))
+        elif int(bad):
+            raise self._refusal(int(bad), count, where)
+
     def _refusal(self, bad: int, count: int, where: str) -> ModelError:
         return ModelError(
             f"finite numbers within the range of the codec {self.name}",
@@ -169,6 +189,34 @@ class Codec:
             where=where,
             hint="a lower --train.lr or --train.clip 1.0; codec bf16 or none for wider ranges",
         )
+
+
+class UnreadRefusals:
+    """Counts of rows that codecs cannot encode, which a device has and the host has not read.
+
+    To read one, the host waits for the device. So it reads all of them at once, at the end of a pass and
+    before the weights are updated.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Tensor, Callable[[int], ModelError]]] = []
+
+    def add(self, bad: Tensor, refusal: Callable[[int], ModelError]) -> None:
+        """Add a count, and the error if it is not 0."""
+        self._found.append((bad, refusal))
+
+    def check(self) -> None:
+        """Read all counts.
+
+        Raises:
+            ModelError: The error of the first count that is not 0.
+        """
+        found, self._found = self._found, []
+        if not found:
+            return
+        for bad, (_, refusal) in zip(torch.stack([bad for bad, _ in found]).tolist(), found, strict=True):
+            if bad:
+                raise refusal(bad)
 
 
 def lost_share(codec: Codec, sample: Tensor, row_ids: Tensor, key: int, where: str) -> float | None:

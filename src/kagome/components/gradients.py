@@ -320,23 +320,25 @@ class GradientHooks:
 
     def take_off(self) -> None:
         """Take the hooks off before a backward; they run in :meth:`run`."""
-        for place, parameter, name, taken in self._each():
-            hooks: Hooks | None = getattr(parameter, name)
-            if hooks:
-                taken[place] = dict(hooks)
-                hooks.clear()  # autograd refers to this very dict
+        for place, parameter in enumerate(self._parameters):
+            for name, taken in (
+                ("_backward_hooks", self._of_tensor),
+                ("_post_accumulate_grad_hooks", self._after),
+            ):
+                hooks: Hooks | None = getattr(parameter, name)
+                if hooks:
+                    taken[place] = dict(hooks)
+                    hooks.clear()  # autograd refers to this very dict
 
     def put_back(self) -> None:
         """Put the hooks back after the backward, also after one that failed."""
-        for place, parameter, name, taken in self._each():
-            if place in taken:
-                getattr(parameter, name).update(taken[place])
-
-    def _each(self) -> Iterator[tuple[int, nn.Parameter, str, dict[int, Hooks]]]:
-        kinds = (("_backward_hooks", self._of_tensor), ("_post_accumulate_grad_hooks", self._after))
         for place, parameter in enumerate(self._parameters):
-            for name, taken in kinds:
-                yield place, parameter, name, taken
+            for name, taken in (
+                ("_backward_hooks", self._of_tensor),
+                ("_post_accumulate_grad_hooks", self._after),
+            ):
+                if place in taken:
+                    getattr(parameter, name).update(taken[place])
 
     def run(self) -> None:
         """Run the hooks, as autograd would have, on the gradients that the parameters hold now."""

@@ -195,9 +195,21 @@ def broadcast_weights(model: nn.Module, channel: Channel, apart: Collection[Tens
 
 def materialise(model: nn.Module, part: Part, device: torch.device) -> None:
     """Let lazy layers (``in_channels=-1``) take their shapes from a few rows of the data."""
-    if not any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
-        return
-    inputs = few_rows(part, device)
+    if is_lazy(model):
+        call_once(model, few_rows(part, device))
+
+
+def is_lazy(model: nn.Module) -> bool:
+    """Return whether a layer of a model waits for its first input to take its shape."""
+    return any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters())
+
+
+def call_once(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Let lazy layers take their shapes from some inputs, by their names.
+
+    Raises:
+        ModelError: If forward asks for others.
+    """
     training = model.training
     # In eval mode the pass draws nothing, and BatchNorm does not count these made-up rows.
     model.eval()

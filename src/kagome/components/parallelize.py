@@ -37,6 +37,7 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.intercept.gather_scatter import Handler
 from kagome.intercept.hooks import install, is_installed
 from kagome.intercept.interceptor import Interceptor
+from kagome.launch.allocator import FreedMemory
 from kagome.model.buffers import Buffers
 from kagome.model.exact.handlers import HANDLERS
 from kagome.model.exact.layer_rules import apply_rules
@@ -178,6 +179,7 @@ class ParallelModel:
     ) -> None:
         self.model, self.scope, self.options, self.escape = model, scope, options, ""
         self._tell, self._depth, self._trained, self._undo = tell, 0, False, ExitStack()
+        self._freed = FreedMemory()
 
     def __enter__(self) -> Self:
         # `fit` holds a block open over all epochs; methods of the engine that enter it again only count.
@@ -237,6 +239,8 @@ class ParallelModel:
         """Enter one forward pass, with mixed precision: see :meth:`Interceptor.running`."""
         with self.scope.running(epoch, training=training, checked=checked) as forward_pass, self.cast():
             yield forward_pass
+        if training:  # backward now frees what this pass has saved
+            self._freed.look()
 
     def forward(
         self,

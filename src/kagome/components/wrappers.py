@@ -85,31 +85,6 @@ def refuse_empty(model: nn.Module, apart: Collection[Tensor] = ()) -> None:
             )
 
 
-def refuse_pieces(model: nn.Module, where: str) -> None:
-    """Refuse a model whose weights FSDP has cut into pieces since it was sharded.
-
-    FSDP sums the gradients of its pieces over its own ranks and leaves none to be summed over the graph's.
-
-    Raises:
-        ModelError: If so.
-    """
-    # By name, as in `_classes`; a class of fully_shard has a base of torch's and one of the user's.
-    kinds = (kind.__name__ for module in model.modules() for kind in type(module).__mro__)
-    pieces = next((kind for kind in kinds if kind == "FSDPModule"), "")
-    pieces = pieces or next((type(p).__name__ for p in model.parameters() if _is_flat(p)), "")
-    if pieces:
-        raise ModelError(
-            "a model whose ranks have all weights",
-            "one that FSDP has cut into pieces",
-            where=f"{where}: {pieces}",
-            hint="DistributedDataParallel for copies of the parts; the graph's ranks need no wrapper",
-        )
-
-
-def _is_flat(parameter: nn.Parameter) -> bool:
-    return type(parameter).__name__ == "FlatParameter"
-
-
 def refuse_no_module(model: object, what: str) -> None:
     """Raise an error if a model is not a ``torch.nn.Module``.
 

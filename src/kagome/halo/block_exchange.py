@@ -69,7 +69,8 @@ class BlockExchange:
         def write(peer: int, segment: int, message: Tensor) -> None:
             mine = out.rows(peer, segment, dtype)
             codec, where = out.codecs[peer], request.action
-            codec.encode(blocks[peer][mine], None, row_ids[peer][mine], keys[peer], message, where=where)
+            ids, later = row_ids[peer][mine], self.state.refusals
+            codec.encode(blocks[peer][mine], None, ids, keys[peer], message, where=where, later=later)
 
         written = BytesRequest(
             write, out.segments(dtype), received.segments(dtype), request.action, request.kind, request.header

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from kagome.comm.codec import UnreadRefusals
 from kagome.comm.exchange import (
     BytesExchange,
     DeferredWork,
@@ -188,12 +189,18 @@ class CompressedExchange:
 
     @contextmanager
     def using(self, mode: ExchangeMode) -> Iterator[None]:
-        """Exchange rows in another mode inside the block; all ranks enter it."""
+        """Exchange rows in another mode inside the block, a pass; all ranks enter it.
+
+        Raises:
+            ModelError: At the end of the block, if a device has found numbers that a codec refuses.
+        """
         before, self.state.mode = self.state.mode, mode
+        self.state.refusals = refusals = UnreadRefusals()
         try:
             yield
+            refusals.check()
         finally:
-            self.state.mode = before
+            self.state.mode, self.state.refusals = before, None
 
     def settle(self) -> None:
         """Receive what is still in transit. The rows that are read do not change."""

@@ -159,7 +159,8 @@ class EncodedExchange:
         #     keep      r' = rows + r - c(rows + r)        the sender decodes what it has just encoded
         key = self.state.draws_of(site, self.channel.rank)
         self.meter.measure(plan.out, rows, index, site, key, action)
-        writer = Writer(plan.out, rows, index, site.row_ids, key, plan.notes, action)
+        refusals = self.state.refusals
+        writer = Writer(plan.out, rows, index, site.row_ids, key, plan.notes, action, refusals)
         restored = rows.clone() if feedback else None  # rows that are not sent have no error
 
         def write(peer: int, segment: int, message: Tensor) -> None:

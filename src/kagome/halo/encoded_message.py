@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from kagome.comm.codec import SEGMENTS, Codec
+from kagome.comm.codec import SEGMENTS, Codec, UnreadRefusals
 from kagome.comm.exchange import BytesWork, DeferredWork, Work
 from kagome.comm.transport.device import to_device
 
@@ -111,6 +111,7 @@ class Writer:
         key: A further seed of the draws.
         notes: The notes that follow each message.
         where: Location for error messages.
+        refusals: Collects what a device refuses.
 
     Shapes:
         ``rows [*, W]``, ``index [R]``, ``row_ids [R]`` with R the sum of counts.
@@ -123,6 +124,7 @@ class Writer:
     key: int
     notes: Sequence[Tensor] = ()
     where: str = ""
+    refusals: UnreadRefusals | None = None
 
     def write(self, peer: int, segment: int, message: Tensor) -> None:
         """Write one segment of the message to one peer.
@@ -148,7 +150,8 @@ class Writer:
                 row_id, chosen = row_id[which], (first + which if index is None else index[mine][which])
             size = piece.size(count, rows.size(1), rows.dtype)
             source = rows[mine] if chosen is None else rows
-            piece.codec.encode(source, chosen, row_id, self.key, message[at : at + size], where=self.where)
+            place = message[at : at + size]
+            piece.codec.encode(source, chosen, row_id, self.key, place, where=self.where, later=self.refusals)
             at += size
         if self.notes:
             message[at : at + self.notes[peer].numel()].copy_(self.notes[peer])

@@ -13,7 +13,7 @@ from typing import Final
 
 from torch import Tensor
 
-from kagome.comm.codec import Codec
+from kagome.comm.codec import Codec, UnreadRefusals
 from kagome.comm.exchange import SiteExchange
 from kagome.config import ExchangeSettings
 from kagome.errors import CheckpointError
@@ -224,6 +224,7 @@ class CompressionState:
         mode: How rows are exchanged at present.
         rows: Rows of earlier epochs.
         counts: Counts since they were last taken.
+        refusals: Collects what a device refuses to encode within a pass; None to check each message.
     """
 
     settings: ExchangeSettings
@@ -231,6 +232,7 @@ class CompressionState:
     mode: ExchangeMode
     rows: EpochRows = field(default_factory=EpochRows)
     counts: CompressionCounts = field(default_factory=CompressionCounts)
+    refusals: UnreadRefusals | None = None
 
     def draws_of(self, site: SiteExchange, rank: int) -> int:
         """Return a 64-bit seed of an exchange's draws.

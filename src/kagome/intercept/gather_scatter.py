@@ -21,19 +21,17 @@ from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.deferred.message import Linear
 from kagome.deferred.rewrite_rules import all_computed
 from kagome.errors import ModelError
-from kagome.intercept import embedding_bag, row_counts, sparse_adjacency
+from kagome.intercept import batch_rows, embedding_bag, row_counts, sparse_adjacency
 from kagome.placement.axis_rules import ids_behind_axes
 from kagome.placement.placement import ALIGNED, IDS, VERTICES, Placement, PlacementKind
-from kagome.placement.torch_calls import Args, Func, Kwargs, argument
+from kagome.placement.torch_calls import Args, Func, Kwargs
 from kagome.positions import (
-    batch_rows,
     cut_rows,
     edge_positions,
     id_values,
     kept_tensors,
     row_order,
     row_positions,
-    unique,
     vertex_tables,
 )
 from kagome.positions.position_scope import PositionScope
@@ -72,14 +70,16 @@ def _gather(scope: Reader, name: str, func: Func, args: Args, kwargs: Kwargs) ->
     """Answer ``x[row]`` and ``x.index_select(dim, row)``; source ids read halo rows as well."""
     base: Tensor = args[0]
     index: Any = args[1] if len(args) > 1 else None
-    axis, rest = 0, ()
+    axis: Any = 0
+    rest: Any = ()
     if name == "__getitem__":
         if (behind := ids_behind_axes(base, index)) is not None:  # x[:, row], with a leading batch axis
             return _gather(scope, "index_select", Tensor.index_select, (base, *behind), {})
         if isinstance(index, tuple) and index and isinstance(index[0], Tensor):
             index, rest = index[0], index[1:]
     else:
-        axis, index = argument(args, kwargs, 1, "dim", 0), argument(args, kwargs, 2, "index")
+        axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        index = kwargs.get("index", args[2] if len(args) > 2 else None)
     placement = scope.placements.get(index)
     held = scope.placements.get(base)
     # A mask selects by position, and ids of ids (``source[perm]``) are read as torch does.
@@ -251,10 +251,11 @@ def _reduced(
     kwargs: Kwargs,
 ) -> Tensor | None:
     """Answer a write by the graph's targets with kernels; None where they do not apply."""
-    how, takes = "sum", False
+    how: Any = "sum"
+    takes: Any = False
     if name.startswith("scatter_reduce"):
-        how = argument(args, kwargs, 4, "reduce", "sum")
-        takes = argument(args, kwargs, 5, "include_self", True)
+        how = kwargs.get("reduce", args[4] if len(args) > 4 else "sum")
+        takes = kwargs.get("include_self", args[5] if len(args) > 5 else True)
     # scatter_add with a smaller index leaves some values out.
     whole = index.dim() == 1 or index.shape == value.shape
     if (
@@ -460,13 +461,11 @@ def by_call(more: Mapping[str, Handler], *, parted: bool, matrix: bool) -> dict[
     """
     # The first answer ends the search, so tables of special cases come before the general reads and writes.
     tables: list[Mapping[str, Handler]] = [sparse_adjacency.HANDLERS] if matrix else []
-    tables.append(batch_rows.HANDLERS)
     tables += [cut_rows.HANDLERS] if parted else []
-    tables.append(batch_rows.ROWS)
+    tables.append(batch_rows.HANDLERS)
     tables += [edge_positions.HANDLERS, in_backward.HANDLERS] if parted else []
     tables += [
         id_values.HANDLERS,
-        unique.HANDLERS,
         embedding_bag.HANDLERS,
         row_positions.HANDLERS,
         vertex_tables.HANDLERS,

@@ -35,9 +35,10 @@ from kagome.halo.comm_recorder import RecordedRows
 from kagome.halo.exchange import HaloExchange
 from kagome.halo.forward_pass import ForwardPass, RunningForward, transformed
 from kagome.intercept import sparse_adjacency
+from kagome.intercept.batch_rows import FOLLOWED, follow
 from kagome.intercept.gather_scatter import HANDLERS, Handler, by_call
 from kagome.placement.axis_rules import attribute
-from kagome.placement.placement import Placement, PlacementKind, Placements
+from kagome.placement.placement import Placement, PlacementKind, Placements, tensors
 from kagome.placement.symbolic_size import Shown, SymbolicSize, behind
 from kagome.placement.torch_calls import Args, Kwargs
 from kagome.placement.vertex_sets import VertexSet, VertexSets
@@ -336,6 +337,10 @@ class Interceptor(TorchFunctionMode):
 
     def _handled(self, name: str, func: Any, args: Any, kwargs: Any) -> tuple[Any, Handler | None]:
         """Return the answer of the first handler that gives one, and that handler."""
+        if name in FOLLOWED and any(each.dtype == torch.int64 for each in tensors(args, kwargs)):
+            result = follow(self, name, func, args, kwargs)
+            if result is not NotImplemented:
+                return result, follow
         for handler in self._handlers.get(name, ()):
             try:
                 result = handler(self, name, func, args, kwargs)

@@ -394,13 +394,14 @@ class ChunkEngine:
         self.controller.observe(step, plan, value)
         return value
 
-    def _summed(self, epoch: int, lost: float, *, stop: bool) -> tuple[float, bool]:
+    def _summed(self, epoch: int, lost: Tensor | float, *, stop: bool) -> tuple[float, bool]:
         """Return the loss over all ranks and whether any was asked to stop; sum how far rows moved."""
         with self.phases.phase("weights", epoch):
             # The loss is 0 on all ranks but those of the last stage, so the sum over the world is the mean
             # loss.
-            mine = torch.tensor([lost, float(stop), *self._moved(epoch)], dtype=torch.float64)
+            mine = torch.tensor([0.0, float(stop), *self._moved(epoch)], dtype=torch.float64)
             mine, action = to_device(mine, self.mesh.device), f"loss, epoch {epoch}"
+            mine[0] += lost
             value, stops, *moved = self.mesh.world.all_reduce(mine, action=action, kind="other").tolist()
         self.exchange.moved(moved, epoch)
         return value, stops > 0
@@ -432,7 +433,7 @@ class ChunkEngine:
         with watched(self.foreign, "the optimizer"):
             optimizer.step()
 
-    def _probed(self, epoch: int, plan: EpochPlan) -> float:
+    def _probed(self, epoch: int, plan: EpochPlan) -> Tensor | float:
         """Compute the gradient of the plan's guess, then the exact one, which stays, and compare the two."""
         assert plan.guess is not None
         # See GraphEngine._probed: the guess is measured only, so buffers and a loss with state are put back
@@ -450,7 +451,7 @@ class ChunkEngine:
         self.controller.probed(epoch, plan, agreed, drift=drift)
         return lost
 
-    def _gradient(self, epoch: int, plan: EpochPlan, *, probes: bool = False) -> float:
+    def _gradient(self, epoch: int, plan: EpochPlan, *, probes: bool = False) -> Tensor | float:
         """Run all chunks forward and backward and sum gradients; return this rank's share of the loss."""
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -469,7 +470,7 @@ class ChunkEngine:
             # final gradient.
             self.ownership.sum_shared()
             self.gradients.tell_hooks()
-        return sum(stage_run.lost for stage_run in stage_runs.values())
+        return sum((stage_run.lost for stage_run in stage_runs.values()), 0.0)
 
     def _trained(self, epoch: int, plan: EpochPlan) -> StageRuns:
         """Run all chunks forward and backward, by the pass for this kind of epoch."""
@@ -517,7 +518,7 @@ class ChunkEngine:
             return
         with watched(self.foreign, "the loss"):
             lost = self._weighed.mean(*self.criteria.objective.lost(shown, target))
-        stage_run.lost = float(lost.detach())
+        stage_run.lost = lost.detach().double()  # read once an epoch: the host would wait for each chunk
         stage_run.roots.append((lost, None))
 
     def _out(self, stage_run: StageRun) -> Tensor | None:

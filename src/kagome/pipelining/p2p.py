@@ -172,10 +172,12 @@ class StageTransfers:
                 stage_run.returned(name, value)
 
     def end(self) -> None:
-        """Wait until all sends have completed."""
+        """Wait until all sends have completed, and raise what the codec has refused."""
         leaving, self._leaving = self._leaving, []
         for each in leaving:
             each.wait()
+        if self.codec is not None:
+            self.codec.refusals.check()
 
     def _words(self, action: Action) -> str:
         return f"{action}, epoch {self.epoch}"

@@ -77,7 +77,7 @@ class StageRun:
         token: The scalar that makes backward reach every exchange; see [Note: token] in ``halo.exchange``.
         roots: Further tensors that backward starts from, such as the loss, each with its gradient or None.
         gradients: The gradients that later stages have sent back, by name.
-        lost: The chunk's share of the loss.
+        lost: The chunk's share of the loss, in float64 on the device.
     """
 
     code: StageCode
@@ -91,7 +91,7 @@ class StageRun:
     token: Tensor | None = None
     roots: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    lost: float = 0.0
+    lost: Tensor | float = 0.0
 
     def take(self, name: str, value: Tensor) -> None:
         """Store a value that an earlier stage has sent, as a leaf with its placement."""

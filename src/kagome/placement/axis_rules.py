@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kagome.placement.torch_calls import Args, Kwargs, argument
+from kagome.placement.torch_calls import Args, Kwargs
 
 LOSE = frozenset(
     [
@@ -206,7 +206,7 @@ ELEMENTWISE = frozenset(
 """Calls that combine rows of one tensor with the same rows of another, by name without underscores."""
 # Views: entries keep their order, so the number of entries before the row axis identifies it.
 VIEWS = frozenset(["view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"])
-"""Calls that merge and split axes: see ``placement.regroup``."""
+"""Calls that merge and split axes: see ``scope.batches``."""
 PREFIX = VIEWS | {"unsqueeze", "squeeze"}
 
 
@@ -240,7 +240,8 @@ def place_of(
     if name in _REDUCE and not of_two(name, args, kwargs):
         return _by_reduction(args, kwargs, base, axis, out)
     if name in ("unbind", "select"):
-        dim = _positive(argument(args, kwargs, 1, "dim", 0), base)
+        named: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        dim = _positive(named, base)
         # The axis vanishes: axes behind it move left. One row alone has no axis of rows.
         return None if dim == axis else axis - int(dim < axis)
     if name in JOINS:
@@ -264,9 +265,10 @@ def place_of(
         kept = axis == 0 and base.dim() >= _BATCHED[name] if name in _BATCHED else axis < base.dim() - 2
         return axis if kept and out.dim() > axis and out.size(axis) == rows else None
     if name in ("renorm", "renorm_"):  # each row by itself, or along the other axes
-        return axis if _positive(argument(args, kwargs, 2, "dim", 0), base) == axis else None
+        given: Any = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+        return axis if _positive(given, base) == axis else None
     if name in ("layer_norm", "rms_norm"):
-        shape = argument(args, kwargs, 1, "normalized_shape", ())
+        shape: Any = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
         # The trailing ``len(shape)`` axes are normalized together.
         return axis if axis < base.dim() - len(shape) else None
     if name in _SHARES:
@@ -281,7 +283,8 @@ def _by_view(
 ) -> int | None:
     """Follow the row axis through a view, which keeps the entries in their order."""
     if name == "unsqueeze":
-        dim = argument(args, kwargs, 1, "dim", 0) % out.dim()
+        named: Any = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        dim = named % out.dim()
         # A new axis at ``dim`` moves those from ``dim`` on to the right.
         return axis + int(dim <= axis)
     if name == "squeeze":
@@ -307,7 +310,7 @@ def _by_transpose(name: str, args: Args, base: Tensor, axis: int) -> int | None:
 
 def _by_join(name: str, args: Args, kwargs: Kwargs, axis: int, out: Tensor) -> int | None:
     """Follow the row axis through a concatenation or a stack."""
-    dim = kwargs.get("axis", argument(args, kwargs, 1, "dim", 0))
+    dim: Any = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     # hstack joins along axis 1, and vectors along axis 0, which is 1 % 1.
     dim = {"hstack": 1, "vstack": 0}.get(name, dim) % out.dim()
     if name == "stack":

@@ -14,8 +14,3 @@ Args = tuple[Any, ...]
 """Its arguments by position."""
 Kwargs = dict[str, Any]
 """Its arguments by name."""
-
-
-def argument(args: Args, kwargs: Kwargs, place: int, name: str, default: Any = None) -> Any:
-    """Return an argument given by position or by name."""
-    return kwargs.get(name, args[place] if len(args) > place else default)

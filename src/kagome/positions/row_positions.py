@@ -391,9 +391,10 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
         raise refused(scope, "rows of some vertices written by number")
     if isinstance(item, (list, range)):
         item = torch.as_tensor(list(item), device=base.device)
+    span = span_of(scope, placement, item) if isinstance(item, slice) else None
     with torch._C.DisableTorchFunction():
-        if isinstance(item, slice):
-            wanted = torch.tensor(list(span_of(scope, placement, item)), dtype=torch.int64, device=ids.device)
+        if span is not None:
+            wanted = torch.tensor(list(span), dtype=torch.int64, device=ids.device)
         elif isinstance(item, Tensor) and item.dtype == torch.bool:
             wanted = item.nonzero().view(-1)
         else:
@@ -405,6 +406,10 @@ def setitem(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwa
         local = known[wanted]
         mine = local >= 0
     items[at] = local[mine]
+    # cat([a, b])[: len(a)] = rows of a: each rank has a row for each that it writes.
+    member = None if span is None else scope.sets.span(placement.vertex_set, span)
+    if held is not None and held.is_complete and held.kind in VERTICES and held.vertex_set == member:
+        return func(base, tuple(items), now(value))
     return func(
         base, tuple(items), _written(scope, value, mine, base, placement, items, single=isinstance(item, int))
     )

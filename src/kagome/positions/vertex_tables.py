@@ -260,6 +260,13 @@ def refuse_unfit(scope: PositionScope, name: str, args: Args, kwargs: Kwargs, er
         and not from_library()
     ):
         words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if name == "__setitem__" and scope.placements.get(args[0]) is None:
+            raise refused(
+                scope,
+                f"rows of a part written into a tensor of shape {list(args[0].shape)} that has none",
+                expected="rows written over rows of the same vertices, or sets joined by torch.cat",
+                hint="torch.cat([a, b]) in place of slices of one tensor, or x.new_zeros(x.size(0), ...)",
+            ) from error
         raise refused(scope, f"{name} of the rows of a part, which fails: {words}") from error
 
 

@@ -8,8 +8,10 @@ host first waits, as in an exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class DeviceClock:
@@ -29,6 +31,8 @@ class DeviceClock:
 
     def mark(self) -> torch.Event:
         """Mark the point that the host has come to; it does not wait."""
+        import torch  # here, as pages of a run are written without it
+
         event = torch.Event(self._kind, enable_timing=True)
         event.record()
         return event

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from kagome.config.fields import shown
@@ -194,14 +193,6 @@ class JsonLines:
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
         self._file.close()
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _line(record: EpochRecord) -> str:

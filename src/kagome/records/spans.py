@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from statistics import median_low
-from types import TracebackType
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from kagome.errors import ScheduleError
 from kagome.records.device_clock import DeviceClock
 from kagome.schedule.actions import Action, ActionKind, parse
+
+if TYPE_CHECKING:
+    import torch
 
 SET_UP = ("partition", "load", "check")
 COMPUTE = ("forward", "backward", "optimizer")
@@ -219,10 +219,10 @@ class Spans:
         phases, self._unread = self._unread, []
         if self._device is not None and phases:
             # Also the starts of open phases: later marks are measured from a mark after them.
-            marked = [phase for phase in self._open if isinstance(phase.start, torch.Event)]
+            marked = [phase for phase in self._open if not isinstance(phase.start, float)]
             marks = [mark for phase in phases for mark in (phase.start, phase.end)]
             marks += [phase.start for phase in marked]
-            events = [mark for mark in marks if isinstance(mark, torch.Event)]
+            events = [mark for mark in marks if not isinstance(mark, float)]
             known = dict(zip(map(id, events), self._device.seconds(events), strict=True))
             for phase in (*phases, *marked):
                 phase.start = known.get(id(phase.start), phase.start)
@@ -280,10 +280,5 @@ class Phase:
         self._spans._enter(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._spans._leave(self)

@@ -31,7 +31,7 @@ from kagome.placement.torch_calls import Args, Kwargs
 from kagome.placement.vertex_sets import VertexSets
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.sparse_ops.edge_view import EdgeView, pair_ids
-from kagome.user_frame import user_line
+from kagome.user_frame import from_library, user_line
 
 _TOLD_APART = "vertices told apart by what they hold, or by their numbers in a way that parts can follow"
 _BY_EDGES = (
@@ -304,6 +304,7 @@ _WRITTEN_BY_IDS: Final = frozenset(
     for name in ("index_add", "scatter_add", "scatter_reduce", "scatter")
     for suffix in ("", "_")
 )
+_PRODUCTS: Final = frozenset(["matmul", "mm", "bmm", "__matmul__", "__rmatmul__", "einsum"])
 _READ_BY_IDS: Final = frozenset(
     ["index_select", "gather", "embedding", "take_along_dim", "index_put", "index_put_"]
 )
@@ -375,9 +376,14 @@ def _refuse_write(scope: SetsScope, name: str, args: Args, kwargs: Kwargs) -> No
 
 
 def _met(scope: SetsScope, name: str, one: str, two: str) -> Exception:
+    hint = "rows of the other set read along edges of the graph, or sums and means of all its rows"
+    if name in _WRITTEN_BY_IDS and from_library():
+        hint = "size=(sources, targets) of a layer that is given rows of the sources alone, (x, None)"
+    elif name in _PRODUCTS:
+        hint = "F.scaled_dot_product_attention(q, k, v), with q of one set and k, v of the other"
     return refused(
         scope,
         f"{name} of {one} and {two}",
         expected="rows of one vertex set or edge set in a call that combines them row by row",
-        hint="rows of the other set read along edges of the graph, or sums and means of all its rows",
+        hint=hint,
     )

@@ -46,6 +46,9 @@ class Collectives(ModelFace):
         Raises:
             ModelError: If no rank has an entry.
 
+        Cost:
+            An all-reduce of two numbers.
+
         Example:
             >>> import torch, kagome
             >>> from torch_geometric.nn import GCN
@@ -55,12 +58,16 @@ class Collectives(ModelFace):
             ...     net.mean((out - 1) ** 2).shape
             torch.Size([])
         """
-        part = values if weight is None else values * weight
+        part = (values if weight is None else values * weight).sum()
         counts = torch.ones_like(values) if weight is None else weight.expand_as(values)
-        count = self._mesh.graph.all_reduce(counts.detach().double().sum(), action="net.mean: count")
+        kind = torch.complex128 if part.is_complex() else torch.float64
+        # Sum and count in one message.
+        both = torch.stack([part.to(kind), counts.detach().sum(dtype=torch.float64).to(kind)])
+        total, count = self._boundary.total(both, "net.mean").unbind()
         if not count:
             raise ModelError("a mean of one entry or more", "none on any rank", where="net.mean")
-        return self._boundary.total(part.sum(), "net.mean") / count.to(part.dtype)
+        exact = part.dtype.is_floating_point or part.dtype.is_complex
+        return (total / count.detach()).to(part.dtype if exact else torch.get_default_dtype())
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest entry of all ranks, with gradient; equal ones share it. All ranks call it.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from kagome.errors import CheckpointError
@@ -44,6 +45,8 @@ class ModelState(GraphSteps):
         Cost:
             All rows of a cut table, on every rank that gets them.
         """
+        if isinstance(self, FSDPModule):
+            self.reshard()  # FSDP's hooks do so for layers, not for parameters of the model itself
         # The model's own hook gathers the rows: see ``CutTables.watch``.
         if not rank0_only:
             return self.model.state_dict(*args, **kwargs)

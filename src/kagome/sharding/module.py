@@ -28,7 +28,6 @@ from torch_geometric.data import Data, HeteroData
 from kagome.comm.mesh import Mesh
 from kagome.components.parallelize import ParallelModel
 from kagome.components.task import draws_of
-from kagome.components.wrappers import refuse_pieces
 from kagome.config import SumCodec
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
@@ -39,6 +38,7 @@ from kagome.model.copies import copied
 from kagome.sharding.gradients.boundary import Boundary
 from kagome.sharding.gradients.gradient_norm import refuse_different_weights
 from kagome.sharding.gradients.gradient_sync import GradientSync
+from kagome.sharding.gradients.weight_pieces import refuse_pieces
 from kagome.sharding.model_face import no_files
 from kagome.sharding.model_state import ModelState
 from kagome.sharding.results import written
@@ -179,7 +179,7 @@ class ShardedModel(ModelState):
         """
         self.refuse_unusable()
         training = torch.is_grad_enabled()
-        self._sync.refresh()
+        self._sync.refresh(self)
         self.step += training
         # At steps 2, 4, 8, ..., because this reads all weights. The ranks' weights diverge if a user clips by
         # torch's norm over cut tables.
@@ -258,7 +258,7 @@ class ShardedModel(ModelState):
                 hint="close it, change the model, and shard it again",
             )
 
-        refuse_pieces(self, "net(...)")
+        refuse_pieces(self, self._mesh.graph, cut=bool(self._tables))
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error for a first call that failed on a part."""

@@ -32,7 +32,7 @@ from kagome.sharding.loop_settings import (
     refuse_unserved,
 )
 from kagome.sharding.module import ShardedModel
-from kagome.sharding.parts import part_of, refuse_lazy, whole_of_one_set
+from kagome.sharding.parts import materialise_sets, part_of, whole_of_one_set
 from kagome.sharding.pipelined import PipelinedModel
 from kagome.sharding.rows.cut_tables import refuse_uncuttable, tables_in
 
@@ -135,7 +135,7 @@ def shard(
         if isinstance(part, Partition):
             materialise(model, part, ranks.device)
         else:
-            refuse_lazy(model)
+            materialise_sets(model, graph, ranks.device, cut=bool(tables))
         for module in (model, *beside):
             broadcast_weights(module.to(ranks.device), ranks.world, tables.parameters)
         given = None if isinstance(graph, str | Path) else graph

@@ -42,7 +42,7 @@ def values_of(loss: Loss, out: Any, targets: Sequence[Tensor]) -> tuple[Tensor, 
         targets: The targets of the same rows.
 
     Raises:
-        ModelError: If it gives one number: a mean over the rows of one rank or chunk, or a sum.
+        ModelError: If it gives one number, or one for each column: a mean over the rows of one rank or chunk.
 
     Shapes:
         values ``[n, ...]``, weights ``[n]`` or as the values.
@@ -56,10 +56,34 @@ def values_of(loss: Loss, out: Any, targets: Sequence[Tensor]) -> tuple[Tensor, 
             where="net.train_step",
             hint='reduction="none"; net.train_step takes the mean over all rows of all ranks',
         )
+    _refuse_columns(values, out)
     if weights is not None:
         # A weight a row, [n], counts for each column of values [n, columns].
         weights = weights.reshape(*weights.shape, *[1] * (values.dim() - weights.dim()))
     return values, weights
+
+
+def _refuse_columns(values: Tensor, out: Any) -> None:
+    """Refuse a value for each column, as ``((out - y) ** 2).mean(0)`` gives, which weighs ranks and not rows.
+
+    Raises:
+        ModelError: If the first value depends on several rows.
+    """
+    if not isinstance(out, Tensor) or values.shape != out.shape[1:] or not values.numel():
+        return
+    if not (out.requires_grad and values.requires_grad):
+        return
+    # As many columns as rows have values of one shape, too: only a gradient tells a row from a column.
+    first = values.reshape(-1)[0]
+    (slope,) = torch.autograd.grad(first, out, retain_graph=True, allow_unused=True)
+    rows = 0 if slope is None else int((slope.detach().flatten(1) != 0).any(dim=1).sum())
+    if rows > 1:
+        raise ModelError(
+            "loss(out, *targets) to give a value a row, or (values, weights)",
+            f"{values.numel():,} values, one for each column, of {rows:,} rows each",
+            where="net.train_step",
+            hint='.mean(1) or reduction="none"; net.train_step takes the mean over all rows of all ranks',
+        )
 
 
 def tensors_of(target: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -90,7 +114,7 @@ class GraphSteps(Collectives):
             The mean loss over all rows of all ranks, on every rank, without gradient.
 
         Raises:
-            ModelError: If the loss gives one number.
+            ModelError: If the loss gives one number, or one for each column.
 
         Shapes:
             ``[]``.
@@ -111,7 +135,13 @@ class GraphSteps(Collectives):
             torch.Size([1797, 10])
         """
         targets = [self._placer.target(each) for each in tensors_of(target)]
-        total = self.mean(*values_of(loss, self(*args, **kwargs), targets))
+        out = self(*args, **kwargs)
+        try:
+            values, weights = values_of(loss, out, targets)
+        except ModelError as error:
+            self._mesh.graph.report_error(error)  # a rank of one row cannot see it, and waits in the mean
+            raise
+        total = self.mean(values, weights)
         total.backward()
         return total.detach()
 

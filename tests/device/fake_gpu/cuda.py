@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -122,7 +123,7 @@ def start(count: int = 4, gib: float = 80.0) -> Library:
     library = Library(count, capacity)
     answers = {
         **_devices(library, count, capacity),
-        **_memory(capacity),
+        **_memory(),
         **_streams(library),
         **_draws(count),
     }
@@ -174,7 +175,7 @@ def _devices(library: Library, count: int, capacity: int) -> dict[str, Any]:
     }
 
 
-def _memory(capacity: int) -> dict[str, Any]:
+def _memory() -> dict[str, Any]:
     def asked(name: str) -> Callable[[Any], int]:
         answer = getattr(torch.accelerator, name)
         return lambda device=None: answer(_index(device))
@@ -208,7 +209,11 @@ def _streams(library: Library) -> dict[str, Any]:
         finally:
             torch.accelerator.set_stream(before)
 
+    def debug(mode: str | int) -> None:
+        library.watch(_warned if mode in ("warn", 1) else None)
+
     return {
+        "set_sync_debug_mode": debug,
         "Event": Event,
         "Stream": Stream,
         "current_stream": current,
@@ -216,6 +221,11 @@ def _streams(library: Library) -> dict[str, Any]:
         "set_stream": torch.accelerator.set_stream,
         "synchronize": lambda device=None: library.wait("synchronize", "device"),
     }
+
+
+def _warned(kind: str, name: str) -> None:
+    # From here to the line that waited: this function, the one that ctypes calls, that line.
+    warnings.warn(f"called a synchronizing CUDA operation ({kind}, {name})", stacklevel=3)
 
 
 def _draws(count: int) -> dict[str, Any]:

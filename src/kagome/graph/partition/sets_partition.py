@@ -285,7 +285,7 @@ def _edges_part(edges: Edges, sources: Tensor, targets: Tensor, part: int, num_p
 
 
 def sets_fingerprint(graph: Graph) -> str:
-    """Return a name for a graph of several sets: it changes with any count, edge or coordinate."""
+    """Return a name for a graph of several sets: it changes with any count, edge, attribute or coordinate."""
     digest = hashlib.blake2b(digest_size=16)
     for name, vertices in graph.vertices.items():
         digest.update(f"{name} {vertices.count}".encode())
@@ -294,4 +294,9 @@ def sets_fingerprint(graph: Graph) -> str:
     for name, edges in graph.edges.items():
         digest.update(f"{name} {edges.source} {edges.target}".encode())
         digest.update(edges.index.cpu().contiguous().numpy().data)
+        if edges.attr is not None:
+            # As bytes, because NumPy has no bfloat16.
+            attr = edges.attr.detach().cpu().contiguous()
+            digest.update(f"{attr.dtype} {list(attr.shape)}".encode())
+            digest.update(attr.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

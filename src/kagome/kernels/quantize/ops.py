@@ -44,7 +44,7 @@ def groups(rows: int, bits: int) -> int:
 
 def encode(
     x: Tensor, index: Tensor | None, row_ids: Tensor, key: int, bits: int, body: Tensor
-) -> tuple[Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor, Tensor | int]:
     """Encode rows with a few bits per number.
 
     Args:
@@ -58,7 +58,7 @@ def encode(
     Returns:
         Each row's low and span (the upper half of a float32's bits), and the number of rows that cannot be
         coded because a value is not finite or the span exceeds float32; the codes of these rows are
-        undefined.
+        undefined. The number may be a tensor, so that the host need not wait for a device.
 
     Shapes:
         ``x [*, W]`` float32; ``index [R]`` and ``row_ids [R]`` int64; ``body [ceil(R * bits / 8), W]`` uint8;
@@ -67,7 +67,7 @@ def encode(
     Cost:
         One pass over the rows in the loops; in plain PyTorch a dozen passes and as many tensors of that size.
     """
-    found: tuple[Tensor, Tensor, int] = _way(x).encode(x, index, row_ids, key, bits, body)
+    found: tuple[Tensor, Tensor, Tensor | int] = _way(x).encode(x, index, row_ids, key, bits, body)
     return found
 
 
@@ -141,7 +141,7 @@ class ReferenceCodec:
     @staticmethod
     def encode(
         x: Tensor, index: Tensor | None, row_ids: Tensor, key: int, bits: int, body: Tensor
-    ) -> tuple[Tensor, Tensor, int]:
+    ) -> tuple[Tensor, Tensor, Tensor | int]:
         """Encode rows in plain PyTorch; see the module's :func:`encode`."""
         rows = x if index is None else x.index_select(0, index)
         count, width = rows.shape
@@ -153,7 +153,7 @@ class ReferenceCodec:
         raw = high - low
         word = (raw.view(torch.int32) + 0xFFFF) >> 16 << 16
         span = torch.where(raw > 0, word.view(torch.float32).clamp(min=LEAST_SPAN), torch.zeros_like(raw))
-        bad = int((~(low.isfinite() & high.isfinite() & (low + span < torch.inf))).sum())
+        bad = (~(low.isfinite() & high.isfinite() & (low + span < torch.inf))).sum()
         # torch would compute number / tensor as a product with a reciprocal, which is rounded twice.
         factor = torch.where(raw > 0, torch.full_like(span, levels) / span, torch.zeros_like(raw))
         scaled = (rows - low.unsqueeze(1)) * factor.unsqueeze(1) + drawn(row_ids, key, width)

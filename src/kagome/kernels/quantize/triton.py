@@ -136,7 +136,7 @@ def decode_kernel(body, low, span, out, rows, width, BITS: tl.constexpr, BLOCK: 
 
 def encode(
     x: Tensor, index: Tensor | None, row_ids: Tensor, key: int, bits: int, body: Tensor
-) -> tuple[Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor, Tensor | int]:
     """Encode rows with the Triton kernel; see ``ops.encode``."""
     count, width = row_ids.numel(), x.size(1)
     low, span = x.new_zeros(count), x.new_zeros(count, dtype=torch.int16)
@@ -164,7 +164,7 @@ def encode(
         BLOCK=_block(width),
         enable_fp_fusion=False,
     )
-    return low, span, int(bad.sum())
+    return low, span, bad.sum()
 
 
 def decode(body: Tensor, low: Tensor, span: Tensor, bits: int, out: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kagome.deferred.deferral import Deferral
 from kagome.halo.forward_pass import RunningForward
-from kagome.placement.torch_calls import Args as Args, Func as Func, Kwargs as Kwargs, argument as argument
+from kagome.placement.torch_calls import Args as Args, Func as Func, Kwargs as Kwargs
 from kagome.placement.vertex_sets import VertexSets
 from kagome.scope.exchanges import NeighborReads, RankSums
 from kagome.scope.rows import Axes, VertexIds
@@ -45,3 +45,8 @@ class Scope(Protocol):
 
 Handler = Callable[[Any, str, Func, Args, Kwargs], Any]
 """Answers a torch call, or returns NotImplemented where it does not apply."""
+
+
+def argument(args: Args, kwargs: Kwargs, place: int, name: str, default: Any = None) -> Any:
+    """Return an argument given by position or by name."""
+    return kwargs.get(name, args[place] if len(args) > place else default)

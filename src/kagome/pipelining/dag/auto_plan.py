@@ -92,8 +92,11 @@ def bandwidth(channel: Channel) -> float:
     seconds = []
     # The first turn opens connections and takes longer.
     for turn in range(2):
+        # A GPU's all-reduce returns when it has begun: to read a number of it is to wait for its end. And
+        # what the GPU has been given before must not count.
+        numbers[0].item()
         begun = time.perf_counter()
-        channel.all_reduce(numbers, action=f"probe {turn} of links", kind="other")
+        channel.all_reduce(numbers, action=f"probe {turn} of links", kind="other")[0].item()
         seconds.append(time.perf_counter() - begun)
     # Each rank sends 2 (n - 1) / n of the bytes in an all-reduce of two rounds.
     return 2 * (channel.size - 1) / channel.size * numbers.nbytes / min(seconds)
@@ -101,8 +104,8 @@ def bandwidth(channel: Channel) -> float:
 
 def _memory(channel: Channel) -> float:
     """Return the bytes of memory that each rank may use: those of the rank with the least."""
-    alone = channel.device.type == "cuda"
-    free = torch.cuda.mem_get_info(channel.device)[0] if alone else available_bytes()
+    alone = channel.device.type != "cpu"
+    free = torch.accelerator.get_memory_info(channel.device)[0] if alone else available_bytes()
     found: Any = channel.gather_objects((socket.gethostname(), free), "free memory")
     # The ranks of one host share its memory.
     ranks = Counter(host for host, _ in found)

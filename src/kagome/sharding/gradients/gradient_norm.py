@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from kagome.comm.channel import Channel
@@ -47,13 +48,15 @@ def clip(sync: GradientSync, channel: Channel, max_norm: float, norm_type: float
         else:
             powers = channel.all_reduce(part**norm_type, action=action)
             norm = (norm**norm_type + powers) ** (1 / norm_type)
-    clip_grads_with_norm_([*sync.shared, *sync.cut], max_norm, norm)
+    clip_grads_with_norm_([*sync.pieces, *sync.cut], max_norm, norm)
     return norm
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Return the norm of several tensors as if they were one vector; 0 of none."""
-    each = [torch.linalg.vector_norm(g, norm_type).double() for g in gradients if g.numel()]
+    norms = [torch.linalg.vector_norm(g, norm_type) for g in gradients if g.numel()]
+    # Of pieces that FSDP has made, the norm of all of them.
+    each = [(n.full_tensor() if isinstance(n, DTensor) else n).double() for n in norms]
     if not each:
         return torch.zeros((), dtype=torch.float64, device=device)
     norm: Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)

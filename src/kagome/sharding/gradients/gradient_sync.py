@@ -18,17 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 
 from kagome.comm.channel import Channel
 from kagome.components.gradients import GradientHooks, Gradients
 from kagome.config import SumCodec
 from kagome.errors import ModelError
+from kagome.sharding.gradients.weight_pieces import (
+    Trained,
+    give_gradient,
+    piece_of,
+    take_gradient,
+    trained,
+)
 
 
 class GradientSync:
@@ -63,27 +69,32 @@ class GradientSync:
         self._passes = 0
         self.backwards = 0
         """The number of backward passes that have ended, also within ``no_sync``."""
-        self._renew()
+        self._renew(trained(self._modules))
 
-    def _renew(self) -> None:
-        """Find the parameters that are trained now; a user may have frozen some since."""
-        self._parameters = self._learning()
-        self._gradients = Gradients(self.shared, self._channel, codec=self._codec, pieces=True)
+    def _renew(self, learning: list[Trained]) -> None:
+        """Take the parameters that are trained now; a user may have frozen some since."""
+        self._trained = learning
+        self._parameters = [each.parameter for each in self._trained]
+        self._pieces = list(map(piece_of, self.shared))
+        self._gradients = Gradients(self._pieces, self._channel, codec=self._codec, pieces=True)
         self._hooks = GradientHooks(self._parameters)
         self._deferred = [None] * len(self._parameters)
 
-    def _learning(self) -> list[nn.Parameter]:
-        every = chain.from_iterable(module.parameters() for module in self._modules)
-        return list({id(p): p for p in every if p.requires_grad}.values())
-
     def has(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter whose gradient is summed."""
-        return any(tensor is parameter for parameter in self._parameters)
+        return any(tensor is each.leaf for each in self._trained)
 
     @property
     def shared(self) -> list[nn.Parameter]:
         """The trained parameters that are whole, and the same, on all ranks."""
         return [p for p in self._parameters if id(p) not in self._cut]
+
+    @property
+    def pieces(self) -> list[nn.Parameter]:
+        """The shared parameters, with stand-ins of those of which the optimizer has a piece."""
+        for piece, parameter in zip(self._pieces, self.shared, strict=True):
+            take_gradient(piece, parameter)
+        return self._pieces
 
     @property
     def cut(self) -> list[nn.Parameter]:
@@ -95,20 +106,22 @@ class GradientSync:
         """Whether a backward runs that computes gradients of parameters."""
         return self._trains and self._task == torch._C._current_graph_task_id() != -1
 
-    def refresh(self) -> None:
-        """Prepare for a forward pass: finish what a failed backward left, and look which parameters train."""
+    def refresh(self, net: nn.Module) -> None:
+        """Prepare for a forward pass: finish what a failed backward left, and look which parameters train.
+
+        Args:
+            net: The sharded model, around which there may be FSDP.
+        """
         self._restore()
-        learning = self._learning()
-        if len(learning) != len(self._parameters) or any(
-            one is not other for one, other in zip(learning, self._parameters, strict=True)
-        ):
+        learning = trained(self._modules, net)
+        if len(learning) != len(self._trained) or not all(map(Trained.same, learning, self._trained)):
             if any(each is not None for each in self._deferred):
                 raise ModelError(
                     "the same trained parameters until the gradients of no_sync() are summed",
                     f"{len(learning)} in place of {len(self._parameters)}",
                     hint="freeze or unfreeze parameters after a backward outside no_sync()",
                 )
-            self._renew()
+            self._renew(learning)
 
     def started(self) -> bool:
         """Note that a backward has reached the model; return whether it computes gradients of parameters.
@@ -134,7 +147,7 @@ class GradientSync:
 
     def _reaches_parameters(self) -> bool:
         try:
-            return any(torch._C._will_engine_execute_node(_accumulator(p)) for p in self._parameters)
+            return any(torch._C._will_engine_execute_node(each.accumulator) for each in self._trained)
         except RuntimeError as error:
             if "autograd.grad()" not in str(error):
                 raise
@@ -171,7 +184,10 @@ class GradientSync:
             parameter.grad = gradient
         self._deferred = [None] * len(self._parameters)
         self._passes += 1
+        pieces = self.pieces
         self._gradients.sum_now(f"sum of gradients, backward {self._passes}")
+        for piece, parameter in zip(pieces, self.shared, strict=True):
+            give_gradient(piece, parameter)
         self._agree()
         for parameter in self._parameters:
             if parameter.grad is not None and self._channel.size > 1:
@@ -207,21 +223,13 @@ class GradientSync:
         self._before, self._task = None, -1
 
 
-def _accumulator(parameter: nn.Parameter) -> Any:
-    """Return the node of autograd that adds to a parameter's gradient."""
-    with torch.enable_grad():  # a backward without create_graph runs with gradients off
-        node = parameter.expand_as(parameter).grad_fn
-    assert node is not None
-    return node.next_functions[0][0]
-
-
 def _kept(gradient: Tensor | None) -> Tensor | None:
     """Return a gradient that the next backward does not overwrite.
 
     With ``gradient_as_bucket_view``, ``DistributedDataParallel`` makes gradients views of buckets that it
     writes to in each backward.
     """
-    if gradient is None or gradient.layout is not torch.strided:
+    if gradient is None or isinstance(gradient, DTensor) or gradient.layout is not torch.strided:
         return gradient
     return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else gradient
 

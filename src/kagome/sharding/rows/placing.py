@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
-from kagome.errors import ModelError
+from kagome.errors import CommError, ModelError
 from kagome.graph.structure.sets import Graph, edge_name
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.forward_call import as_data
@@ -130,8 +130,21 @@ class Placer:
         mine = tuple((path, _kind(value)) for path, value in named)
         if mine in self._signatures:
             return
+        first = not self._signatures
         self._signatures.add(mine)
-        told: Any = self._channel.gather_objects([list(each) for each in mine], "arguments of a call")
+        try:
+            told: Any = self._channel.gather_objects([list(each) for each in mine], "arguments of a call")
+        except CommError as error:
+            if first:
+                raise
+            # Ranks that know their arguments from an earlier call compare none, and send none.
+            here = ", ".join(f"{path}: {kind}" for path, kind in mine)
+            raise ModelError(
+                "arguments of one kind on all ranks, in each call",
+                f"here {here}, unlike earlier calls; the others did not compare theirs ({error})",
+                where=f"net(...), rank {self._channel.rank}",
+                hint="the same arguments on all ranks; a rank without rows gives a tensor of none",
+            ) from error
         each = [dict(theirs) for theirs in told]
         for path in dict.fromkeys(name for theirs in each for name in theirs):
             kinds = [theirs.get(path, "not given") for theirs in each]

@@ -193,19 +193,18 @@ def _put(scope: PositionScope, name: str, number: int, held: dict[int, Tensor]) 
 
 _SUMS: Final = frozenset(["add", "__add__", "__radd__", "sub", "__sub__"])
 _JOINS: Final = frozenset(["cat", "concat", "concatenate", "hstack"])
-_FOLLOWED: Final = (
+FOLLOWED: Final = (
     _SUMS
     | _JOINS
     | VIEWS
     | frozenset(["stack", "unsqueeze", "transpose", "permute", "swapaxes", "movedim", "contiguous", "clone"])
     | frozenset(["expand", "repeat", "tile", "long", "to"])
 )
+"""Calls whose results may be the edges of a batch."""
 
-HANDLERS: dict[str, Callable[..., Any]] = dict.fromkeys(sorted(_FOLLOWED), follow)
-"""Asked first: calls whose results may be the edges of a batch."""
-ROWS: dict[str, Callable[..., Any]] = {
+HANDLERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(VIEWS, view),
     **dict.fromkeys(("repeat", "tile"), repeat),
     **dict.fromkeys(("cat", "concat", "concatenate", "vstack"), joined),
 }
-"""Asked after that: calls that merge samples and rows."""
+"""Calls that merge samples and rows."""

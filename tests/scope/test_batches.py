@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kagome.placement.regroup import Group, regrouped, whole_view
+from kagome.scope.batches import Group, regrouped, whole_view
 
 SIZES = st.integers(1, 4)
 

@@ -1,0 +1,76 @@
+"""Local GPUs: the GPUs that ranks of this machine would compute on, as a cluster.
+
+Where it sits: ``plan`` asks for them where no cluster is named. Layers are measured on a core in any case; a
+GPU's seconds are those of a core, divided by the ratio of their memory bandwidths, as for a named cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+from kagome.comm.transport.device import visible
+from kagome.planner.cluster import CORE, Cluster
+
+COPIED: Final = 2**28
+"""Bytes of a copy that is timed."""
+STAGED: Final = 4e9
+"""Rough bandwidth between ranks that share a GPU, in bytes per second: they exchange through the host."""
+
+
+def local_gpus(ranks: int) -> Cluster | None:
+    """Describe the GPUs that local ranks would compute on; None where torch sees none.
+
+    Args:
+        ranks: The number of local ranks.
+
+    Cost:
+        A few copies of 256 MiB on the first GPU, and to the second one.
+    """
+    kind, count = visible()
+    if not count:
+        return None
+    used = [torch.device(kind, index) for index in range(min(ranks, count))]
+    free = min(torch.accelerator.get_memory_info(device)[0] for device in used)
+    # A copy reads and writes each byte; between two GPUs the link carries it once.
+    own = 2 * COPIED / _seconds(used[0], used[0])
+    link = COPIED / _seconds(used[0], used[1]) if len(used) > 1 else STAGED
+    return cluster_of(ranks, count, float(free), own, link)
+
+
+def cluster_of(ranks: int, count: int, free: float, bandwidth: float, link: float) -> Cluster:
+    """Return ranks on GPUs as a cluster.
+
+    Args:
+        ranks: The number of ranks.
+        count: The number of GPUs. Several ranks share one if there are fewer than ranks.
+        free: Bytes of free memory of a GPU.
+        bandwidth: Bytes per second of a GPU's memory.
+        link: Bytes per second from a GPU to another one.
+
+    Example:
+        >>> shared = cluster_of(ranks=4, count=2, free=80e9, bandwidth=3000e9, link=200e9)
+        >>> shared.name, shared.memory, shared.speed, shared.inside
+        ('4 ranks on 2 GPUs of this machine', 40000000000.0, 100.0, 4000000000.0)
+    """
+    each = -(-ranks // count)
+    name = f"{ranks} ranks on {count} GPUs of this machine" if each > 1 else f"{ranks} GPUs of this machine"
+    rate = STAGED if each > 1 else link
+    return Cluster(name, 1, ranks, free / each, bandwidth / CORE / each, rate, rate)
+
+
+def _seconds(source: torch.device, target: torch.device) -> float:
+    """Return the seconds of a copy, of the fastest of a few."""
+    rows = torch.empty(COPIED, dtype=torch.uint8, device=source)
+    place = torch.empty(COPIED, dtype=torch.uint8, device=target)
+    found = []
+    for _ in range(4):  # the first one sets up the way between two GPUs
+        torch.accelerator.synchronize(target)
+        begun = time.perf_counter()
+        place.copy_(rows)
+        torch.accelerator.synchronize(source)
+        torch.accelerator.synchronize(target)
+        found.append(time.perf_counter() - begun)
+    return min(found)
