@@ -85,6 +85,7 @@ LEARNED = {
     "potential": (-1, -0.1),
     "weather": (-1, 0.1),  # of the change is explained
     "hetero": (-1, 0.6),  # of accuracy; 0.25 by chance
+    "hetero_trainer": (-1, 0.6),
 }
 """Examples of own loops: which number of the last line is more than a bound, or less than one below 0."""
 
@@ -241,6 +242,14 @@ def test_a_ray_train_function_gives_the_loss_of_the_plain_loop(tmp_path: Path) -
 def found(text: str) -> list[float]:
     """The numbers with decimals on the last line that a script prints; in float32 the last one may differ."""
     return [round(float(number), 3) for number in re.findall(r"\d+\.\d+", text.strip().splitlines()[-1])]
+
+
+def test_a_trainer_of_several_vertex_types_as_the_page_about_them_shows(tmp_path: Path) -> None:
+    _, script, *_ = blocks(ROOT / "docs" / "sets.md", "python")
+    (tmp_path / "script.py").write_text(f"{script}print(scores.shape, summary['test_metric'])")
+    text = printed(tmp_path / "script.py", cwd=tmp_path, ranks=2)
+    assert "[200, 4]" in text
+    assert 0 < found(text)[-1] < 1
 
 
 def test_stages_of_any_module_as_the_page_about_them_shows(tmp_path: Path) -> None:

@@ -12,22 +12,27 @@ mean_reciprocal_rank  the same, negatives by pair                               
 recall_at             own rows of users and items                                the items' rows, in blocks
 average_precision     scores and labels of its rows                              the positive rows' scores
 r2, mae, rmse         output and targets of its rows                             a few numbers a column
+score                 output and labels of its rows, and a Trainer's metric      a few numbers a class
 ====================  =========================================================  ==========================
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kagome.comm.channel import Channel
+from kagome.config import Train
 from kagome.errors import ModelError
-from kagome.objective.metrics import mean_r2
+from kagome.graph.structure.labels import Labels, joined, labels_of
+from kagome.objective.losses import objective_of
+from kagome.objective.metrics import NUMBERS, mean_r2, metric_of
 from kagome.sharding.module import ShardedModel
 
-__all__ = ["average_precision", "hits_at", "mae", "mean_reciprocal_rank", "r2", "recall_at", "rmse"]
+__all__ = ["average_precision", "hits_at", "mae", "mean_reciprocal_rank", "r2", "recall_at", "rmse", "score"]
 
 
 def hits_at(net: ShardedModel, positive: Tensor, negative: Tensor, k: int) -> float:
@@ -188,8 +193,8 @@ def recall_at(
     # A pair that is listed twice is wanted once.
     wanted = wanted.to(of_users.ids.device).unique(dim=1)
     # Each user is ranked by the rank that owns it; a rank may own none.
-    users, items = of_users.among(wanted[0]), of_items.among(items)
-    best = _best_items(channel, users, items, known, k, block, name)
+    users, ranked = of_users.among(wanted[0]), of_items.among(items)
+    best = _best_items(channel, users, ranked, known, k, block, name)
     user, item = _of_users(wanted, users.ids)
     hit = (best[user] == item.unsqueeze(1)).any(1)
     # [hits, wanted items] by user.
@@ -258,6 +263,56 @@ def r2(net: ShardedModel, out: Tensor, y: Tensor) -> float:
     # A second pass around the mean: in one pass large targets lose all their digits.
     spread = _total(channel, (target - mean[0] / mean[1]).square(), name)[0]
     return mean_r2(lost, spread)
+
+
+# By name -----------------------------------------------------------------------------------------
+
+
+def score(net: ShardedModel, metric: str, out: Tensor, y: Tensor) -> float | None:
+    """Return what a ``Trainer`` with ``train.metric`` reports of all ranks' rows.
+
+    Args:
+        net: What :func:`kagome.shard` returned.
+        metric: ``accuracy``, ``f1_micro``, ``f1_macro``, ``roc_auc``, ``average_precision``, ``mse``,
+            ``mae``, ``rmse`` or ``r2``.
+        out: The output for this rank's rows: a column a class or label, or one logit of two classes.
+        y: Their labels: class ids, several labels of 0 and 1, or numbers. NaN is no label, and -1 no class.
+
+    Returns:
+        The score; None without labels, and of one class for ``roc_auc``.
+
+    Raises:
+        ModelError: If the output has other rows or columns than the labels, or the score is no number.
+        ConfigError: If there is no such metric, or it does not suit the labels.
+        DataError: If the labels are no finite numbers.
+
+    Shapes:
+        out ``[n]`` or ``[n, C]``, y ``[n]`` or ``[n, C]``.
+
+    Cost:
+        For ``roc_auc`` and ``average_precision`` a score and a label a row to rank 0.
+
+    Example:
+        >>> import kagome
+        >>> from torch_geometric.nn import GCN
+        >>> data = kagome.load("digits")
+        >>> with kagome.shard(GCN(64, 16, num_layers=2, out_channels=10), data) as net:
+        ...     out = net(data.x, data.edge_index)
+        ...     0 <= kagome.metrics.score(net, "accuracy", out, net.place(data.y)) <= 1
+        True
+    """
+    name, channel = "kagome.metrics.score", net._mesh.graph
+    _refuse_unlike(out.new_empty(out.shape[:1]), y.new_empty(y.shape[:1]), name)
+    told: Any = channel.gather_objects((labels_of(y), y.size(0)), name, (Labels,))
+    facts, counts = zip(*told, strict=True)
+    # The default loss of the labels, or one of numbers, says how columns are read.
+    loss, train = "mse" if metric in NUMBERS else None, Train()
+    objective = objective_of(loss, joined(facts), train, sum(counts))
+    found = metric_of(metric, objective, train)
+    found.check(out)
+    rows = {"given": torch.ones(y.size(0), dtype=torch.bool, device=y.device)}
+    target = objective.target({"y": y}, slice(None))
+    return found.scores(out.detach(), target, rows, channel, name)["given"]
 
 
 # Rankings ----------------------------------------------------------------------------------------

@@ -7,7 +7,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, r2_score, root_mean_squared_error
+from sklearn.metrics import (
+    accuracy_score,
+    average_precision_score,
+    f1_score,
+    r2_score,
+    roc_auc_score,
+    root_mean_squared_error,
+)
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN
@@ -36,6 +43,9 @@ def drawn() -> dict[str, Tensor]:
         ),
         "out": torch.randn(N, 2, generator=g, dtype=torch.float64),
         "y": torch.randn(N, 2, generator=g, dtype=torch.float64) + 1e6,
+        "scores": torch.randn(N, 3, generator=g, dtype=torch.float64),
+        "classes": torch.randint(0, 3, (N,), generator=g),
+        "several": torch.randint(0, 2, (N, 3), generator=g),
     }
 
 
@@ -73,6 +83,20 @@ def expected() -> dict[str, float]:
         "r2 of one column": float(r2_score(y[:, 0], out[:, 0])),
         "mae": float(abs(out - y).mean()),
         "rmse": float(root_mean_squared_error(y, out)),
+        **by_name(d["scores"], d["classes"], d["several"]),
+        "score r2": float(r2_score(y, out)),
+    }
+
+
+def by_name(scores: Tensor, classes: Tensor, several: Tensor) -> dict[str, float]:
+    """Scores that a Trainer has, by scikit-learn; class 2 is no label in one of them."""
+    ids, labelled = scores.argmax(1), classes != 2
+    return {
+        "score accuracy": float(accuracy_score(classes, ids)),
+        "score accuracy of labelled": float(accuracy_score(classes[labelled], ids[labelled])),
+        "score f1_macro": float(f1_score(classes, ids, average="macro")),
+        "score f1_micro": float(f1_score(several, scores > 0, average="micro")),
+        "score roc_auc": float(roc_auc_score(several, scores)),
     }
 
 
@@ -91,6 +115,7 @@ def measured(channel: Channel, uneven: bool) -> dict[str, float]:
         )
         positive, negative = d["positive"][share], d["negative"][share]
         rows, out, y = net.place(d["rows"]), net.place(d["out"]) + 1e6, net.place(d["y"])
+        scores, classes, several = (net.place(d[name]) for name in ("scores", "classes", "several"))
         many = {"items": torch.arange(USERS, N), "block": 6}
         return {
             "hits": metrics.hits_at(net, positive, negative.flatten(), 20),
@@ -104,6 +129,14 @@ def measured(channel: Channel, uneven: bool) -> dict[str, float]:
             "r2 of one column": metrics.r2(net, out[:, 0], y[:, 0]),
             "mae": metrics.mae(net, out, y),
             "rmse": metrics.rmse(net, out, y),
+            "score accuracy": metrics.score(net, "accuracy", scores, classes),
+            "score accuracy of labelled": metrics.score(
+                net, "accuracy", scores, torch.where(classes == 2, -1, classes)
+            ),
+            "score f1_macro": metrics.score(net, "f1_macro", scores, classes),
+            "score f1_micro": metrics.score(net, "f1_micro", scores, several),
+            "score roc_auc": metrics.score(net, "roc_auc", scores, several),
+            "score r2": metrics.score(net, "r2", out, y),
         }
 
 
@@ -167,6 +200,12 @@ def refused(channel: Channel, case: str) -> str:
                 metrics.mean_reciprocal_rank(net, d["positive"], d["negative"][1:])
             elif case == "rows":
                 metrics.recall_at(net, d["rows"], d["wanted"], K, items=torch.arange(USERS, N))
+            elif case == "rows of labels":
+                metrics.score(net, "accuracy", d["rows"], torch.zeros(7, dtype=torch.long))
+            elif case == "metric":
+                metrics.score(net, "best", d["rows"], torch.zeros(N, dtype=torch.long))
+            elif case == "numbers":
+                metrics.score(net, "f1_macro", d["out"], d["y"])
             elif case == "sets":
                 metrics.recall_at(net, (d["rows"], d["rows"]), d["wanted"], K)
             elif case == "items":
@@ -190,6 +229,9 @@ def refused(channel: Channel, case: str) -> str:
         ("negatives", "negatives of each positive pair, [33, M]"),
         ("rows", "own rows of vertices, [n, F]"),
         ("no positive", "a positive row or more"),
+        ("rows of labels", "[41] and [7]"),
+        ("metric", "'best'"),
+        ("numbers", "mse"),
     ],
 )
 def test_refused(ranks: Any, case: str, words: str) -> None:

@@ -103,7 +103,7 @@ SCALERS = ["identity", "amplification", "attenuation", "linear", "inverse_linear
 NO_LOOPS, CACHED = {"add_self_loops": False}, {"cached": True}
 EDGE = {"edge_dim": D}
 DEGREES = _New(lambda: torch.tensor([2, 3, 5, 8, 6, 3, 2, 1]))
-ONE_GRAPH = "takes several vertex and edge types as dicts: `kagome.shard` takes a `HeteroData`"
+ONE_GRAPH = "takes several vertex and edge types as dicts, of a `HeteroData`"
 CUGRAPH = "pylibcugraphops (CUDA only)"
 
 _SPECTRAL = [

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kagome.comm.channel import Channel
-    from kagome.graph.partition.partition import Partition
+    from kagome.graph.partition.sets_partition import Part
     from kagome.graph.partition.store import Meta
     from kagome.train.trainer import Trainer
 
@@ -441,7 +441,7 @@ def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
     from kagome.run_dir.results import write_scores
     from kagome.train.trainer import Trainer
 
-    def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
+    def build(part: Part, meta: Meta, channel: Channel) -> nn.Module:
         def make(columns: int) -> nn.Module:
             return _builder(settings.model, settings.train, columns)(part, meta, channel)
 
@@ -459,18 +459,20 @@ def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
 
 def _builder(
     settings: config.Model, train: config.Train, columns: int | None = None
-) -> Callable[[Partition, Meta, Channel], nn.Module]:
+) -> Callable[[Part, Meta, Channel], nn.Module]:
     """Return a function that makes the model; its output has ``columns``, or as many as the labels need."""
 
-    def build(part: Partition, meta: Meta, channel: Channel) -> nn.Module:
+    def build(part: Part, meta: Meta, channel: Channel) -> nn.Module:
+        from kagome.graph.partition.sets_partition import SetsPartition, scored_rows
         from kagome.model.zoo import build_model
         from kagome.objective.losses import objective_of
         from kagome.objective.optimizers import labels_that_count
         from kagome.train.data import degree_histogram
 
-        wide, labels, names = columns or 0, meta.labels, (tuple(part.nodes), tuple(part.shared))
+        scored = scored_rows(part)
+        wide, labels, names = columns or 0, meta.labels, (tuple(scored.nodes), tuple(scored.shared))
         if columns is None and labels is not None:  # refuse invalid labels before they set the output's width
-            labels = labels_that_count(labels, part, train, channel)
+            labels = labels_that_count(labels, scored, train, channel)
             objective = objective_of(None, labels, train, meta.num_nodes, nodes=names[0], shared=names[1])
             wide = objective.outputs
         return build_model(
@@ -479,7 +481,8 @@ def _builder(
             out_channels=wide,
             num_nodes=meta.num_nodes,
             # PNA scales by degrees of the whole graph; all ranks take part in counting them.
-            degree_histogram=degree_histogram(part, channel) if settings.name == "pna" else None,
+            degree_histogram=degree_histogram(scored, channel) if settings.name == "pna" else None,
+            metadata=part.metadata if isinstance(part, SetsPartition) else None,
         )
 
     return build

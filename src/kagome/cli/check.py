@@ -6,21 +6,24 @@ Where it sits: ``cli.app`` calls :func:`checked`; ``verify.check`` does the comp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import nn
+from torch_geometric.data import HeteroData
 
 from kagome.comm.channel import Channel
 from kagome.components.model_setup import few_rows, materialise
 from kagome.config import Parallel, Run
-from kagome.graph.datasets.load import load_data
+from kagome.graph.datasets.load import load_graph
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import Part
 from kagome.graph.partition.store import Meta
 from kagome.model.decouple.decouple import decouple
 from kagome.train.admission import foresee_split
 from kagome.train.data import for_model, from_data
 from kagome.train.engines import refuse_slices_by_pyg
+from kagome.train.sets_source import from_hetero, refuse_for_sets
 from kagome.verify.check import CheckResult, check
 
 PARTS = 3
@@ -34,7 +37,7 @@ LEFT_OUT = {
 
 
 def checked(
-    settings: Run, build: Callable[[Partition, Meta, Channel], nn.Module], *, vertices: int
+    settings: Run, build: Callable[[Part, Meta, Channel], nn.Module], *, vertices: int
 ) -> tuple[CheckResult, tuple[str, ...]]:
     """Compare the model split as the settings say with the whole model, on a sample.
 
@@ -55,12 +58,19 @@ def checked(
     refuse_slices_by_pyg(settings, torch.device("cuda"))  # the device of the run's ranks, not of this check
     # One process without peers: the ranks of the check are threads on a sample.
     alone = Channel(None, "cpu")
-    found = from_data(load_data(settings.data), alone, method="contiguous", seed=0)
+    data = load_graph(settings.data)
+    if isinstance(data, HeteroData):
+        refuse_for_sets(cut, cut.graph or 1, "--parallel")
+        found: tuple[Part, Meta] = from_hetero(data, replace(settings, parallel=Parallel()), alone)
+    else:
+        found = from_data(data, alone, method="contiguous", seed=0)
     part, meta = for_model(settings.model.name, *found)
     torch.manual_seed(seed)
     model = build(part, meta, alone)
+    if not isinstance(part, Partition):
+        materialise(model, part, torch.device("cpu"))
     # A decoupled model is another model, which is compared with itself, whole.
-    if cut.decouple:
+    if cut.decouple and isinstance(part, Partition):  # refused for several vertex types
         materialise(model, part, torch.device("cpu"))
         model = decouple(model, few_rows(part, torch.device("cpu")))
     # `parts` counts ranks: with slices each part has `tensor` of them.
@@ -69,8 +79,8 @@ def checked(
         model, part, parts=parts, vertices=vertices, seed=seed, tensor=cut.tensor, fast=settings.model.fast
     )
     notes = left_out(cut)
-    # The estimate of memory that needs no ranks covers parts only.
-    if cut.tensor == 1 and cut.pipe == 1:
+    # The estimate of memory that needs no ranks covers parts of one vertex set only.
+    if cut.tensor == 1 and cut.pipe == 1 and isinstance(part, Partition):
         notes = (*notes, foresee_split(model, part, settings, cut.graph or 1))
     return result, notes
 

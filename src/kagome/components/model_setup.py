@@ -19,6 +19,7 @@ from kagome.comm.mesh import Mesh
 from kagome.config import CutSettings
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import Part, SetsPartition, by_type
 from kagome.graph.structure import splits
 from kagome.graph.structure.attributes import tensors_of
 from kagome.intercept.hooks import forget
@@ -29,7 +30,7 @@ from kagome.model.sparse_buffers import laid_out
 
 
 def set_up_model(
-    model: nn.Module, part: Partition, mesh: Mesh, settings: CutSettings
+    model: nn.Module, part: Part, mesh: Mesh, settings: CutSettings
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model to train, on this rank's device with rank 0's weights, and notes on it.
 
@@ -45,7 +46,7 @@ def set_up_model(
     model = model.to(mesh.device)
     materialise(model, part, mesh.device)
     notes: tuple[str, ...] = ()
-    if settings.decouple:
+    if settings.decouple and isinstance(part, Partition):  # refused for several vertex sets
         model = decouple(model, few_rows(part, mesh.device))
         notes = (*notes, f"decoupled: {model.text()}")
     broadcast_weights(model, mesh.world)
@@ -92,7 +93,7 @@ def refused_input(model: nn.Module, part: Partition, names: Collection[str], err
     )
 
 
-def input_notes(model: nn.Module, part: Partition, uses: Collection[str]) -> tuple[str, ...]:
+def input_notes(model: nn.Module, part: Part, uses: Collection[str]) -> tuple[str, ...]:
     """Return a note on what forward gets of the data, and what remains unused.
 
     Args:
@@ -103,6 +104,8 @@ def input_notes(model: nn.Module, part: Partition, uses: Collection[str]) -> tup
     Raises:
         ModelError: If forward asks for an attribute that cannot be given to it.
     """
+    if not isinstance(part, Partition):
+        return _notes_of_sets(model, part, uses)
     names = part.names
     refuse_asked(model, part)
     calling = ForwardCall.of(model, names)
@@ -118,6 +121,23 @@ def input_notes(model: nn.Module, part: Partition, uses: Collection[str]) -> tup
     if part.refused:
         note += f"; not given to any model: {'; '.join(part.refused.values())}"
     return (note,)
+
+
+def _notes_of_sets(model: nn.Module, part: SetsPartition, uses: Collection[str]) -> tuple[str, ...]:
+    dicts = by_type(part, part.nodes, [{"edge_index": None, **each.part.edges} for each in part.edges])
+    names = [*part.shared, *(name for name in dicts if f"{name}_dict" in dicts)]
+    calling = ForwardCall.of(model, {*part.shared, *dicts})
+    if calling.by_data:
+        raise ModelError(
+            "x_dict, edge_index_dict and the like as arguments of forward",
+            "a forward of one argument, which is no attribute of the data",
+            hint="forward(x_dict, edge_index_dict)",
+        )
+    wanted = calling.wants(names)
+    known = {*(name.removesuffix("_dict") for name in wanted), *uses, *splits.NAMES}
+    left = [name for name in names if name not in known]
+    rest = f"; not used of the data: {', '.join(left)}" if left else ""
+    return (f"forward gets {', '.join(wanted)} (of all vertex types){rest}",)
 
 
 def refuse_asked(model: nn.Module, part: Partition) -> None:
@@ -173,7 +193,7 @@ def broadcast_weights(model: nn.Module, channel: Channel, apart: Collection[Tens
                 piece.copy_(channel.broadcast(piece, 0, action=f"broadcast of {name}"))
 
 
-def materialise(model: nn.Module, part: Partition, device: torch.device) -> None:
+def materialise(model: nn.Module, part: Part, device: torch.device) -> None:
     """Let lazy layers (``in_channels=-1``) take their shapes from a few rows of the data."""
     if is_lazy(model):
         call_once(model, few_rows(part, device))
@@ -198,8 +218,10 @@ def call_once(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     model.train(training)
 
 
-def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
+def few_rows(part: Part, device: torch.device) -> dict[str, Any]:
     """Return two vertices and two edges with attributes like a part's, and what all parts share."""
+    if not isinstance(part, Partition):
+        return _few_of_sets(part, device)
     like: dict[str, Any] = {
         name: torch.ones(2, *value.shape[1:], dtype=value.dtype, device=device)
         for name, value in (*part.nodes.items(), *part.edges.items())
@@ -208,6 +230,21 @@ def few_rows(part: Partition, device: torch.device) -> dict[str, Any]:
     # An edge in each direction: layers may expect an undirected graph.
     edge_index = torch.tensor([[0, 1], [1, 0]], device=device)
     return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}
+
+
+def _few_of_sets(part: SetsPartition, device: torch.device) -> dict[str, Any]:
+    """Return two vertices of each set, and two edges of each edge set, by the names of forward's inputs."""
+
+    def few(attributes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: torch.ones(2, *value.shape[1:], dtype=value.dtype, device=device)
+            for name, value in attributes.items()
+        }
+
+    index = torch.tensor([[0, 1], [1, 0]], device=device)
+    edges = [{"edge_index": index, **few(each.part.edges)} for each in part.edges]
+    shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
+    return {**by_type(part, [*map(few, part.nodes)], edges), **shared}
 
 
 def model_copy(model: nn.Module) -> nn.Module:

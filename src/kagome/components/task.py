@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kagome.errors import ModelError
+from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import Part
+from kagome.placement.placement import Placements
 
 
 def check_finite(loss: float, epoch: int) -> None:
@@ -43,6 +46,37 @@ def has_rows(leaf: Any, count: int) -> bool:
 def rows_of(out: Any, rows: Tensor | slice, count: int) -> Any:
     """Return some rows of a model's output for so many vertices; parts without rows stay as they are."""
     return tree_map(lambda leaf: leaf[rows] if has_rows(leaf, count) else leaf, out)
+
+
+def scores_of(out: Any, part: Part, placements: Placements | None = None) -> Any:
+    """Return the output for the vertices that have scores; that of other vertex types may stand beside it.
+
+    Args:
+        out: What forward returned.
+        part: The part that it ran on.
+        placements: What is known of the output's rows, on a part of the graph.
+
+    Raises:
+        ModelError: If it has rows of another vertex set.
+    """
+    if isinstance(part, Partition):
+        return out
+    kind = part.names[part.target]
+    if isinstance(out, Mapping) and not set(part.names).isdisjoint(out):
+        if kind not in out:
+            raise ModelError(f"scores of {kind} among those of vertex types", ", ".join(map(str, out)))
+        out = out[kind]
+    # Two sets may have equally many own rows on this rank, so the sizes do not say whose rows they are.
+    for leaf in tree_leaves(out) if placements is not None else ():
+        placement = placements.get(leaf) if isinstance(leaf, Tensor) and placements is not None else None
+        if placement is not None and placement.vertex_set != part.target:
+            raise ModelError(
+                f"scores of {kind}",
+                # Concatenated sets have numbers behind those of the graph.
+                f"rows of {(*part.names, 'several')[min(placement.vertex_set, len(part.names))]}",
+                hint=f"return h[{kind!r}], or a dict by vertex type; Train(target_type=...) names another",
+            )
+    return out
 
 
 def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "numbers", "any"] = "none") -> Any:

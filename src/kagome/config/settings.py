@@ -42,7 +42,7 @@ class Data:
 
     name: str = "digits"
     """Data set: ``digits``, ``sbm:vertices=...``, ``Cora``, ``pyg:Class[:name]``, ``ogb:NAME``, ``npz:FILE``,
-    ``python:package.module:function``."""
+    ``pt:FILE``, ``python:package.module:function``."""
     root: str = "data"
     """Folder with the data set's raw files; processed files are written beside them."""
     partition: str | None = None
@@ -125,6 +125,9 @@ class Train:
     PyTorch."""
     sample_weight: str | None = None
     """Name of the attribute with one weight for each vertex, for the weighted mean of a built-in loss."""
+    target_type: str | None = None
+    """In a graph with several vertex types, the one that is trained on and scored; by default the one with
+    labels."""
     metric: Metric = "auto"
     """The metric that is reported and that chooses the best epoch. ``auto`` uses accuracy for classes, F1
     (micro) for several labels per vertex, and RMSE or MAE for numbers. It uses the loss if you pass a

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome import config
 from kagome.errors import KagomeError, PartitionError
-from kagome.graph.datasets.load import load_data
+from kagome.graph.datasets.load import load_data, load_graph
 from kagome.graph.partition import cache, store
 from kagome.graph.partition.cache import Cache
 from kagome.graph.partition.choice import choose
@@ -29,6 +29,8 @@ from kagome.launch.os_errors import end_with, in_words
 
 #: Partitioners whose owners are worth caching: the others run as fast as the cache could be read.
 KEPT = ("metis", "streaming")
+#: The exit code for a graph of several vertex sets, which each rank loads by itself.
+SEVERAL = 3
 
 
 def prepare(
@@ -40,6 +42,7 @@ def prepare(
     folder: str | Path | Sequence[str | Path],
     available: int | None = None,
     reuse: bool = False,
+    data: Data | None = None,
 ) -> Meta:
     """Load a graph, cut it, and write its parts.
 
@@ -51,6 +54,7 @@ def prepare(
         folder: Where to write; of several folders, the first that is writable.
         available: Bytes that were free before the graph was loaded; measured at the call by default.
         reuse: Whether to take the owners of vertices from the user's cache and to keep them there.
+        data: The graph, if it is loaded already.
 
     Returns:
         The metadata of the partition.
@@ -60,7 +64,7 @@ def prepare(
 
     Cost: at the peak the graph and the memory of its partitioner; later the graph and one part.
     """
-    data = load_data(settings)
+    data = load_data(settings) if data is None else data
     if available is None:
         available = available_bytes()
     else:
@@ -133,15 +137,21 @@ def owners(
 def main(order: str, parent: int) -> int:
     """Call :func:`prepare` with the arguments in a line of JSON; print an expected error as another line.
 
+    Returns the exit code: :data:`SEVERAL` for a graph that is not cut here.
+
     Args:
         order: The line of JSON with the arguments.
         parent: The process id of the caller, which waits for this process; this process ends when that one
             does.
     """
     end_with(parent)
-    data, rest = json.loads(order)
+    asked, rest = json.loads(order)
     try:
-        prepare(config.Data(**data), **rest)
+        settings = config.Data(**asked)
+        data = load_graph(settings)
+        if isinstance(data, HeteroData):
+            return SEVERAL
+        prepare(settings, **rest, data=data)
     except (KagomeError, MemoryError, OSError, RuntimeError) as raised:
         error = in_words(raised)
         if error is None:

@@ -29,7 +29,7 @@ from kagome.deferred.deferral import Deferral
 from kagome.deferred.lazy_tensor import refuse_in_function, refuse_transform
 from kagome.deferred.sliced_reduce import SlicedReads
 from kagome.graph.partition.partition import Partition
-from kagome.graph.partition.sets_partition import SetsPartition
+from kagome.graph.partition.sets_partition import SetsPartition, by_type
 from kagome.graph.structure.sparse_adjacency import adjacency_of
 from kagome.halo.comm_recorder import RecordedRows
 from kagome.halo.exchange import HaloExchange
@@ -151,8 +151,8 @@ class Interceptor(TorchFunctionMode):
             )
         for value in inputs.values():
             self.constants.add(value)
-        if not single:
-            return inputs
+        if not isinstance(self.given_part, Partition):
+            return {**inputs, **self._inputs_by_type(self.given_part, inputs)}
         self.matrix = sparse_adjacency.matrix_of(self)
         if self.matrix is not None:
             del inputs[self.matrix.adjacency.name]
@@ -162,6 +162,26 @@ class Interceptor(TorchFunctionMode):
         given = self.part.shared
         shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
         return {"num_nodes": Shown.of(count) if self.parted else count, **shared, **inputs}
+
+    def _inputs_by_type(self, part: SetsPartition, of_edges: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return attributes of several sets by their types; none if forward gets them as arguments."""
+        if not part.nodes:
+            return {}
+        nodes: list[dict[str, Tensor]] = []
+        for number, rows in enumerate(part.nodes):
+            nodes.append({})
+            for name, value in rows.items():
+                moved = value.to(self.device)
+                placed = moved if moved is not value else value.view(value.shape)
+                self.placements.put(placed, Placement(PlacementKind.ROWS, vertex_set=number))
+                self.constants.add(placed)
+                nodes[number][name] = placed
+        edges = [
+            {"edge_index": of_edges[view.name], **{k: of_edges[f"{view.name}.{k}"] for k in view.attributes}}
+            for view in self.views
+        ]
+        shared = {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
+        return {**by_type(part, nodes, edges), **shared}
 
     def _inputs_of_edges(self) -> dict[str, Any]:
         """Return ``edge_index`` and attributes of edges; of several sets, ``NAME`` and ``NAME.edge_attr``."""

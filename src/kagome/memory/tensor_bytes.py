@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kagome.graph.partition.partition import Partition
 from kagome.graph.structure import attributes
 from kagome.halo.comm_recorder import tensors_of
 from kagome.intercept.interceptor import Interceptor
@@ -98,7 +99,9 @@ def ledger_of(scope: Interceptor, model: nn.Module, copies: Iterable[Tensor] = (
         copies: Further copies of weights, such as those of the best epoch.
     """
     plan = scope.views[0].rows
-    ledger = TensorMemory(plan.own, plan.halo, scope.device)
+    # Of several vertex sets, sizes do not say whose halo rows a tensor has: they count for its own kind.
+    halo = 0 if scope.sets.several else plan.halo
+    ledger = TensorMemory(plan.own, halo, scope.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     add_scope(ledger, scope)
     # Tensors that layers keep as plain attributes, such as those of GCNConv(cached=True).
@@ -201,23 +204,26 @@ def _held_by(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
     may share memory and appear more than once; the first kind counts. No module outside this one has to know
     what the interceptor and its parts keep.
     """
-    part = scope.part
-    first = scope.views[0]
-    # The inputs of forward mix attributes of vertices and of edges; the view knows the names of the latter.
-    of_edges = {"edge_index", *first.attributes}
-    for name, value in (*attributes.tensors_of(scope.inputs).items(), *part.nodes.items()):
-        yield ("edges" if name in of_edges else "features"), value
-    for value in (part.edge_index, part.edge_ids, *part.edges.values()):
-        yield "edges", value
+    given, first = scope.given_part, scope.views[0]
+    parts = [given] if isinstance(given, Partition) else [each.part for each in given.edges]
+    # Before the inputs of forward, which mix attributes of vertices and of edges.
+    for part in parts:
+        for value in (part.edge_index, part.edge_ids, *part.edges.values()):
+            yield "edges", value
     for view in scope.views:
         for value in (view.edge_index, view.given, view.edge_ids, *view.attributes.values()):
             yield "edges", value
         # The first view is of in-edges and has the part's own send list. A view of out-edges has another.
         yield ("send" if view is first else "tables"), view.rows.send
         yield "tables", view.ids
-    yield "send", part.send
-    for value in (part.own, part.halo):
-        yield "tables", value
+    for part in parts:
+        yield "send", part.send
+        for value in (part.own, part.halo):
+            yield "tables", value
+    nodes = [given.nodes] if isinstance(given, Partition) else given.nodes
+    for rows in (scope.inputs, *nodes, *(v for v in scope.inputs.values() if isinstance(v, dict))):
+        for value in attributes.tensors_of(rows).values():
+            yield "features", value
     for structure in scope.deferral.structures():
         for value in _of_structure(structure):
             yield "tables", value

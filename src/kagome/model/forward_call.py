@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from kagome.errors import KagomeError, ModelError
@@ -100,7 +100,15 @@ class ForwardCall:
         """Call a model with its inputs, or with values that stand for them."""
         if self.by_data:
             return model(as_data(inputs))
-        return model(*(inputs[name] for name in self.places), **{name: inputs[name] for name in self.named})
+        # As ``data.x_dict`` does, each call gives dicts of its own, to which forward may write.
+        own = {name: _fresh(inputs[name]) for name in (*self.places, *self.named)}
+        return model(*(own[name] for name in self.places), **{name: own[name] for name in self.named})
+
+
+def _fresh(value: Any) -> Any:
+    """Return a copy of a dict of tensors; any other dict is the user's own, and keeps what is written."""
+    by_type = type(value) is dict and any(isinstance(each, Tensor) for each in value.values())
+    return dict(value) if by_type else value
 
 
 def _second(names: Collection[str], asked: Collection[str]) -> str:

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ def build_model(
     out_channels: int,
     num_nodes: int,
     degree_histogram: Tensor | None = None,
+    metadata: tuple[list[str], list[tuple[str, str, str]]] | None = None,
 ) -> nn.Module:
     """Build a model by its name.
 
@@ -42,6 +43,8 @@ def build_model(
         num_nodes: Vertices of the whole graph; passed only to ``python:`` models that ask for it.
         degree_histogram: How many vertices of the whole graph have 0, 1, 2, ... incoming edges; ``pna`` needs
             it.
+        metadata: The vertex types and edge types of a graph with several; passed only to ``python:`` models
+            that ask for it.
 
     Returns:
         The model, on the CPU, with weights drawn from torch's generator in its present state. Its ``forward``
@@ -57,7 +60,8 @@ def build_model(
     """
     _check_ranges(settings)
     if settings.name.startswith(_PYTHON):
-        return _build_python(settings, in_channels, out_channels, num_nodes)
+        offered = {"in_channels": in_channels, "out_channels": out_channels, "num_nodes": num_nodes}
+        return _build_python(settings, offered if metadata is None else {**offered, "metadata": metadata})
     builders = _builders(degree_histogram)
     if settings.name not in builders:
         near = difflib.get_close_matches(settings.name, builders, n=1, cutoff=0.5)
@@ -156,7 +160,7 @@ def _builders(degree_histogram: Tensor | None) -> dict[str, _Builder]:
     }
 
 
-def _build_python(settings: Model, in_channels: int, out_channels: int, num_nodes: int) -> nn.Module:
+def _build_python(settings: Model, sizes: Mapping[str, object]) -> nn.Module:
     module_name, _, function_name = settings.name.removeprefix(_PYTHON).partition(":")
     if not module_name or not function_name:
         raise ModelError(f"a model of your own to be named {_HOW_PYTHON}", f"{settings.name!r}")
@@ -179,9 +183,7 @@ def _build_python(settings: Model, in_channels: int, out_channels: int, num_node
             hint=f"--model.name {_PYTHON}{module_name}:{near[0]}" if near else "",
         )
     offered: dict[str, object] = {
-        "in_channels": in_channels,
-        "out_channels": out_channels,
-        "num_nodes": num_nodes,
+        **sizes,
         **{name: getattr(settings, name) for name in ("layers", "hidden", "dropout", "heads")},
     }
     built = function(**_asked_for(function, offered, settings.name))

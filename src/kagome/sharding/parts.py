@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,22 +19,13 @@ from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
 from kagome.components.model_setup import call_once, is_lazy
 from kagome.config import Parallel
-from kagome.errors import ConfigError, ModelError, PartitionError
-from kagome.graph.partition.choice import AUTO
+from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
-from kagome.graph.partition.sets_partition import (
-    SetsPartition,
-    assign_sets,
-    extract_sets,
-    sets_fingerprint,
-)
+from kagome.graph.partition.sets_partition import SetsPartition
 from kagome.graph.partition.store import Meta
 from kagome.graph.structure.sets import Graph
 from kagome.train import data as source
-
-_PLAIN: Final = Parallel()
-_ONE_SET: Final = ("pipe", "chunks")
-"""Settings that serve graphs of one vertex set only."""
+from kagome.train.sets_source import cutter_of, part_of_sets, refuse_for_sets
 
 
 def part_of(
@@ -54,10 +45,9 @@ def part_of(
         return source.from_data(given, channel, method=method, seed=seed, reuse=parallel.reuse)
 
     if isinstance(graph, HeteroData | Graph):
-        cutter = method.replace(AUTO, "metis")
-        if parallel.tensor > 1 and "/" not in cutter:
-            cutter = f"{cutter}/{parallel.tensor}"  # one part for all ranks: each needs a share of each set
-        return _sets_part(Graph.of(graph), parallel, mesh.graph, cutter, seed), ()
+        refuse_for_sets(parallel, mesh.graph.size, "kagome.shard(parallel=...)")
+        sets, cutter = Graph.of(graph), cutter_of(parallel, mesh.graph.size)
+        return part_of_sets(sets, mesh.graph, cutter, seed), ()
     part, meta = source.for_all_stages(take, mesh, chunks)
     return part, meta.notes
 
@@ -76,41 +66,6 @@ def without_edge_labels(graph: Data) -> Data:
     for name in of_edges:
         del rest[name]
     return rest
-
-
-def _sets_part(graph: Graph, parallel: Parallel, channel: Channel, method: str, seed: int) -> SetsPartition:
-    """Return this rank's part of a graph of several sets; rank 0 assigns the vertices.
-
-    Raises:
-        PartitionError: If the ranks have different graphs.
-        ConfigError: For settings that serve one vertex set only.
-    """
-    refused = {
-        name: getattr(parallel, name) for name in _ONE_SET if getattr(parallel, name) != getattr(_PLAIN, name)
-    }
-    if refused:
-        raise ConfigError(
-            "graph parallelism, with exact rows or not, for a graph of several vertex sets",
-            ", ".join(f"{name}={value!r}" for name, value in refused.items()),
-            where="kagome.shard(parallel=...)",
-            hint=f"Parallel(graph={channel.size})",
-        )
-    # Compared before any message whose size depends on the graph: gloo aborts if sizes differ.
-    marks = channel.gather_objects(sets_fingerprint(graph), "compare the ranks' graphs")
-    if len(set(marks)) > 1:
-        raise PartitionError(
-            "the same graph on every rank",
-            f"another on rank {channel.rank} than elsewhere",
-            hint="seed whatever makes the graph, or load it from one file",
-        )
-    counts = [each.count for each in graph.vertices.values()]
-    # [all vertices]: the part of each, the sets one after the other.
-    owner = torch.zeros(sum(counts), dtype=torch.int64, device=channel.device)
-    if channel.rank == 0 and channel.size > 1:
-        owner = torch.cat([*assign_sets(graph, method, channel.size, seed).values()]).to(channel.device)
-    owner = channel.broadcast(owner, 0, action="broadcast of the partition").cpu()
-    owners = dict(zip(graph.vertices, owner.split(counts), strict=True))
-    return extract_sets(graph, owners, channel.rank, channel.size)
 
 
 def materialise_sets(model: nn.Module, graph: object, device: torch.device, *, cut: bool) -> None:

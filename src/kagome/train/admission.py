@@ -26,6 +26,7 @@ from kagome.errors import ModelError
 from kagome.graph.partition.choice import choose
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.partitioners import assign
+from kagome.graph.partition.sets_partition import Part
 from kagome.launch.host_memory import available_bytes
 from kagome.memory.estimate import MemoryRates, rates_of
 from kagome.pipelining.chunk_engine import ChunkEngine
@@ -73,7 +74,7 @@ class Admission:
     settings: config.Run
     predicted: MemoryByKind | None = None
 
-    def predict(self, part: Partition, channel: Channel) -> tuple[str, ...]:
+    def predict(self, part: Part, channel: Channel) -> tuple[str, ...]:
         """Predict the memory of all ranks. All ranks call it, with the model as the user gave it.
 
         Args:
@@ -90,6 +91,8 @@ class Admission:
         Cost:
             On rank 0 that of :func:`kagome.memory.estimate.rates_of`; some numbers from every rank.
         """
+        if not isinstance(part, Partition):  # no sample of several vertex sets is measured
+            return ("memory: not foreseen for a graph of several vertex sets",)
         train, engine = self.settings.train, self.engine
         parallel = self.settings.parallel.fit(channel.size)
         counts = counts_of(part)

@@ -11,26 +11,29 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome import config
 from kagome.comm.channel import Channel
 from kagome.comm.exchange import ExchangeRequest
 from kagome.comm.mesh import Mesh
 from kagome.errors import DataError, KagomeError, PartitionError
-from kagome.graph.datasets.load import load_data
+from kagome.graph.datasets.load import load_data, load_graph
 from kagome.graph.partition import cache, store
 from kagome.graph.partition.choice import choose, is_auto
 from kagome.graph.partition.partition import Partition, extract, fingerprint
+from kagome.graph.partition.sets_partition import Part
 from kagome.graph.partition.store import Meta
 from kagome.graph.prepare import owners, prepare
 from kagome.graph.structure.validate import validate
 from kagome.launch.host_memory import available_bytes
 from kagome.train.host_parts import HostParts, Look, Offer
+from kagome.train.sets_source import from_hetero
 
 __all__ = [
     "degree_histogram",
@@ -38,14 +41,16 @@ __all__ = [
     "for_model",
     "from_data",
     "from_folder",
+    "from_given",
+    "from_run",
     "from_settings",
     "prepare",
 ]
 
 
 def for_all_stages(
-    take: Callable[[Channel], tuple[Partition, Meta]], mesh: Mesh, chunks: int | None = None
-) -> tuple[Partition, Meta]:
+    take: Callable[[Channel], tuple[Part, Meta]], mesh: Mesh, chunks: int | None = None
+) -> tuple[Part, Meta]:
     """Return this rank's part; the ranks of the first stage take it and send it to the other stages.
 
     Args:
@@ -61,7 +66,8 @@ def for_all_stages(
     """
     if mesh.pipe.size == 1:
         own, meta = take(mesh.graph)
-        return (uncut(own) if mesh.world.size == (chunks or 1) == 1 else own), meta
+        whole = mesh.world.size == (chunks or 1) == 1
+        return (uncut(own) if whole and isinstance(own, Partition) else own), meta
     found: object = None
     # The fault travels in place of the part: the ranks of later stages wait for it and would hang otherwise.
     if mesh.stage == 0:
@@ -72,7 +78,7 @@ def for_all_stages(
     # Attributes whose kind is unclear are only for a single rank that runs the whole graph, and are never
     # sent.
     if isinstance(found, tuple):
-        found = replace(found[0], unclear={}), found[1]
+        found = replace(found[0], unclear={}), found[1]  # pipelines take graphs of one vertex set only
     found = mesh.pipe.gather_objects(found, "the part, for all stages", [Partition, Meta])[0]
     if isinstance(found, KagomeError):
         raise found
@@ -84,6 +90,26 @@ def uncut(part: Partition) -> Partition:
     """Return the whole graph for a single rank: forward receives attributes of unclear kind as they are."""
     refused = {name: why for name, why in part.refused.items() if name not in part.unclear}
     return replace(part, shared={**part.shared, **part.unclear}, refused=refused, unclear={})
+
+
+def from_given(data: Any, settings: config.Run, channel: Channel) -> tuple[Part, Meta]:
+    """Return this rank's part of what a user gives to a Trainer.
+
+    Args:
+        data: A PyG ``Data`` or ``HeteroData``, the same on every rank, or the folder of a saved partition.
+        settings: The run's settings.
+        channel: The graph group.
+
+    Raises:
+        DataError: If the data has a fault.
+        PartitionError: If the folder has another number of parts than there are ranks, or is damaged.
+    """
+    if isinstance(data, str | Path):
+        return from_folder(data, channel)
+    if isinstance(data, HeteroData):
+        return from_hetero(data, settings, channel)
+    method, seed, reuse = settings.cut(channel.size)
+    return from_data(data, channel, method=method, seed=seed, reuse=reuse)
 
 
 def from_data(
@@ -210,9 +236,23 @@ def _refuse_unlike_lists(
         )
 
 
+def from_run(settings: config.Run, channel: Channel) -> tuple[Part, Meta]:
+    """Return this rank's part of the graph of a run of the command line, as its model takes it."""
+    method, seed, reuse = settings.cut(channel.size)
+    several = partial(from_hetero, settings=settings, channel=channel)
+    found = from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse, several=several)
+    return for_model(settings.model.name, *found)
+
+
 def from_settings(
-    settings: config.Data, channel: Channel, *, method: str, seed: int, reuse: bool = False
-) -> tuple[Partition, Meta]:
+    settings: config.Data,
+    channel: Channel,
+    *,
+    method: str,
+    seed: int,
+    reuse: bool = False,
+    several: Callable[[HeteroData], tuple[Part, Meta]] | None = None,
+) -> tuple[Part, Meta]:
     """Return this rank's part of a graph named by settings; see the module docstring.
 
     Args:
@@ -222,6 +262,7 @@ def from_settings(
         seed: The partitioner's seed.
         reuse: Take the parts from the user's cache if nothing that decides them has changed; store them
             there.
+        several: Takes the part of a graph of several vertex sets, which each rank loads; None refuses one.
 
     Raises:
         KagomeError: The error that loading or partitioning raised, on every rank.
@@ -234,7 +275,9 @@ def from_settings(
         part, meta = from_folder(settings.partition, channel)
         return part, replace(meta, notes=(*meta.notes, *_unheeded(settings)))
     if channel.size == 1:
-        data = load_data(settings)
+        data = load_graph(settings) if several else load_data(settings)
+        if several and isinstance(data, HeteroData):
+            return several(data)
         return _from_clean(data, data.notes, channel, method, seed, reuse)
     host = socket.gethostname()
     hosts = channel.gather_objects(host, "find the hosts")
@@ -252,6 +295,11 @@ def from_settings(
                 raise offer.error
         place = offers[hosts.index(host)]
         assert isinstance(place, Offer)
+        if not place.folder:
+            data = load_graph(settings)
+            if several and isinstance(data, HeteroData):
+                return several(data)
+            validate(data)  # refuses it
         try:
             part, meta = from_folder(place.folder, channel)
         except PartitionError as error:
@@ -266,16 +314,25 @@ def from_settings(
     return part, replace(meta, notes=(*meta.notes, *place.notes))
 
 
-def for_model(name: str, part: Partition, meta: Meta) -> tuple[Partition, Meta]:
+def for_model(name: str, part: Part, meta: Meta) -> tuple[Part, Meta]:
     """Convert a part for a named model: the zoo's models take float32, a user's model any data.
 
     Args:
         name: ``model.name``.
         part: The part as the data has it.
         meta: The facts of the partition.
+
+    Raises:
+        DataError: If the data is not what the zoo's models take.
     """
     if name.startswith("python:"):
         return part, meta
+    if not isinstance(part, Partition):
+        raise DataError(
+            f"a graph of one vertex type for the model {name}",
+            f"one of several: {', '.join(part.names)}",
+            hint="--model.name python:package.module:function, a model over x_dict and edge_index_dict",
+        )
     x, turned = part.nodes.get("x"), []
     if x is None or x.dim() > 2 or x.is_complex() or 0 in x.shape[1:]:
         got = "data without x" if x is None else f"{[meta.num_nodes, *x.shape[1:]]}"

@@ -13,6 +13,7 @@ from kagome.comm.mesh import Mesh
 from kagome.components.engine import Engine, PhaseTimer
 from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import Part
 from kagome.objective.optimizers import Criteria
 from kagome.pipelining.chunk_engine import ChunkEngine
 from kagome.train.graph_engine import GraphEngine
@@ -20,7 +21,7 @@ from kagome.train.graph_engine import GraphEngine
 
 def build_engine(
     model: nn.Module,
-    part: Partition,
+    part: Part,
     mesh: Mesh,
     *,
     settings: config.Run,
@@ -64,6 +65,7 @@ def build_engine(
             fast=settings.model.fast,
             recompute=settings.model.recompute,
         )
+    assert isinstance(part, Partition)  # stages and chunks of several vertex sets are refused with the data
     if settings.model.recompute:
         raise ConfigError(
             "a layer's rows to stay until model.recompute runs it again in backward",

@@ -28,11 +28,12 @@ from kagome.components.model_setup import refused_input
 from kagome.components.offload import Offload
 from kagome.components.parallelize import PartOptions, parallelize, while_attached
 from kagome.components.rank_zero import by_all
-from kagome.components.task import check_finite, check_rows, draws_of, in_float32, rows_of
+from kagome.components.task import check_finite, check_rows, draws_of, in_float32, rows_of, scores_of
 from kagome.config import Parallel, Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import Part, scored_rows
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.resumed_rows import NOTHING
 from kagome.launch.os_errors import in_words
@@ -65,7 +66,7 @@ class GraphEngine:
     def __init__(
         self,
         model: nn.Module,
-        part: Partition,
+        part: Part,
         channel: Channel,
         *,
         weights: Channel,
@@ -96,15 +97,17 @@ class GraphEngine:
                 "memory than float32 takes with them."
             )
         self.recompute = recompute
-        inputs = self.scope.inputs
+        scored = scored_rows(part)
+        self.own = scored.own.numel()
+        """The number of own vertices that have scores."""
         # [training vertices of this part], local ids.
-        self.train_rows = part.nodes["train_mask"].nonzero().view(-1).to(channel.device)
-        self.target = self.objective.target(inputs, self.train_rows)
+        self.train_rows = scored.nodes["train_mask"].nonzero().view(-1).to(channel.device)
+        self.target = self.objective.target(self.inputs, self.train_rows)
         self._weighed = LossWeights(self.objective, channel)
         # Without an output only the weights of Kagome's own losses are known; a user's loss is settled in the
         # first epoch.
         self._weighed.settle(self.target, None)
-        self.layout = StateLayout.of(parallel, part.fingerprint, part.own, part=channel.rank)
+        self.layout = StateLayout.of(parallel, part.fingerprint, scored.own, part=channel.rank)
         learning = [p for p in model.parameters() if p.requires_grad]
         self.gradients = Gradients(learning, weights, codec=parallel.codec_weights)
         self.report = ExchangeReport(channel, self.exchange, self.gradients, sliced=parallel.tensor > 1)
@@ -117,8 +120,13 @@ class GraphEngine:
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """The inputs of the model for own rows and edges, by name."""
-        return self.scope.inputs
+        """The attributes of own scored rows, by name, and what all ranks share."""
+        part, inputs = self.scope.given_part, self.scope.inputs
+        if isinstance(part, Partition):
+            return inputs
+        kind = part.names[part.target]
+        shared = {name: inputs[name] for name in part.shared}
+        return {**shared, **{name: inputs[f"{name}_dict"][kind] for name in part.nodes[part.target]}}
 
     @property
     def fast(self) -> bool:
@@ -170,7 +178,7 @@ class GraphEngine:
         """Return the error to raise for one that the user's forward raised."""
         if _transformed(error) and not _of_hooks(error):
             return self._untransformed(error)
-        found = refused_input(self.model, self.scope.part, self.net.calling.wants(self.inputs), error)
+        found = refused_input(self.model, self.scope.part, self.net.calling.wants(self.scope.inputs), error)
         if found is not error or self._checked:
             return found  # if it has run before: an error of its own, with its traceback
         if self.channel.size == 1:
@@ -214,7 +222,8 @@ class GraphEngine:
         # One rank may return anything beside its rows. Several ranks may return numbers, which must be equal,
         # because a tensor of another shape could be a value of this part alone.
         beside: Literal["any", "numbers"] = "any" if self.channel.size == 1 else "numbers"
-        rows = check_rows(out, self.scope.own, self.channel.rank, beside=beside)
+        scores = scores_of(out, self.scope.given_part, self.scope.placements)
+        rows = check_rows(scores, self.own, self.channel.rank, beside=beside)
         # Reuse compares and keeps one tensor of scores; a nest is evaluated on its own.
         if not isinstance(rows, Tensor):
             self.forward_reuse.allowed = False
@@ -282,7 +291,7 @@ class GraphEngine:
             with self.phases.phase("forward", epoch):
                 out = forward.out
                 rows = self.train_rows
-                shown = rows_of(out, rows, self.scope.own)
+                shown = rows_of(out, rows, self.own)
                 if not self._checked:
                     self._refuse_own_numbers(out)
                     by_all(self.channel, lambda: self._check(shown, out), "check loss and metric")

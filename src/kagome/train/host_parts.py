@@ -28,6 +28,7 @@ from kagome.graph.partition import cache
 from kagome.graph.partition.cache import Cache
 from kagome.graph.partition.choice import SHARE, is_auto, metis_bytes
 from kagome.graph.partition.store import PAGE, Meta, load_meta
+from kagome.graph.prepare import SEVERAL
 from kagome.launch.host_memory import available_bytes
 from kagome.storage import temporary
 
@@ -37,6 +38,10 @@ class Look(NamedTuple):
 
     available: int | None
     method: str | None
+
+
+class SeveralSets(Exception):  # noqa: N818 - an answer, not a fault
+    """Exception for a graph of several vertex sets, which each rank loads by itself."""
 
 
 class Offer(NamedTuple):
@@ -100,7 +105,16 @@ class HostParts:
         Args:
             stack: Removes at its end what is not stored in the cache.
             seen: The look of every host; the same list on each.
+
+        Returns:
+            Where they are; no folder for a graph of several vertex sets.
         """
+        try:
+            return self._made(stack, seen)
+        except SeveralSets:
+            return Offer("", (), None)
+
+    def _made(self, stack: ExitStack, seen: Sequence[Look]) -> Offer:
         # All hosts must cut the graph alike. The first host with cached parts decides the partitioner;
         # without any, each host chooses by the least free memory of all hosts.
         methods = [look.method for look in seen if look.method is not None]
@@ -162,6 +176,8 @@ class HostParts:
             )
         if done.returncode == 0:
             return None
+        if done.returncode == SEVERAL:
+            raise SeveralSets
         lines = done.stdout.decode(errors="replace").strip().splitlines()
         try:
             # `kagome.graph.prepare` prints an error of Kagome as JSON in its last line.

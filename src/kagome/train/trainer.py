@@ -34,7 +34,8 @@ from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Loss as LossName, Metric as MetricName, Parallel, Report, Train
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError, DataError
-from kagome.graph.partition.partition import Partition, graph_of
+from kagome.graph.partition.partition import graph_of
+from kagome.graph.partition.sets_partition import Part, scored_rows, with_scored, without_attributes
 from kagome.graph.partition.store import Meta
 from kagome.launch.finalizer import Finalizer
 from kagome.launch.gc import set_aside
@@ -56,6 +57,7 @@ from kagome.train.engines import build_engine
 from kagome.train.graph_engine import GraphEngine
 from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
+from kagome.train.sets_source import refuse_target
 from kagome.verify.check import before_first
 
 AFTER_IMPORTS: Final = Memory()
@@ -63,9 +65,9 @@ AFTER_IMPORTS: Final = Memory()
 
 SPLITS: Final = ("train", "val", "test")
 
-Source = Callable[[Channel], tuple[Partition, Meta]]
+Source = Callable[[Channel], tuple[Part, Meta]]
 Out = str | Path | Callable[[], str] | None
-Build = Callable[[Partition, Meta, Channel], nn.Module]
+Build = Callable[[Part, Meta, Channel], nn.Module]
 
 
 class Trainer:
@@ -76,7 +78,8 @@ class Trainer:
             their names in the data. On several ranks all get rank 0's weights. ``torch.compile``,
             ``DistributedDataParallel`` and ``DataParallel`` around it are taken off; compiled layers and
             functions in it run uncompiled.
-        data: A PyG ``Data``, or the folder of a saved partition.
+        data: A PyG ``Data``, the folder of a saved partition, or a ``HeteroData``. One vertex type of it has
+            labels and masks; ``train.target_type`` names it if several have.
         parallel: How to split the work.
         loss: A name that ``train.loss`` takes, or ``loss(out, y)``: ``out`` is the model's output and ``y``
             the labels of some rows. It returns a value a row, their sum, or ``(values, weights)``, whose
@@ -137,13 +140,8 @@ class Trainer:
         settings = run_of(config.Model(fast=fast, recompute=recompute), parallel, train, report)
         settings = replace(settings, train=named(settings.train, loss, metric))
 
-        def take(channel: Channel) -> tuple[Partition, Meta]:
-            if isinstance(data, str | Path):
-                return source.from_folder(data, channel)
-            method, seed, reuse = settings.cut(channel.size)
-            return source.from_data(data, channel, method=method, seed=seed, reuse=reuse)
-
         wishes = Wishes(loss, metric, loss_inputs, optimizer, scheduler)
+        take = partial(source.from_given, data, settings)
         self._open(settings, take, lambda *_: model, wishes, out, overwrite, callbacks)
 
     @classmethod
@@ -152,13 +150,7 @@ class Trainer:
     ) -> Trainer:
         """Make the command line's Trainer: data by name, one part a rank, the model built from that part."""
         trainer = cls.__new__(cls)
-
-        def take(channel: Channel) -> tuple[Partition, Meta]:
-            method, seed, reuse = settings.cut(channel.size)
-            found = source.from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse)
-            return source.for_model(settings.model.name, *found)
-
-        trainer._open(settings, take, build, Wishes(), out, overwrite)
+        trainer._open(settings, partial(source.from_run, settings), build, Wishes(), out, overwrite)
         return trainer
 
     @as_written
@@ -187,6 +179,8 @@ class Trainer:
             self.notes: list[str] = []
             with self.spans.phase("load"):
                 self.part, self.meta = source.for_all_stages(take, self.mesh, settings.parallel.chunks)
+            refuse_target(self.part, self.train.target_type)
+            self.scored = scored_rows(self.part)
             self._log(*self.mesh.notes, *self.meta.notes)
             torch.manual_seed(self.train.seed)
             given = unwrapped(build(self.part, self.meta, self.channel))
@@ -215,10 +209,11 @@ class Trainer:
         refuse_unlike_codes(self.world, {"loss": wishes.loss, "metric": wishes.metric})
         self._labelled = self.meta.labels is not None
         if self._labelled:
-            found = optimizers.criteria_of(wishes, self.part, self.meta, settings, self.mesh)
+            found = optimizers.criteria_of(wishes, self.scored, self.meta, settings, self.mesh)
         else:  # it is scored and never trained on: nothing reads these labels
-            found = optimizers.no_criteria(), unlabelled(self.part)
-        self.criteria, self.part = found
+            found = optimizers.no_criteria(), unlabelled(self.scored)
+        self.criteria, self.scored = found
+        self.part = with_scored(self.part, self.scored)
         self._log(*self.criteria.notes)
         self._log(*input_notes(self.model, self.part, self.criteria.objective.uses))
         self._frozen = optimizers.frozen(self.model)
@@ -286,7 +281,8 @@ class Trainer:
             with self.spans.phase("check"):
                 self._log(*self.admission.predict(self.part, self.world))
             self._log(*self.engine.take_notes())
-            self.part = replace(self.part, nodes={}, edges={})  # the engine holds its own inputs
+            self.part = without_attributes(self.part)  # the engine holds its own inputs
+            self.scored = scored_rows(self.part)
         set_up = time.perf_counter() - self._begun
         if self.writer is not None:
             self.writer.open(self.records, after=self.epoch)
@@ -358,7 +354,8 @@ class Trainer:
     def predict(self) -> Any:
         """Return scores: of all vertices on rank 0, of own rows elsewhere. All ranks call it.
 
-        Rank 0 returns them in the original order. The present weights are used, and no labels are needed.
+        Rank 0 returns them in the original order; of several vertex types, those of the type with labels. The
+        present weights are used, and no labels are needed.
 
         Raises:
             CheckError: If the split and the whole model differ (``train.check``).
@@ -370,7 +367,7 @@ class Trainer:
         self._together("predict")
         self._check()
         own = self.engine.evaluate(self.epoch)
-        joined = original_order(own, self.part, self.channel, "predictions")
+        joined = original_order(own, self.scored, self.channel, "predictions")
         return own if joined is None or self.mesh.rank else joined
 
     def load(self, where: str | Path) -> None:
@@ -584,7 +581,7 @@ class Trainer:
         values, spans = outcome(self.records, self.spans, memory, self.world, self.meta, facts)
         if self.writer is not None:
             scores = self.predict()
-            target = original_order(self.engine.inputs["y"], self.part, self.channel, "labels")
+            target = original_order(self.engine.inputs["y"], self.scored, self.channel, "labels")
             if target is not None and self.mesh.rank == 0:
                 labels = self.criteria.metric.labels(scores)
                 self.writer.finish(values, spans, scores, labels, target, self.model)

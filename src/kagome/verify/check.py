@@ -8,14 +8,14 @@ Where it sits: ``train.trainer`` runs it before the first training of a model, `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome import config
 from kagome.comm.channel import Channel
@@ -25,11 +25,14 @@ from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config.fields import check_kind
 from kagome.errors import CheckError, ConfigError, ModelError
 from kagome.graph.partition.partition import Partition, split_all
+from kagome.graph.partition.sets_partition import Part, SetsPartition, scored_rows
 from kagome.graph.structure.attributes import Sorted
+from kagome.graph.structure.hetero import SetsData
 from kagome.graph.structure.validate import validate
 from kagome.model.copies import copied
 from kagome.model.exact.handlers import HANDLERS
 from kagome.profile.subgraph import cast, fitted, numbered_sample, take_sample
+from kagome.verify.sets_sample import cast_sets, cut_sets, has_tables, sample_sets, sets_part
 from kagome.verify.trace import DRAWS, Trace, WholeFailedError, no_draw, split_of, whole_of
 from kagome.verify.unbiased import Bias
 
@@ -122,7 +125,7 @@ class CheckResult:
 @as_written
 def check(
     model: nn.Module,
-    data: Data | Partition,
+    data: Data | HeteroData | Part,
     *,
     parts: int = 3,
     vertices: int = VERTICES,
@@ -136,7 +139,7 @@ def check(
         model: The user's module; a copy is run.
         data: A graph, or a rank's part (its own vertices and the edges among them are sampled).
         parts: Ranks of the split.
-        vertices: Vertices of the sample.
+        vertices: Vertices of the sample; of several vertex sets so many times their number.
         seed: The seed of the sample, the split and the weights of the sum that is differentiated.
         tensor: How many ranks slice features together, where features can be sliced.
         fast: Whether kernels reduce the messages of the split.
@@ -162,38 +165,43 @@ def check(
     refuse_no_module(model, "check(model, ...)")
     options = _options_of(parts, seed, tensor, fast)
     check_kind("vertices", vertices, int, least=1)
-    data = data if isinstance(data, Partition | Sorted) else validate(data)[0]
+    if isinstance(data, HeteroData):
+        data = sets_part(data)
+    elif not isinstance(data, Partition | SetsPartition | Sorted):
+        data = validate(data)[0]
     # The order of attempts. A sample is renumbered, 0 to 199, which suits most models:
     #    sample            plain PyG runs it ──> compared
     #    sample            forward names vertices by number ──┬─> all N vertices with the sample's edges
     #    sample            plain PyG fails (a table of N rows) ┘
     own_copy = model_copy(unwrapped(model))
-    sample, unseen = take_sample(data, int(vertices), options.seed), ""
+    sample, unseen = _sample(own_copy, data, int(vertices), options.seed), ""
     try:
         found = _on_sample(own_copy, data, sample, options)
-        if found.numbered and sample.num_nodes != data.num_nodes:
-            whole = numbered_sample(data, sample)
-            unseen = "" if whole is not None else _TOO_MANY.format(int(data.num_nodes or 0))
+        if found.numbered and _vertices(sample) != _vertices(data):
+            whole = _numbered(data, sample, int(vertices), options.seed)
+            unseen = "" if whole is not None else _TOO_MANY.format(_vertices(data))
             sample = sample if whole is None else whole
             found = found if whole is None else _on_sample(own_copy, data, whole, options)
     # A failure of plain PyG is not a difference of split and whole. The
     # sample may be what does not suit the model.
     except WholeFailedError as failure:
-        whole = numbered_sample(data, sample)
+        whole = _numbered(data, sample, int(vertices), options.seed)
         if whole is None:
-            raise _no_sample(failure, int(sample.num_nodes or 0)) from failure.cause
+            raise _no_sample(failure, _vertices(sample)) from failure.cause
         sample = whole
         try:
             found = _on_sample(own_copy, data, sample, options)
         except WholeFailedError as again:
-            raise _no_sample(again, int(sample.num_nodes or 0)) from again.cause
+            raise _no_sample(again, _vertices(sample)) from again.cause
     return CheckResult(
         first=found.first,
         rows=tuple(found.rows),
         parts=options.parts,
         tensor=options.tensor,
-        vertices=int(sample.num_nodes or 0),
-        edges=sample.edge_index.size(1),
+        vertices=_vertices(sample),
+        edges=sum(each.index.size(1) for each in sample.graph.edges.values())
+        if isinstance(sample, SetsData)
+        else sample.edge_index.size(1),
         dtype=str(found.dtype).removeprefix("torch."),
         seconds=time.perf_counter() - begun,
         unseen=unseen,
@@ -201,6 +209,35 @@ def check(
 
 
 _TOO_MANY: Final = "what goes by the numbers of {:,} vertices is not compared: they are too many for a check"
+
+
+def _sample(model: nn.Module, data: Data | Part, vertices: int, seed: int) -> Data | SetsData:
+    """Return a sample of a graph; with all vertices of several sets if the model has a row for each."""
+    if not isinstance(data, SetsPartition):
+        return take_sample(data, vertices, seed)
+    whole = _numbered(data, None, vertices, seed) if has_tables(model, data) else None
+    return whole or sample_sets(data, vertices * len(data.names), seed)
+
+
+def _numbered(
+    data: Data | Part, sample: Data | SetsData | None, vertices: int, seed: int
+) -> Data | SetsData | None:
+    """Return the sample's edges among all vertices of the graph; None if these are too many, or there."""
+    if isinstance(data, SetsPartition):
+        if sample is not None and _vertices(sample) == _vertices(data):
+            return None
+        return sample_sets(data, vertices * len(data.names), seed, numbered=True)
+    assert isinstance(sample, Data)
+    return numbered_sample(data, sample)
+
+
+def _vertices(data: Data | Part | SetsData) -> int:
+    """Return the number of vertices of a graph, of all its sets."""
+    if isinstance(data, SetsPartition):
+        return sum(data.sizes)
+    if isinstance(data, SetsData):
+        return sum(each.count for each in data.graph.vertices.values())
+    return int(data.num_nodes or 0)
 
 
 @dataclass(frozen=True)
@@ -234,33 +271,43 @@ class _Found:
     numbered: bool
 
 
-def _on_sample(own_copy: nn.Module, data: Data | Partition, sample: Data, options: _Options) -> _Found:
+def _on_sample(own_copy: nn.Module, data: Data | Part, sample: Data | SetsData, options: _Options) -> _Found:
     """Compare on a sample in float64, or in float32 where the model requires it.
 
     Raises:
         WholeFailedError: If plain PyG does not run the model on the sample.
     """
-    generator = torch.Generator().manual_seed(options.seed)
-    # A random cut: most edges cross parts, so that a mistake at the border shows.
-    owner = torch.randint(0, options.parts, (int(sample.num_nodes or 0),), generator=generator)
     # float64 tells rounding (1e-15) from a wrong result; a wrong sum of few
     # entries may look like float32's rounding.
     attempts = [torch.float64, torch.float32]
     while True:
         dtype = attempts.pop(0)
         try:
-            rows, numbered = _compare(own_copy.to(dtype), cast(sample, dtype), owner, dtype, options)
+            rows, numbered = _compare(own_copy.to(dtype), *_cut(sample, dtype, options), dtype, options)
         except WholeFailedError:
             if not attempts:
                 raise
             # A layer that requires float32 gets it; a table over edges is cut to the sample's edges.
-            attempts = [dtype, *attempts] if fitted(own_copy, data, sample) else attempts
+            cuts = isinstance(sample, Data) and not isinstance(data, SetsPartition)
+            attempts = [dtype, *attempts] if cuts and fitted(own_copy, data, sample) else attempts
             continue
         first = next((row for row in rows if not row.error <= TOLERANCE[dtype]), None)
         # Up to FLOAT32_INSIDE the model may have cast to float32 by
         # itself; the second attempt has its tolerance.
         if first is None or max(row.error for row in rows) > FLOAT32_INSIDE or not attempts:
             return _Found(rows, first, dtype, numbered)
+
+
+def _cut(sample: Data | SetsData, dtype: torch.dtype, options: _Options) -> tuple[Part, list[Part]]:
+    """Return a sample in a number type as one part, and as several."""
+    # A random cut: most edges cross parts, so that a mistake at the border shows.
+    if isinstance(sample, SetsData):
+        sample = cast_sets(sample, dtype)
+        return cut_sets(sample, 1, options.seed)[0], [*cut_sets(sample, options.parts, options.seed)]
+    sample = cast(sample, dtype)
+    generator = torch.Generator().manual_seed(options.seed)
+    owner = torch.randint(0, options.parts, (int(sample.num_nodes or 0),), generator=generator)
+    return split_all(sample, torch.zeros_like(owner), 1)[0], [*split_all(sample, owner, options.parts)]
 
 
 def _no_sample(failure: WholeFailedError, count: int) -> ModelError:
@@ -278,7 +325,7 @@ Way = Literal["fast", "plain", "pyg"]
 
 def before_first(
     model: nn.Module,
-    part: Partition,
+    part: Part,
     channel: Channel,
     settings: config.Run,
     goes: Callable[[Way], None] | None = None,
@@ -307,9 +354,7 @@ def before_first(
     return (message,)
 
 
-def check_on_first(
-    model: nn.Module, part: Partition, channel: Channel, settings: config.Run
-) -> tuple[str, ...]:
+def check_on_first(model: nn.Module, part: Part, channel: Channel, settings: config.Run) -> tuple[str, ...]:
     """Check on rank 0, with a sample of its own part, and share the result. All ranks call it.
 
     Returns:
@@ -327,9 +372,10 @@ def check_on_first(
         both = 1 < cut.tensor * cut.pipe < channel.size
         parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
         result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=settings.model.fast)
-        refusal = biased(model, part, cut.halo_sample, seed) if cut.halo_sample < 1 else None
-        if refusal is not None:
-            raise refusal
+        if cut.halo_sample < 1:
+            refusal = biased(model, part, cut.halo_sample, seed)
+            if refusal is not None:
+                raise refusal
         return result
 
     found = by_first(channel, look, "check of the model", [CheckResult])
@@ -337,7 +383,7 @@ def check_on_first(
     return (f"check: {found.text()}",)
 
 
-def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[Way, str]:
+def way_alone(model: nn.Module, part: Part, settings: config.Run) -> tuple[Way, str]:
     """Return how one rank with the whole graph runs a model: fast, if that gives what plain PyG gives.
 
     Returns:
@@ -361,18 +407,22 @@ def way_alone(model: nn.Module, part: Partition, settings: config.Run) -> tuple[
     return "pyg", f"the model runs as plain PyG runs it, without Kagome's own way: {why}"
 
 
-def biased(model: nn.Module, part: Partition, share: float, seed: int) -> ModelError | None:
+def biased(model: nn.Module, part: Part, share: float, seed: int) -> ModelError | None:
     """Return the error for a model that is biased when rows are drawn; None if it is not."""
-    sample = take_sample(part, VERTICES, seed)
+    sample = _sample(model, part, VERTICES, seed)
     # All vertices in one part.
-    whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
+    whole: Part
+    if isinstance(sample, SetsData):
+        whole = cut_sets(sample, 1, seed)[0]
+    else:
+        whole = split_all(sample, torch.zeros(int(sample.num_nodes or 0), dtype=torch.int64), 1)[0]
     with Bias(model_copy(model), share) as bias, suppress(WholeFailedError):
         whole_of(bias.model, whole, seed)  # the check ran it, in float64 if float32 fails
     return bias.refusal()
 
 
 def _compare(
-    model: nn.Module, sample: Data, owner: Tensor, dtype: torch.dtype, options: _Options
+    model: nn.Module, whole_part: Part, pieces: list[Part], dtype: torch.dtype, options: _Options
 ) -> tuple[list[ComparedTensor], bool]:
     """Compare plain PyG with the split without draws, then one rank with the split with draws.
 
@@ -380,15 +430,13 @@ def _compare(
         The compared tensors; whether forward identified vertices by their index.
     """
     with _default(dtype):
-        whole_data = split_all(sample, torch.zeros_like(owner), 1)[0]
-        pieces = split_all(sample, owner, options.parts)
         rows: list[ComparedTensor] = []
         # Plain PyG draws from torch's generator and Kagome from counters, so
         # their dropout masks differ: off for both.
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
-        whole = whole_of(copied(model), whole_data, options.seed)
+        whole = whole_of(copied(model), whole_part, options.seed)
         split = split_of(model, pieces, quiet, options.seed, tensor=options.tensor, fast=options.fast)
-        rows += _differences(whole, split, pieces, sample, "")
+        rows += _differences(whole, split, pieces, "")
         for name, buffer in whole.buffers.items():
             # Running statistics are sums over all vertices, so every rank has the whole's. A buffer with a
             # row a vertex has another shape on a part.
@@ -400,12 +448,12 @@ def _compare(
         if options.parts > 1:
             # Compare again with dropout on, against Kagome on one rank: draws must not depend on the mesh.
             one = split_of(
-                model, [whole_data], dict(HANDLERS), options.seed, fast=options.fast, once_only=True
+                model, [whole_part], dict(HANDLERS), options.seed, fast=options.fast, once_only=True
             )
             many = split_of(
                 model, pieces, dict(HANDLERS), options.seed, tensor=options.tensor, fast=options.fast
             )
-            rows += _differences(one[0], many, pieces, sample, " with dropout")
+            rows += _differences(one[0], many, pieces, " with dropout")
         return rows, any(trace.numbered for trace in split)
 
 
@@ -422,25 +470,22 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 # Comparing ---------------------------------------------------------------------------------------
 
 
-def _differences(
-    whole: Trace, split: list[Trace], pieces: list[Partition], sample: Data, note: str
-) -> list[ComparedTensor]:
+def _differences(whole: Trace, split: list[Trace], pieces: Sequence[Part], note: str) -> list[ComparedTensor]:
     rows: list[ComparedTensor] = []
-    count = int(sample.num_nodes or 0)
     for name, value in whole.outputs.items():
         found = [trace.outputs.get(name) for trace in split]
-        if any(f is None for f in found):
+        there = [each for each in found if each is not None]
+        if len(there) < len(found):
             continue
         # An output without a row a vertex (a loss, an attention of edges) has no counterpart to put together.
-        axis = _row_axis(value, [f for f in found if f is not None], pieces, count)
-        if axis is None:
-            continue
-        # Own rows of all parts make up the output of the whole graph.
-        joined = torch.zeros_like(value)
-        for piece, part in zip(pieces, found, strict=True):
-            assert part is not None
-            joined.index_copy_(axis, piece.own, part.to(joined.dtype))
-        rows.append(ComparedTensor(name + note, "output", error_of(joined, value, None)))
+        # Sets of equal sizes on all parts are told apart by which of them fits.
+        errors = [
+            _joined_error(value, there, own, axis)
+            for own, count in _vertex_sets(pieces)
+            if (axis := _row_axis(value, there, own, count)) is not None
+        ]
+        if errors:
+            rows.append(ComparedTensor(name + note, "output", min(errors)))
     # The largest gradient of all: a gradient that is 0 up to rounding, as of a
     # bias before a norm, has no scale of its own.
     scale = max(
@@ -466,14 +511,31 @@ def _differences(
     return rows
 
 
-def _row_axis(value: Tensor, found: list[Tensor], pieces: list[Partition], count: int) -> int | None:
+def _vertex_sets(pieces: Sequence[Part]) -> list[tuple[list[Tensor], int]]:
+    """Return, for each vertex set, the ids of own vertices of each piece, and the number of all vertices."""
+    first = pieces[0]
+    if isinstance(first, Partition):
+        return [([scored_rows(piece).own for piece in pieces], first.num_nodes)]
+    sets = [piece for piece in pieces if isinstance(piece, SetsPartition)]
+    return [([piece.own[number] for piece in sets], size) for number, size in enumerate(first.sizes)]
+
+
+def _joined_error(value: Tensor, found: list[Tensor], own: list[Tensor], axis: int) -> float:
+    """Return how far own rows of all parts, put together, are from the output of the whole graph."""
+    joined = torch.zeros_like(value)
+    for ids, part in zip(own, found, strict=True):
+        joined.index_copy_(axis, ids, part.to(joined.dtype))
+    return error_of(joined, value, None)
+
+
+def _row_axis(value: Tensor, found: list[Tensor], own: list[Tensor], count: int) -> int | None:
     for axis, size in enumerate(value.shape):
         rest = [s for a, s in enumerate(value.shape) if a != axis]
         fits = all(
             f.dim() == value.dim()
-            and f.size(axis) == piece.own.numel()
+            and f.size(axis) == ids.numel()
             and [s for a, s in enumerate(f.shape) if a != axis] == rest
-            for f, piece in zip(found, pieces, strict=True)
+            for f, ids in zip(found, own, strict=True)
         )
         # The axis along which the whole has all vertices and each part its own, and all other sizes agree.
         if size == count and fits:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from kagome.comm.in_process.thread_group import ThreadChannel, ThreadGroup
 from kagome.components.parallelize import PartOptions, parallelize
-from kagome.components.task import has_rows
+from kagome.components.task import has_rows, scores_of
 from kagome.errors import CommError, KagomeError, ModelError
 from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import Part, by_type, scored_rows
 from kagome.graph.structure.sparse_adjacency import inputs_of
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.copies import copied
@@ -146,11 +147,14 @@ def _watch(model: nn.Module, trace: Trace) -> Callable[[], None]:
             calls[name] = calls.get(name, 0) + 1
             # A layer with shared weights is called several times in a forward.
             label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
-            value = next(
-                (v for v in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(v, Tensor)), None
-            )
-            if value is not None and value.is_floating_point():
-                trace.outputs[label] = value.detach().clone()  # a reversible block frees its inputs
+            values = {label: out}
+            if isinstance(out, (tuple, list)):
+                values = {label: next((v for v in out if isinstance(v, Tensor)), None)}
+            elif isinstance(out, dict):  # rows of several vertex types
+                values = {f"{label}[{key!r}]": value for key, value in out.items()}
+            for place, value in values.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    trace.outputs[place] = value.detach().clone()  # a reversible block frees its inputs
 
         return keep
 
@@ -204,18 +208,26 @@ def _note_failure(name: str, failed: list[str]) -> Callable[..., None]:
     return note
 
 
-def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
-    """Run the model in one process, as plain PyG does, and return its trace."""
-    trace = Trace(rows=part.own)
+def _inputs(part: Part) -> dict[str, Any]:
+    """Return the inputs of forward on the whole graph, as plain PyG names them."""
+    if not isinstance(part, Partition):
+        of_edges = [{"edge_index": each.part.edge_index, **each.part.edges} for each in part.edges]
+        return {**by_type(part, part.nodes, of_edges), **part.shared}
     # As the user's data has them: an adjacency, if it came as one.
     edges = inputs_of(part.edges, part.edge_index, part.own.numel())
-    inputs = {
+    return {
         "num_nodes": part.num_nodes,
         **part.shared,
         "edge_index": part.edge_index,
         **part.nodes,
         **edges,
     }
+
+
+def whole_of(model: nn.Module, part: Part, seed: int) -> Trace:
+    """Run the model in one process, as plain PyG does, and return its trace."""
+    ids, inputs = scored_rows(part).own, _inputs(part)
+    trace = Trace(rows=ids)
     unwatch = _watch(model, trace)
     failed: list[str] = []
     handles = [
@@ -229,7 +241,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
         model.train()
         with _NoDraws():
             out = ForwardCall.of(model, set(inputs)).call(model, inputs)
-        _backward(out, part.own, None, model, trace, seed)
+        _backward(scores_of(out, part), ids, None, model, trace, seed)
     except KagomeError:
         raise
     except Exception as error:
@@ -244,7 +256,7 @@ def whole_of(model: nn.Module, part: Partition, seed: int) -> Trace:
 
 def split_of(
     model: nn.Module,
-    pieces: list[Partition],
+    pieces: Sequence[Part],
     handlers: dict[str, Any],
     seed: int,
     *,
@@ -268,7 +280,8 @@ def split_of(
 
     def work(channel: ThreadChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
-        net, trace = parallelize(mine, part, channel, options, handlers=handlers), Trace(rows=part.own)
+        ids = scored_rows(part).own
+        net, trace = parallelize(mine, part, channel, options, handlers=handlers), Trace(rows=ids)
         # On one rank a checkpointed function runs again in backward, on several it does not, because it would
         # exchange again. Draws are numbered, so both must run it equally often.
         net.scope.runs_once = net.scope.runs_once or once_only
@@ -278,7 +291,8 @@ def split_of(
             try:
                 out = net.forward(1, training=True, checked=True)
                 trace.numbered = net.scope.numbered
-                _backward(out, part.own, net.scope.forward.forward_pass.token, mine, trace, seed)
+                scores = scores_of(out, part, net.scope.placements)
+                _backward(scores, ids, net.scope.forward.forward_pass.token, mine, trace, seed)
             except KagomeError:
                 raise
             except Exception as error:

@@ -67,7 +67,7 @@ def find(name: str) -> Entry:
             return Entry(kind, inner_name, _FOLDERS[kind])
     raise DataError(
         f"the name of a data set: digits, sbm:vertices=..., {', '.join(names())}, pyg:Class[:name], "
-        "ogb:NAME, npz:FILE or python:package.module:function",
+        "ogb:NAME, npz:FILE, pt:FILE or python:package.module:function",
         f"{name!r}",
         where="data.name",
     )

@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome import config
+from kagome.errors import ConfigError
 from kagome.graph.datasets import builtin, catalog, edits, raw_files as rawfiles, sources
 from kagome.graph.structure.attributes import Notes
 from kagome.graph.structure.validate import validate, validate_edges
 
-__all__ = ["load_data", "validate"]
+__all__ = ["load_data", "load_graph", "validate"]
 
 
 def load_data(settings: config.Data) -> Data:
@@ -37,7 +38,38 @@ def load_data(settings: config.Data) -> Data:
 
     Cost: raw files of a known data set are processed once; a download happens only if they are nowhere.
     """
+    return _with_flags(*_named(settings.name, Path(settings.root).expanduser()), settings)
+
+
+def load_graph(settings: config.Data) -> Data | HeteroData:
+    """Load a graph of one vertex set or of several.
+
+    Args:
+        settings: As for :func:`load_data`.
+
+    Returns:
+        What :func:`load_data` returns; a graph of several vertex sets as it was given.
+
+    Raises:
+        ConfigError: If flags would change a graph of several vertex sets.
+        DataError: As :func:`load_data`.
+    """
     found, left = _named(settings.name, Path(settings.root).expanduser())
+    if not isinstance(found, HeteroData):
+        return _with_flags(found, left, settings)
+    plain = config.Data()
+    names = ("undirected", "self_loops", "project")
+    asked = [f"data.{name}" for name in names if getattr(settings, name) != getattr(plain, name)]
+    if asked:
+        raise ConfigError(
+            "a graph of several vertex types as it is given",
+            f"{', '.join(asked)}, for graphs of one vertex type",
+            hint="torch_geometric.transforms.ToUndirected() and the like in your own function",
+        )
+    return found
+
+
+def _with_flags(found: Any, left: list[str], settings: config.Data) -> Data:
     # Flags need sound edges, so these are checked first. All else is checked after the flags have changed it.
     graph, all_notes = validate_edges(found)
     all_notes += left
@@ -68,6 +100,8 @@ def _named(name: str, root: Path) -> tuple[Any, list[str]]:
         return sources.load_npz(rest, root)
     if kind == "python":
         return sources.load_function(rest), []
+    if kind == "pt":
+        return sources.load_pt(rest, root), []
     if kind == "ogb":
         return sources.load_ogb(rest, root), []
     return rawfiles.load_pyg(catalog.find(name), root), []
@@ -89,8 +123,8 @@ def raw_files(settings: config.Data) -> list[Path] | None:
         return []
     if kind == "python":
         return None
-    if kind == "npz":
-        file = sources.npz_file(rest, root)
+    if kind in ("npz", "pt"):
+        file = sources.file_at(rest, root)
         return None if file is None else [file]
     if kind == "ogb":
         return sources.ogb_files(rest, root) or None

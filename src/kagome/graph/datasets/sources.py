@@ -1,6 +1,6 @@
 """Data sources: graphs from a user's file, from a user's function, and from OGB.
 
-Where it sits: ``load`` calls these for ``npz:``, ``python:`` and ``ogb:``.
+Where it sits: ``load`` calls these for ``npz:``, ``pt:``, ``python:`` and ``ogb:``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData, storage
+from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 
 from kagome.config.named_module import named_module
 from kagome.errors import DataError
@@ -35,14 +36,7 @@ def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
         DataError: If the file is missing, truncated or not an npz file, has no edges in either form, or an
             array with a known name does not hold numbers.
     """
-    bases = _bases(root)
-    path = npz_file(text, root)
-    if path is None:
-        raise DataError(
-            f"the file {text}",
-            f"no such file in {' or in '.join(str(base.absolute()) for base in bases)}",
-            where="data.name",
-        )
+    path = _found(text, root)
     found, left = read_npz(path)
     given: dict[str, Any] = dict(found)
     if "edge_index" not in given:
@@ -65,8 +59,43 @@ def load_npz(text: str, root: Path) -> tuple[Data, list[str]]:
     return Data(**given), left
 
 
-def npz_file(text: str, root: Path) -> Path | None:
-    """Return where :func:`load_npz` finds its file, or None."""
+def load_pt(text: str, root: Path) -> Any:
+    """Read a PyG ``Data`` or ``HeteroData`` that ``torch.save`` wrote, without running code of the file.
+
+    Args:
+        text: The path of the file; looked up as it is, in ``root``, and in ``$KAGOME_DATA``.
+        root: The user's data folder.
+
+    Raises:
+        DataError: If the file is missing, damaged, or holds classes other than PyG's graphs and tensors.
+    """
+    path = _found(text, root)
+    kinds = [Data, HeteroData, DataEdgeAttr, DataTensorAttr]
+    kinds += [storage.BaseStorage, storage.GlobalStorage, storage.NodeStorage, storage.EdgeStorage]
+    try:
+        with torch.serialization.safe_globals(kinds):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise DataError(
+            f"{path} to hold a Data or HeteroData, as torch.save writes it",
+            f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}",
+            where="data.name",
+        ) from None
+
+
+def _found(text: str, root: Path) -> Path:
+    path = file_at(text, root)
+    if path is None:
+        raise DataError(
+            f"the file {text}",
+            f"no such file in {' or in '.join(str(base.absolute()) for base in _bases(root))}",
+            where="data.name",
+        )
+    return path
+
+
+def file_at(text: str, root: Path) -> Path | None:
+    """Return where a user's file is found, or None."""
     return next((base / text for base in _bases(root) if (base / text).is_file()), None)
 
 
@@ -154,15 +183,12 @@ def load_ogb(name: str, root: Path) -> Data:
         raise DataError(
             f"the package ogb for ogb:{name}", "no such package", hint="pip install ogb"
         ) from None
-    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-    from torch_geometric.data.storage import GlobalStorage
-
     folder = _ogb_folder(name, root)
     try:
         # OGB prints, asks before large downloads, and reads its own files with torch's safe loader.
         with (
             contextlib.redirect_stdout(sys.stderr),
-            torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, GlobalStorage]),
+            torch.serialization.safe_globals([DataEdgeAttr, DataTensorAttr, storage.GlobalStorage]),
         ):
             dataset = PygNodePropPredDataset(name=name, root=str(root))
         data, ids = dataset[0], dataset.get_idx_split()

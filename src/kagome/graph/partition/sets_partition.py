@@ -12,8 +12,9 @@ two ends::
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ from torch_geometric.data import Data
 from kagome.errors import PartitionError
 from kagome.graph.partition.partition import Partition, extract
 from kagome.graph.partition.partitioners import assign, shared_out
-from kagome.graph.structure.sets import Edges, Graph
+from kagome.graph.structure.attributes import Shared
+from kagome.graph.structure.hetero import SetsData
+from kagome.graph.structure.sets import Edges, Graph, edge_type
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,10 @@ class SetsPartition:
         sizes: The number of vertices of each in the whole graph.
         own: The ids of own vertices of each, ascending.
         edges: The edge sets.
+        nodes: Attributes of own rows of each vertex set; empty if forward gets them as arguments.
+        shared: Attributes of the whole graph, the same in all parts.
+        target: The number of the vertex set that is trained on and scored.
+        fingerprint: A name for graph, method, seed and number of parts; the same in all parts.
     """
 
     part: int
@@ -62,6 +69,91 @@ class SetsPartition:
     sizes: tuple[int, ...]
     own: tuple[Tensor, ...]
     edges: tuple[EdgesPart, ...]
+    nodes: tuple[Mapping[str, Tensor], ...] = ()
+    shared: Mapping[str, Shared] = field(default_factory=dict)
+    target: int = 0
+    fingerprint: str = ""
+
+    @property
+    def types(self) -> tuple[tuple[str, str, str] | None, ...]:
+        """The edge type of each edge set; None for a set of another name."""
+        return tuple(
+            edge_type(each.name, self.names[each.source], self.names[each.target]) for each in self.edges
+        )
+
+    @property
+    def metadata(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """The vertex types and edge types, as ``HeteroData.metadata`` returns them."""
+        return list(self.names), [each for each in self.types if each is not None]
+
+    @property
+    def scored(self) -> Partition:
+        """The vertices of the target's set with their attributes, as a part of a graph without edges."""
+        none = torch.empty(0, dtype=torch.int64)
+        return Partition(
+            part=self.part,
+            num_parts=self.num_parts,
+            num_nodes=self.sizes[self.target],
+            num_edges=0,
+            last_vertex=-1,
+            own=self.own[self.target],
+            halo=none,
+            edge_index=none.view(2, 0),
+            edge_ids=none,
+            send=none,
+            send_counts=(0,) * self.num_parts,
+            recv_counts=(0,) * self.num_parts,
+            nodes=dict(self.nodes[self.target]) if self.nodes else {},
+            edges={},
+            fingerprint=self.fingerprint,
+            shared=dict(self.shared),
+        )
+
+
+Part = Partition | SetsPartition
+"""One part of a graph, of one vertex set or of several."""
+
+
+def scored_rows(part: Part) -> Partition:
+    """Return the vertices that are trained on and scored, with their attributes."""
+    return part if isinstance(part, Partition) else part.scored
+
+
+def with_scored(part: Part, scored: Partition) -> Part:
+    """Return a part with other attributes of the vertices that are trained on and scored."""
+    if isinstance(part, Partition):
+        return scored
+    nodes = [*part.nodes]
+    nodes[part.target] = scored.nodes
+    return replace(part, nodes=tuple(nodes))
+
+
+def by_type(
+    part: SetsPartition, nodes: Sequence[Mapping[str, Any]], edges: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return attributes of several sets as PyG names them, such as ``x_dict`` and ``edge_index_dict``.
+
+    Each has its plain name too, ``x``, as :func:`torch_geometric.nn.to_hetero` names arguments.
+
+    Args:
+        part: The part, which knows the vertex types and edge types.
+        nodes: The attributes of each vertex set.
+        edges: ``edge_index`` and the attributes of each edge set.
+    """
+    found: dict[str, dict[Any, Any]] = {}
+    kinds: list[Any] = [*part.names, *part.types]
+    for kind, attributes in zip(kinds, (*nodes, *edges), strict=True):
+        for name, value in attributes.items():
+            found.setdefault(name, {})[kind] = value
+    return {**found, **{f"{name}_dict": values for name, values in found.items()}}
+
+
+def without_attributes(part: Part) -> Part:
+    """Return a part without the rows of its attributes."""
+    if isinstance(part, Partition):
+        return replace(part, nodes={}, edges={})
+    edges = tuple(replace(each, part=replace(each.part, edges={})) for each in part.edges)
+    return replace(part, nodes=(), edges=edges)
 
 
 def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, Tensor]:
@@ -81,16 +173,7 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
     Shapes:
         owners ``[count]`` of each set, int64.
     """
-    # One graph of all sets: the vertices of each are numbered behind those of the sets before it.
-    counts = [each.count for each in graph.vertices.values()]
-    begins = dict(zip(graph.vertices, torch.tensor([0, *counts]).cumsum(0).tolist(), strict=False))
-    edge_index = torch.cat(
-        [
-            each.index.cpu() + torch.tensor([[begins[each.source]], [begins[each.target]]])
-            for each in graph.edges.values()
-        ],
-        dim=1,
-    )
+    edge_index, counts = joined_edges(graph), [each.count for each in graph.vertices.values()]
     given = {name: each.pos for name, each in graph.vertices.items()}
     lacking = [name for name, pos in given.items() if pos is None]
     if method == "coordinates" and lacking:
@@ -107,7 +190,41 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
     return dict(zip(graph.vertices, dealt, strict=True))
 
 
-def extract_sets(graph: Graph, owners: Mapping[str, Tensor], part: int, num_parts: int) -> SetsPartition:
+def joined_edges(graph: Graph) -> Tensor:
+    """Return all edges as those of one graph: the vertices of each set are numbered behind those before it.
+
+    Shapes:
+        ``[2, E]``, the edge sets one after the other.
+    """
+    names = [*graph.vertices]
+    ends = [(names.index(each.source), names.index(each.target)) for each in graph.edges.values()]
+    index = [each.index.cpu() for each in graph.edges.values()]
+    return joined_ends(index, ends, [each.count for each in graph.vertices.values()])
+
+
+def joined_ends(index: Sequence[Tensor], ends: Sequence[tuple[int, int]], counts: Sequence[int]) -> Tensor:
+    """Return edges between several vertex sets as those of one graph.
+
+    Args:
+        index: The edges of each edge set.
+        ends: The numbers of the vertex sets at the two ends of each.
+        counts: The number of vertices of each vertex set.
+
+    Shapes:
+        ``[2, E]``, the edge sets one after the other.
+    """
+    begins = torch.tensor([0, *counts]).cumsum(0)
+    return torch.cat([each + begins[[*both]].view(2, 1) for each, both in zip(index, ends, strict=True)], 1)
+
+
+def extract_sets(
+    graph: Graph,
+    owners: Mapping[str, Tensor],
+    part: int,
+    num_parts: int,
+    held: SetsData | None = None,
+    fingerprint: str = "",
+) -> SetsPartition:
     """Extract one part of a graph with several sets.
 
     Args:
@@ -115,32 +232,44 @@ def extract_sets(graph: Graph, owners: Mapping[str, Tensor], part: int, num_part
         owners: The part of each vertex of each set.
         part: The number of the part to extract.
         num_parts: The number of parts.
+        held: The graph with its attributes, of which the part keeps own rows.
+        fingerprint: The fingerprint to keep in the result.
     """
     names = tuple(graph.vertices)
-    found = [
-        EdgesPart(
-            name,
-            names.index(each.source),
-            names.index(each.target),
-            _edges_part(each, owners[each.source], owners[each.target], part, num_parts),
-        )
-        for name, each in graph.edges.items()
+    found = []
+    for name, each in graph.edges.items():
+        cut = _edges_part(each, owners[each.source], owners[each.target], part, num_parts)
+        attributes = held.edges[name] if held is not None else {}
+        if held is None and each.attr is not None:
+            attributes = {"edge_attr": each.attr.cpu()}
+        cut = replace(cut, edges={key: value[cut.edge_ids] for key, value in attributes.items()})
+        found.append(EdgesPart(name, names.index(each.source), names.index(each.target), cut))
+    own = tuple((owners[name] == part).nonzero().view(-1) for name in names)
+    sizes = tuple(each.count for each in graph.vertices.values())
+    if held is None:
+        return SetsPartition(part, num_parts, names, sizes, own, tuple(found))
+    nodes = [
+        {key: value[ids] for key, value in held.nodes[name].items()}
+        for name, ids in zip(names, own, strict=True)
     ]
     return SetsPartition(
         part,
         num_parts,
         names,
-        tuple(each.count for each in graph.vertices.values()),
-        tuple((owners[name] == part).nonzero().view(-1) for name in names),
+        sizes,
+        own,
         tuple(found),
+        tuple(nodes),
+        held.shared,
+        names.index(held.target),
+        fingerprint,
     )
 
 
 def _edges_part(edges: Edges, sources: Tensor, targets: Tensor, part: int, num_parts: int) -> Partition:
     index = edges.index.cpu()
     if edges.source == edges.target:
-        found = extract(Data(edge_index=index, num_nodes=sources.numel()), sources, part, num_parts)
-        return _with_attribute(found, edges)
+        return extract(Data(edge_index=index, num_nodes=sources.numel()), sources, part, num_parts)
     # One graph of both sets: the target's vertices are numbered behind the source's.
     joined = torch.stack([index[0], index[1] + sources.numel()])
     data = Data(edge_index=joined, num_nodes=sources.numel() + targets.numel())
@@ -152,21 +281,7 @@ def _edges_part(edges: Edges, sources: Tensor, targets: Tensor, part: int, num_p
     # Edges read sources alone, so no target's row is in the halo, and none is sent.
     source, target = found.edge_index
     source = torch.where(source < mine, source, source - theirs)
-    return _with_attribute(
-        replace(
-            found,
-            own=own,
-            edge_index=torch.stack([source, target - mine]),
-            num_nodes=sources.numel(),
-        ),
-        edges,
-    )
-
-
-def _with_attribute(part: Partition, edges: Edges) -> Partition:
-    if edges.attr is None:
-        return part
-    return replace(part, edges={"edge_attr": edges.attr.cpu()[part.edge_ids]})
+    return replace(found, own=own, edge_index=torch.stack([source, target - mine]), num_nodes=sources.numel())
 
 
 def sets_fingerprint(graph: Graph) -> str:

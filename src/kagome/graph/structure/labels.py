@@ -118,7 +118,7 @@ def labels_of(y: Tensor, ignore: int | None = None) -> Labels:
             where="data.y",
             hint=f"data.y = data.y.{to}()",
         )
-    flat = y.reshape(y.size(0), -1)
+    flat = _flat(y)
     if y.is_complex():
         raise DataError("labels to be real numbers", _name(y), where="data.y")
     # [N, columns], NaN marks a missing entry.
@@ -193,7 +193,7 @@ def labelled(y: Tensor, facts: Labels) -> Tensor:
     Shapes:
         y ``[N, ...]``; result ``[N]``, bool.
     """
-    flat = y.reshape(y.size(0), -1)
+    flat = _flat(y)
     there = torch.ones(y.size(0), dtype=torch.bool)
     if y.is_floating_point():
         there = ~flat.isnan().all(1)
@@ -201,6 +201,11 @@ def labelled(y: Tensor, facts: Labels) -> Tensor:
     if facts.task == "multiclass" and not facts.both:
         there &= flat[:, 0] != -1
     return there
+
+
+def _flat(y: Tensor) -> Tensor:
+    """Return labels with one axis of columns, also of a part without vertices, which has no -1 to infer."""
+    return y.unsqueeze(1) if y.dim() == 1 else y.flatten(1)
 
 
 def _name(y: Tensor) -> str:

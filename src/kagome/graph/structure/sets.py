@@ -183,3 +183,11 @@ class Graph:
 def edge_name(source: str, relation: str, target: str) -> str:
     """Return the name of the edge set of an edge type, as PyG's modules write it."""
     return f"{source}__{relation}__{target}"
+
+
+def edge_type(name: str, source: str, target: str) -> tuple[str, str, str] | None:
+    """Return the edge type of an edge set that :func:`edge_name` has named; None for another name."""
+    begin, end = f"{source}__", f"__{target}"
+    if not (name.startswith(begin) and name.endswith(end) and len(name) >= len(begin) + len(end)):
+        return None
+    return source, name[len(begin) : len(name) - len(end)], target

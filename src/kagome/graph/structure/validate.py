@@ -24,6 +24,7 @@ from kagome.graph.structure.attributes import (
     without_numbers,
 )
 from kagome.graph.structure.labels import Labels, labelled, labels_of
+from kagome.graph.structure.sets import Graph
 from kagome.graph.structure.sparse_adjacency import beside, from_adjacency
 from kagome.graph.structure.topology import topology
 
@@ -54,12 +55,31 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
     Cost: two sorts of the edges.
     """
     graph, notes = validate_edges(data)
-    edge_index, num_nodes = graph.edge_index, int(graph.num_nodes)
+    settled = validate_rows(graph, int(graph.num_nodes), split, notes)
+    notes += topology(graph.edge_index, int(graph.num_nodes))
+    return Data(**settled), list(dict.fromkeys(notes))
+
+
+def validate_rows(graph: Data, num_nodes: int, split: int, notes: list[str]) -> dict[str, Any]:
+    """Check features, labels and masks of one kind of vertices.
+
+    Args:
+        graph: Their attributes, with edges that were checked before, or without any.
+        num_nodes: The number of vertices.
+        split: The index among several given splits, or the seed of the one that is drawn.
+        notes: Sentences for the start of the run; this function appends its own.
+
+    Returns:
+        All attributes, with three masks.
+
+    Raises:
+        DataError: One for each kind of fault.
+    """
     settled: dict[str, Any] = {}
     # The vertices that a split is drawn from, if no masks are given: those with a label.
     there = torch.ones(num_nodes, dtype=torch.bool)
     if graph.x is not None:
-        settled["x"] = _features(graph.x, num_nodes, notes)
+        settled["x"] = features(graph.x, num_nodes, notes)
     if graph.y is not None:
         settled["y"] = _rows_of_labels(graph.y, num_nodes)
         there = labelled(settled["y"], labels_of(settled["y"]))
@@ -73,8 +93,6 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
         settled |= {name: torch.zeros(num_nodes, dtype=torch.bool) for name in splits.NAMES}
     else:
         settled |= splits.settle(given, num_nodes, there, split, notes)
-    notes += topology(edge_index, num_nodes)
-
     # All other attributes pass unchanged; ``split_idx`` has become masks.
     for name, value in graph.to_dict().items():
         if name in settled or value is None or isinstance(value, Notes):
@@ -82,7 +100,7 @@ def validate(data: object, *, split: int = 0) -> tuple[Data, list[str]]:
         if name != "split_idx" or not isinstance(value, Mapping):
             numbers = isinstance(value, Tensor) and not is_sparse(value) and not without_numbers(value)
             settled[name] = plain(value) if numbers else value
-    return Data(**settled), list(dict.fromkeys(notes))
+    return settled
 
 
 def validate_edges(data: object) -> tuple[Data, list[str]]:
@@ -144,8 +162,14 @@ def _fields(data: object) -> dict[str, Any]:
         raise DataError(
             "a graph with one kind of vertex and of edge (torch_geometric.data.Data)",
             f"a HeteroData with {len(data.node_types)} kinds of vertices and {len(data.edge_types)} kinds of "
-            "edges; a partition has one list of vertices",
-            hint="data.to_homogeneous(), if its kinds have the same number of features",
+            "edges",
+            hint="kagome.Trainer(model, data) and kagome.shard(model, data) take it",
+        )
+    if isinstance(data, Graph):
+        raise DataError(
+            "a graph whose vertices have labels (torch_geometric.data.Data or HeteroData)",
+            f"a {type(data).__name__} of vertex sets and edge sets alone",
+            hint="kagome.shard(model, graph) with a training loop of your own",
         )
     if not isinstance(data, Data):
         hint = "pass dataset[0]" if hasattr(data, "__getitem__") and hasattr(data, "__len__") else ""
@@ -251,7 +275,12 @@ def check_count(count: Any) -> int:
     return int(value)
 
 
-def _features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
+def features(x: Any, num_nodes: int, notes: list[str]) -> Tensor:
+    """Return features as a dense tensor with a row a vertex; notes get a sentence on what was changed.
+
+    Raises:
+        DataError: If they are no finite real numbers, or have another number of rows.
+    """
     if is_sparse(x):
         x = dense(x)
         notes.append(f"Sparse features are made dense: {x.size(0):,} x {x.size(1):,}.")

@@ -216,7 +216,7 @@ REFUSED: Sequence[tuple[type[nn.Module], str]] = (
     (pyg.WLConv, "it numbers colours in the order in which it meets them, and has no gradient"),
 )
 """Layers that no split makes exact, each with its reason."""
-_DICTS: Final = "it takes several vertex types as dicts: kagome.shard takes a HeteroData"
+_DICTS: Final = "it takes several vertex types as dicts, of a HeteroData"
 OF_SEVERAL_SETS: Sequence[tuple[type[nn.Module], str]] = (
     (pyg.HGTConv, _DICTS),
     (pyg.HANConv, _DICTS),

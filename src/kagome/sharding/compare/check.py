@@ -13,13 +13,13 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome.components.rank_zero import by_first
 from kagome.components.wrappers import as_written
 from kagome.config.fields import check_kind
 from kagome.errors import CheckError, ConfigError, KagomeError
-from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.sets_partition import Part
 from kagome.sharding.compare.comparison import Loss, Measured, Sample, run_split, run_whole
 from kagome.sharding.module import ShardedModel
 from kagome.sharding.pipelined import PipelinedModel
@@ -40,7 +40,7 @@ def check(
 @overload
 def check(
     model: nn.Module,
-    data: Data | Partition,
+    data: Data | HeteroData | Part,
     /,
     *,
     parts: int = ...,
@@ -61,8 +61,8 @@ def check(model: nn.Module, *inputs: Any, **settings: Any) -> CheckResult:
 
     Args:
         model: The user's module, or a sharded model.
-        inputs: Of a module the graph, a ``Data`` or a rank's part. Of a sharded model what the model takes:
-            whole inputs, all rows of the graph, the same on all ranks.
+        inputs: Of a module the graph: a ``Data``, a ``HeteroData`` with labels, or a rank's part. Of a
+            sharded model what the model takes: whole inputs, all rows of the graph, the same on all ranks.
         settings: Of a module ``parts=3``, the ranks of the split; ``vertices=200``, those of the sample;
             ``seed=0``; ``tensor=1``, the ranks that slice features together; ``fast=True``, whether kernels
             reduce messages. Of a sharded model ``loss``, a function ``loss(net, out)`` of one number, which
