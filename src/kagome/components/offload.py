@@ -36,7 +36,7 @@ class _InHost:
         # Always a copy: a tensor on the host itself may be written to before backward. With pinned memory
         # both copies run on the GPU's stream, in order, while the host goes on.
         pinned = tensor.device.type != "cpu"
-        self.copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self.copy = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned)
         self.copy.copy_(tensor.detach(), non_blocking=pinned)
 
     def back(self) -> Tensor:
