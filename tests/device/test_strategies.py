@@ -52,7 +52,21 @@ RUNS: dict[str, Run] = {
         4, parallel={"pipe": 2, "graph": 2, "chunks": 4, "codec": "bf16", "codec_stage": "bf16"}
     ),
 }
-WITH_ALL = {"attention 2", "softmax sums", "fp16", "fp32", "late, smoothed", "hybrid, coded", "chunks, exact"}
+WITH_ALL = {
+    "attention 2",
+    "softmax sums",
+    "fp16",
+    "fp32",
+    "late, smoothed",
+    "hybrid, coded",
+    "chunks, exact",
+    "maxima",
+    "slices",
+    "pipe of 4",
+    "pipe, drop",
+    "weights in bf16",
+    "parts of 4",
+}
 """Those that ``make test`` leaves out: a sibling goes nearly the same way."""
 
 
