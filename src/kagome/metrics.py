@@ -193,8 +193,8 @@ def recall_at(
     # A pair that is listed twice is wanted once.
     wanted = wanted.to(of_users.ids.device).unique(dim=1)
     # Each user is ranked by the rank that owns it; a rank may own none.
-    users, items = of_users.among(wanted[0]), of_items.among(items)
-    best = _best_items(channel, users, items, known, k, block, name)
+    users, ranked = of_users.among(wanted[0]), of_items.among(items)
+    best = _best_items(channel, users, ranked, known, k, block, name)
     user, item = _of_users(wanted, users.ids)
     hit = (best[user] == item.unsqueeze(1)).any(1)
     # [hits, wanted items] by user.

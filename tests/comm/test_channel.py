@@ -410,7 +410,7 @@ def apart(channel: Channel) -> tuple[list[Tensor], float, bool, int]:
     """Messages over connections of their own, read after others that were begun later."""
     group = dist.new_group(list(range(channel.size)))
     assert channel.patient is channel
-    other = channel.open_patient(group)
+    other = channel.connect("patient", group)
     mine = torch.full((channel.size, 3), float(channel.rank))
     ones = [1] * channel.size
     before = channel.traffic.bytes["halo"]

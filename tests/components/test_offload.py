@@ -156,7 +156,7 @@ def test_a_gpu_copies_to_pinned_memory_while_the_host_goes_on(
             calls.append((device, non_blocking))
             return "on the device"
 
-    def made(like: Any, device: str, pin_memory: bool) -> Pinned:
+    def made(like: Any, device: str, requires_grad: bool, pin_memory: bool) -> Pinned:
         calls.append((device, pin_memory))
         return Pinned()
 

@@ -533,3 +533,34 @@ def test_lists_that_are_no_edges_of_a_batch_are_refused(ranks: Any, world: int) 
         assert len(found) == 12
         for number, text in enumerate(found):
             assert text, number
+
+
+def checked(channel: Channel) -> str:
+    """The check of a flattened batch, and one where a table of edges has as many rows as a batch."""
+    torch.manual_seed(5)
+    data = graph(edges=2 * N)
+
+    class Held(nn.Module):
+        """A layer on edges of one sample, with a learned row an edge, after one of a flattened batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = pyg.SAGEConv(5, 4)
+            self.two = pyg.GINEConv(nn.Linear(4, 4), edge_dim=2)
+            self.table = nn.Parameter(torch.randn(2 * N, 2))
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            h = self.one(x.flatten(0, 1), repeated(edges, 2)).view(2, N, 4)
+            return self.two(h[0], edges, self.table)
+
+    def loss(net: Any, out: Tensor) -> Tensor:
+        return net.mean((out - 1) ** 2)  # type: ignore[no-any-return]
+
+    x = torch.randn(2, N, 5)
+    with kagome.shard(Held(), data, log=str) as net:
+        return str(kagome.check(net, x, data.edge_index, loss=loss).text())
+
+
+def test_a_flattened_batch_is_checked_beside_a_table_of_edges(ranks: Any) -> None:
+    for found in ranks(2, checked):
+        assert "whole equal" in found

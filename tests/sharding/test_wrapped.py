@@ -102,6 +102,15 @@ def fully_sharded(channel: Channel, after: bool, puts_off: bool) -> list[dict[st
             found[-1]["norm"] = clipped
             assert all(p.grad.to_local().numel() < p.numel() for p in net.parameters() if p.size(0) > 1)
             optimizer.step()
+        kept = net.stateful(optimizer)
+        saved = kept.state_dict()
+        pieces = [saved["model"]["one.bias"], saved["optimizer"]["state"]["0"]["momentum_buffer"]]
+        assert all(isinstance(each, DTensor) for each in pieces)
+        weights = {n: p.clone() if isinstance(p, Tensor) else p for n, p in saved["model"].items()}
+        with torch.no_grad():
+            for p in net.parameters():
+                p.zero_()
+        kept.load_state_dict({**saved, "model": weights})
         with torch.no_grad():
             rows = net.gather(net(sample(0)[0], data.edge_index, data.edge_attr))
         out = torch.zeros(N, C, dtype=torch.float64) if rows is None else rows
@@ -166,13 +175,19 @@ def misused(channel: Channel, case: str) -> str:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "graph"))
     data, model = graph(), model_of("gat")
     model.register_parameter("table", torch.nn.Parameter(torch.zeros(N, 2, dtype=torch.float64)))
-    over = {} if case == "cut" else {"mesh": mesh["graph"]}
+    over: dict[str, Any] = {} if case == "cut" else {"mesh": mesh["graph"]}
+    predictor = torch.nn.Linear(3, 3).double()
+    if case == "beside":
+        over["beside"] = [predictor]
     try:
         with kagome.shard(model, data, cut=case == "cut", log=str, **over) as net:
             fully_shard(net, mesh=mesh["data"])
             inputs = data.x, data.edge_index, data.edge_attr
             assert case == "cut" or net(*inputs) is not None
             if case == "cut":
+                net(*inputs)
+            elif case == "beside":
+                fully_shard(predictor, mesh=mesh["data"])
                 net(*inputs)
             elif case == "run":
                 net.reshard()  # as a backward does
@@ -185,8 +200,9 @@ def misused(channel: Channel, case: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("case", ["cut", "run", "check"])
-def test_calls_beside_the_hooks_of_fsdp_are_refused(ranks: Any, case: str) -> None:
-    words = "tables that are cut" if case == "cut" else "weights in pieces, as net.run and kagome.check"
+@pytest.mark.parametrize("case", ["cut", "beside", "run", "check"])
+def test_what_fsdp_does_not_gather_is_refused(ranks: Any, case: str) -> None:
+    pieces = "weights in pieces, as net.run and kagome.check"
+    words = {"cut": "tables that are cut", "beside": "in the model or beside it"}.get(case, pieces)
     for message in ranks(2, misused, case, spoils=True):
         assert words in message

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -66,55 +68,37 @@ class Channel(PeerGroup):
 
     @property
     def control(self) -> Channel:
-        """Channel for headers, counts and objects: this one, or that of :meth:`open_control`."""
+        """Channel for headers, counts and objects: this one, or one that :meth:`connect` made."""
         return self if self._control is None else self._control
-
-    def open_control(self, group: dist.ProcessGroup) -> Channel:
-        """Send headers, counts and objects, which the host writes and reads, through the host's memory.
-
-        Through the device each of them would be copied there and back, and the host would wait for all that
-        the device has been given to do.
-
-        Args:
-            group: A gloo group of the same ranks in the same order.
-        """
-        self._control = Channel(
-            group, HOST, timeout=self.timeout, watch=self.watch, traffic=self.traffic, name=self.names[0]
-        )
-        self._control._times = False  # alone they would be taken for all exchanges
-        return self._control
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of these ranks; None if there is a single rank."""
-        return self._group
 
     @property
     def patient(self) -> Channel:
-        """Channel for messages that nobody waits for soon: this one, or that of :meth:`open_patient`."""
+        """Channel for messages that nobody waits for soon: this one, or one that :meth:`connect` made."""
         return self if self._patient is None else self._patient
 
-    def open_patient(self, group: dist.ProcessGroup) -> Channel:
-        """Make separate connections for messages that nobody waits for soon.
+    def connect(self, purpose: Literal["control", "patient"], group: dist.ProcessGroup) -> Channel:
+        """Make separate connections for messages of one purpose.
 
-        On one connection every later message waits until such a message is gone, so a sum of a few numbers
-        would wait for megabytes of rows. On two connections both share the link.
+        ``control`` sends headers, counts and objects, which the host writes and reads, through the host's
+        memory. Through the device each of them would be copied there and back, and the host would wait for
+        all that the device has been given to do. ``patient`` sends messages that nobody waits for soon. On
+        one connection every later message waits until such a message is gone, so a sum of a few numbers would
+        wait for megabytes of rows. On two connections both share the link.
 
         Args:
-            group: A process group of the same ranks in the same order.
+            purpose: What the connections are for.
+            group: A process group of the same ranks in the same order; gloo for ``control``.
 
         Returns:
             A channel of the same ranks and counters, whose messages must have the same order on all ranks.
         """
-        self._patient = Channel(
-            group,
-            self.device,
-            timeout=self.timeout,
-            watch=self.watch,
-            traffic=self.traffic,
-            shared_memory=self.shared_memory,
-            staged=self.send_device != self.device,
-        )
+        same = partial(Channel, group, timeout=self.timeout, watch=self.watch, traffic=self.traffic)
+        if purpose == "control":
+            self._control = same(device=HOST, name=self.names[0])
+            self._control._times = False  # alone they would be taken for all exchanges
+            return self._control
+        staged = self.send_device != self.device
+        self._patient = same(device=self.device, shared_memory=self.shared_memory, staged=staged)
         self._patient._control = self._control
         return self._patient
 

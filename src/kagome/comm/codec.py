@@ -206,7 +206,7 @@ class UnreadRefusals:
         self._found.append((bad, refusal))
 
     def check(self) -> None:
-        """Read all counts.
+        """Read the counts of all codings.
 
         Raises:
             ModelError: The error of the first count that is not 0.

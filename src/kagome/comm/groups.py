@@ -99,7 +99,7 @@ class MeshGroups:
             # Before anything that may fail, so that an error in the next lines leaves no channel open.
             channels.append(opened)
             if native and opened.size > 1:
-                channels.append(opened.open_control(self._host_group(members)))
+                channels.append(opened.connect("control", self._host_group(members)))
             memory = open_shared_memory(
                 opened, wanted=shared_memory, beside=None if world is None else world.shared_memory
             )
@@ -112,7 +112,7 @@ class MeshGroups:
         pipe = world if self.parts == 1 and self.stages > 1 else channel(in_part, columns)
         assert (graph.rank, pipe.rank) == (part, stage)
         if late and self.parts > 1:
-            channels.append(graph.open_patient(self._own(rows)))
+            channels.append(graph.connect("patient", self._own(rows)))
         return world, graph, pipe
 
     def close(self) -> None:

@@ -77,6 +77,11 @@ class PeerGroup:
         its time."""
         self.traffic = Traffic() if traffic is None else traffic
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks; None if there is a single rank."""
+        return self._group
+
     def attach_shared_memory(self, shared_memory: SharedMemory | None) -> None:
         """Send large messages to ranks of this host through shared memory.
 

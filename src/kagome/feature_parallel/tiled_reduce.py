@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.exchange import Exchange, Work
+from kagome.comm.transport.device import HOST
 from kagome.errors import ConfigError, ModelError
 from kagome.feature_parallel.all_to_all import (
     GATHER,
@@ -290,7 +291,7 @@ class Hop:
 
     def moved(self, tensor: Tensor, ids: Tensor) -> Tensor:
         """Copy the rows with these indices to the device."""
-        return tensor.index_select(0, ids).to(self.device, non_blocking=True)
+        return tensor.index_select(0, ids.to(tensor.device)).to(self.device, non_blocking=True)
 
 
 class TileBound:
@@ -353,7 +354,7 @@ class _Hop(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor | None, token: Tensor, hop: Hop
     ) -> tuple[Tensor, Tensor]:
         layout, chunks = hop.edge_layout, hop.chunks
-        part = rows.new_empty(layout.rows.total, hop.mine) if hop.first else rows
+        part = rows.new_empty(layout.rows.total, hop.mine, device=HOST) if hop.first else rows
         shape = (hop.own(GATHER), hop.cut.width) if hop.last else (layout.written.total, hop.mine)
         out = rows.new_empty(shape)
         # [Note: tiled pipeline] s is the exchange that brings a chunk's rows, r the one that returns its
@@ -370,7 +371,7 @@ class _Hop(torch.autograd.Function):
         going: tuple[RowBlock, Work] | None = None
         for place, chunk in enumerate(chunks):
             if coming is not None:
-                part[chunk.brings.all] = coming.wait()
+                part[chunk.brings.all.to(part.device)] = coming.wait().to(part.device)
                 more = place + 1 < len(chunks)
                 coming = hop.split(rows, chunks[place + 1].brings, SPLIT) if more else None
             comes = chunks[place + 1].brings if coming is not None else None
@@ -402,7 +403,8 @@ class _Hop(torch.autograd.Function):
         weight, part = ctx.saved_tensors
         chunks, g = hop.chunks, grads[0].contiguous()
         to_rows = ctx.needs_input_grad[0]
-        lies = g.new_zeros(hop.edge_layout.rows.total, hop.mine) if to_rows else None
+        rests = HOST if hop.first else g.device
+        lies = g.new_zeros(hop.edge_layout.rows.total, hop.mine, device=rests) if to_rows else None
         g_rows = g.new_zeros(hop.own(SPLIT), hop.cut.width) if hop.first and to_rows else lies
         g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
         # The transposed pipeline, from the last chunk to the first: gradients of the results arrive, and
@@ -434,7 +436,7 @@ class _Hop(torch.autograd.Function):
                 if hop.factor is not None:
                     back.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
                 hop.gauge.note(mine, w, back, *walked(chunk.structure.by_source))
-                lies.index_add_(0, chunk.reads, back.to(lies.device))
+                lies.index_add_(0, chunk.reads.to(lies.device), back.to(lies.device))
             if g_weight is not None:
                 x = hop.shaped(hop.moved(part, chunk.reads), w)
                 # [rows, heads, columns]: the gradient of w_ij for a head is the dot product over its columns.
@@ -447,7 +449,8 @@ class _Hop(torch.autograd.Function):
             if hop.first and lies is not None:
                 assert g_rows is not None
                 _laid(g_rows, going)
-                going = chunk.brings, hop.gather(lies[chunk.brings.all], chunk.brings, SPLIT_BACK)
+                whole = lies[chunk.brings.all.to(lies.device)].to(hop.device)
+                going = chunk.brings, hop.gather(whole, chunk.brings, SPLIT_BACK)
         if hop.first and g_rows is not None:
             _laid(g_rows, going)
         return g_rows, g_weight, torch.zeros_like(grads[1]), None

@@ -92,7 +92,7 @@ class EncodedExchange:
         if not codec.shortens(rows.size(1), rows.dtype):
             codec = Codec("none")
         selection = self._selection(site, codec, request) if state.mode.chooses else None
-        # Late rows take other connections: see :meth:`Channel.open_patient`.
+        # Late rows take other connections: see :meth:`Channel.connect`.
         way = self.late if site.late else self.channel
         if codec.exact and selection is None:
             return way.start(rows, request)

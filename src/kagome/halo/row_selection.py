@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kagome.comm.codec import BITS, Codec
 from kagome.comm.exchange import ExchangeRequest, SiteExchange
+from kagome.comm.transport.device import to_device
 from kagome.config import CodecName
 from kagome.errors import CommError
 from kagome.halo.encoded_message import MessageLayout, Piece, plain
@@ -172,14 +173,15 @@ class Skip:
         send_now, recv_now = self._send_next, self._recv_next
         if send_now is not None:
             self._when[send_now] = site.epoch
-            sent[send_now.to(rows.device)] = rows[send_now.to(rows.device)]
+            which = to_device(send_now.nonzero().view(-1), rows.device)
+            sent.index_copy_(0, which, rows.index_select(0, which))
         self._sent = sent
         # Measured from the values that the peers hold, not from the last epoch: slow drift adds up until it
         # is sent.
         moved = (rows - sent).norm(dim=1) > self.share * rows.norm(dim=1)
         # A row that is not sent in the next epoch either is still read, one epoch late, in the one after.
         self._send_next = moved.cpu() | (site.epoch + 2 - self._when > self.limit)
-        notes = [_packed(part).to(rows.device) for part in self._send_next.split(list(send_counts))]
+        notes = [to_device(_packed(part), rows.device) for part in self._send_next.split(list(send_counts))]
         return SelectionPlan(
             self._layout(send_now, send_counts), self._layout(recv_now, recv_counts), notes, self._table
         )
@@ -205,10 +207,9 @@ class Skip:
                     f"one {age} epochs old in epoch {epoch + 1}: it was not sent again in time",
                     hint="this is a fault in Kagome: please report it with the run's config.toml",
                 )
-        counts = self._counts
-        self._recv_next = torch.cat(
-            [_unpacked(note, count) for note, count in zip(notes, counts, strict=True)]
-        )
+        # On the host in one copy: it waits for the device.
+        parts = torch.cat(list(notes)).cpu().split([note.numel() for note in notes])
+        self._recv_next = torch.cat([_unpacked(*each) for each in zip(parts, self._counts, strict=True)])
         self._table = rows
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,13 +261,15 @@ class Fit:
         self._send_next = torch.cat(
             [shared_out(part, self.codec.bits) for part in worth.split(list(send_counts))]
         )
-        notes = [part.to(torch.uint8).to(rows.device) for part in self._send_next.split(list(send_counts))]
+        notes = [
+            to_device(part.to(torch.uint8), rows.device) for part in self._send_next.split(list(send_counts))
+        ]
         return SelectionPlan(out, received, notes)
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Record the bits of the rows that will be received."""
         if epoch % FIT_EVERY == ANNOUNCED:
-            self._recv_next = torch.cat([note.cpu().long() for note in notes])
+            self._recv_next = torch.cat(list(notes)).cpu().long()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bits of each row, sent and received."""
@@ -332,4 +335,4 @@ def _packed(flags: Tensor) -> Tensor:
 
 
 def _unpacked(message: Tensor, count: int) -> Tensor:
-    return torch.from_numpy(np.unpackbits(message.cpu().numpy(), count=count, bitorder="little")).bool()
+    return torch.from_numpy(np.unpackbits(message.numpy(), count=count, bitorder="little")).bool()

@@ -39,12 +39,14 @@ def view(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs
     # PyG's code gives sizes of this part.
     if placement is None or placement.kind not in ALIGNED or from_library():
         return NotImplemented
+    # Sizes in user code are those of the whole graph: the part's shape follows from where its rows go.
     base = now(base)
     found = scope.batches.viewed(name, args, kwargs, base)
     if found is None:
         return NotImplemented
     shape, placed = found
     if placed is None:
+        # Of rows of edges ``edge_positions`` says why; of vertices, the result is lost.
         if not scope.parted or placement.kind is PlacementKind.PAIRS:
             return NotImplemented
         out = func(base, *args[1:], **kwargs)
@@ -63,6 +65,7 @@ def repeat(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
     sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
     if placement is None or placement.kind not in ALIGNED or not isinstance(base, Tensor):
         return NotImplemented
+    # bias.repeat(x.size(0), 1) makes rows: see ``row_counts.widened``.
     if not all(type(each) is int for each in sizes):
         return NotImplemented
     # ``tile`` takes fewer numbers than there are axes, which then are those of the last ones.
@@ -88,6 +91,7 @@ def joined(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         return NotImplemented
     if dim_of(args, kwargs, 1, values[0]) != first.axis:
         return NotImplemented
+    # Rows of some vertices, or of several sets, are for ``row_order``.
     copies = 0
     for each in held:
         if each is None or each.kind not in VERTICES or not each.is_complete or each.axis != first.axis:
@@ -95,6 +99,7 @@ def joined(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
         if scope.batches.with_copies(each, 1) != scope.batches.with_copies(first, 1):
             return NotImplemented
         copies += scope.batches.copies_of(each)
+    # Own rows of one sample follow those of the sample before, as in the whole graph.
     placed = scope.batches.with_copies(first, copies)
     out = func(
         [now(each) for each in values], *args[1:], **{k: v for k, v in kwargs.items() if k != "tensors"}
@@ -104,12 +109,13 @@ def joined(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwar
 
 def follow(scope: PositionScope, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Answer arithmetic with ids by the edges of a batch, if it makes them: see [Note: stand-ins]."""
-    if scope.batches.following or from_library():
+    if scope.batches.following or kwargs.get("out") is not None or from_library():
         return NotImplemented
     found = _stand_ins(scope, args, kwargs)
     if found is None:
         return NotImplemented
     number, held = found
+    # The same call on the stand-in. One that does not fit it makes no copies of it.
     put = _put(scope, name, number, held)
     try:
         with torch._C.DisableTorchFunction():
@@ -144,6 +150,7 @@ def _stand_ins(scope: PositionScope, args: Args, kwargs: Kwargs) -> tuple[int, d
     Returns:
         None if there is no such tensor, or another that is not the same on all ranks.
     """
+    # Whole numbers without a placement are the same on all ranks: strides, and multiples of them.
     numbers, held, others = set(), {}, False
     for each in _deep((*args, *kwargs.values())):
         if each.dtype != torch.int64:
@@ -177,6 +184,7 @@ def _put(scope: PositionScope, name: str, number: int, held: dict[int, Tensor]) 
             return held.get(id(value), value)
         if type(value) in (tuple, list):
             return type(value)(put(each) for each in value)
+        # A number that is added is one of vertices; any other is a size.
         if name in _SUMS or not isinstance(value, int):
             return as_place(value)
         if isinstance(value, SymbolicSize):

@@ -107,6 +107,7 @@ class SymbolicSize(int):
         """Return the number of rows in one of so many parts of a batch; None if it has no such parts."""
         if type(other) is not int or self.divided is None:
             return None
+        # (B * N) // B: the rows of one sample.
         placement = self.divided(self.placement, other)
         if placement is None:
             return None

@@ -107,6 +107,7 @@ class VertexSets(Sequence[VertexSet]):
         for at, held in enumerate(self._each):
             if (held.single, held.copies) == (number, copies):
                 return at
+        # Made once for each number of samples, so that placements can be compared by number.
         one = self._each[number]
         # Vertex v of sample i is vertex v + i * N of the flattened batch.
         first = torch.arange(copies, device=one.ids.device).unsqueeze(1) * one.size
@@ -134,6 +135,7 @@ class VertexSets(Sequence[VertexSet]):
         """Return the number of the set that a span of a concatenation or batch is; None if it is none."""
         held = self._each[number]
         if held.single is not None:
+            # h[N : 3 * N]: two samples of the batch.
             size = held.size // held.copies
             whole = len(span) > 0 and span.step == 1 and not (span.start % size or span.stop % size)
             return self.batched(number, len(span) // size) if whole else None

@@ -123,7 +123,10 @@ def has_all(scope: PositionScope, value: Any, axis: int, vertex_set: int | None 
             return None
         size = value.size(axis)
     if vertex_set is None:
-        return scope.sets.of_size(size)
+        found = scope.sets.of_size(size)
+        # As many rows as a batch has vertices, by chance: a table of all edges.
+        batch = found is not None and scope.sets[found].copies > 1
+        return None if batch and any(view.count == size for view in scope.views) else found
     return vertex_set if scope.sets[vertex_set].size == size else None
 
 

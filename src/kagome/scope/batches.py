@@ -45,6 +45,9 @@ class Batches:
         views: The edges.
         placements: The placements.
         constants: The constant tensors, which the edges of a batch become.
+
+    Cost:
+        ``16 * B * E`` bytes for the edges of each number B of samples, kept to the end.
     """
 
     def __init__(
@@ -64,12 +67,14 @@ class Batches:
         """Return the number of the view that has the edges of a list, all of them and in its order."""
         if edges is None:
             return None
+        # By identity: a list that forward has made may have other edges.
         lists = [*((at, each.edge_index) for at, each in enumerate(self._views)), *self._turned.items()]
         return next((at for at, each in lists if each is edges), None)
 
     def serves(self, view: int) -> bool:
         """Return whether a batch can have these edges: in-edges of a part, by a plain halo exchange."""
         held = self._views[view]
+        # Out-edges come with values from other ranks, and chunks keep their rows in tables.
         return held.across is None and type(held.rows) is HaloExchange
 
     def edges(self, view: int, copies: int, *, turned: bool = False) -> Tensor:
@@ -104,6 +109,7 @@ class Batches:
         Shapes:
             one ``[2, E]``, given ``[2, copies * E]``.
         """
+        # Of no edges there are any number of copies.
         copies, rest = divmod(given.size(1), max(one.size(1), 1))
         if rest or not copies or not one.size(1) or not self.serves(view):
             return 0
@@ -114,6 +120,7 @@ class Batches:
 
     def _view(self, view: int, copies: int) -> int:
         """Return the number of the view of a batch."""
+        # A batch of a batch is one of as many samples as are asked for.
         single = self._views[view].single
         view = view if single is None else single
         if copies == 1:
@@ -123,6 +130,7 @@ class Batches:
                 return at
         one = self._views[view]
         sources, targets = (self._sets.batched(number, copies) for number in (one.sources, one.targets))
+        # Forward asks for it in the middle of a user's call. No rank needs another for it.
         with torch._C.DisableTorchFunction():
             made = batched_view(one, view, copies, sources, targets, self._sets)
         self._views.append(made)
@@ -153,6 +161,7 @@ class Batches:
             return None
         view = self._views[at]
         at = at if view.single is None else view.single
+        # The stand-in is that of one sample, of which ids of a batch have as many copies.
         made = self._repeated(at, view.copies)
         made = made.flip(0) if listed.swapped else made
         if edges is ids:
@@ -197,6 +206,7 @@ class Batches:
                 return self.edges(view, copies)
             if torch.equal(made, ends.flip(0)):
                 return self.edges(view, copies, turned=True)
+            # With one vertex at both ends neither is told from the other.
             rows = [row for row in (0, 1) if made.dim() == 1 and torch.equal(made, ends[row])]
             if len(rows) != 1:
                 return None
@@ -209,6 +219,7 @@ class Batches:
         """Return the placement of one of so many equal parts of a batch; None if it cuts through samples."""
         if placement.kind not in (*VERTICES, PlacementKind.PAIRS) or parts < 2:
             return None
+        # B * N // B is N; B * N // N is a plain number.
         copies, rest = divmod(self.copies_of(placement), parts)
         return self.with_copies(placement, copies) if copies and not rest else None
 
@@ -222,6 +233,7 @@ class Batches:
         """Return the placement of as many samples of the same rows; None if no batch can have them."""
         if copies == self.copies_of(placement):
             return placement
+        # A choice of rows names places in one set, and edges that forward has chosen are no whole sample.
         if placement.kind in VERTICES:
             if placement.subset is not None:
                 return None
@@ -254,10 +266,12 @@ class Batches:
         whole = None if shape is None else whole_view(name, args, kwargs, shape, self._whole_or_own)
         if held is None or rows is None or shape is None or whole is None:
             return None
+        # Several entries of an edge are told apart by no placement.
         copies = self.copies_of(held)
         found = regrouped(shape, Group(held.axis, copies, held.each), rows, whole)
         if found is None or (held.kind is PlacementKind.PAIRS and found.each > 1):
             return whole, None
+        # All axes but that of the rows are the same on all ranks.
         whole[found.axis] = found.copies * (base.size(held.axis) // (copies * held.each)) * found.each
         placed = self.with_copies(held, found.copies)
         return whole, None if placed is None else replace(placed, axis=found.axis, each=found.each)

@@ -178,7 +178,7 @@ class ShardedState:
         """Return weights and state, with DTensors in place of cut tables. All ranks call it."""
         net, tables = self._net, self._net._tables
         with tables.showing(tables.blocks):
-            found = {"model": dict(net.model.state_dict()), "step": net.step}
+            found = {"model": dict(net.state_dict()), "step": net.step}
         if self._optimizer is not None:
             with _begun(self._optimizer):
                 whole = whole_state(tables, self._optimizer, tables.blocks)

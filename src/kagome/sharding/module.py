@@ -258,7 +258,7 @@ class ShardedModel(ModelState):
                 hint="close it, change the model, and shard it again",
             )
 
-        refuse_pieces(self, self._mesh.graph, cut=bool(self._tables))
+        refuse_pieces(self, self._beside, self._mesh.graph, cut=bool(self._tables))
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error for a first call that failed on a part."""

@@ -19,6 +19,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -523,10 +524,11 @@ void take_shape(const Tensor& t, const Tensor& seen) {
   grow(t, int64_t(seen.storage().nbytes()));
   on_cpu(t).copy_(seen);
 }
-bool fills_by_mask(const std::string& name, const std::vector<IValue>& given) {
+// Whether an operator that got a mask waits for the number of its rows. `index` calls `nonzero`, which counts.
+bool waits_for_mask(const std::string& name, const std::vector<IValue>& given) {
   if (name.rfind("aten::index_put", 0) != 0 && name != "aten::_index_put_impl_") return false;
   const Tensor value = given[2].toTensor();
-  return value.numel() == 1 && !value.is_cuda(); // CUDA fills then, and counts nothing
+  return value.numel() != 1 || value.is_cuda(); // one number of the host is filled in
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
@@ -548,7 +550,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   });
   if (!views) count("launch:" + short_name(operands.name));
   const bool repeats = operands.name == "aten::repeat_interleave" && given.back().isNone();
-  if (SIZED_BY_VALUES.count(operands.name) || repeats || (operands.masked && !fills_by_mask(operands.name, given)))
+  if (SIZED_BY_VALUES.count(operands.name) || repeats || (operands.masked && waits_for_mask(operands.name, given)))
     waits("size", short_name(operands.name));
   op.callBoxed(stack);
 

@@ -112,24 +112,26 @@ def _like(parameter: DTensor, piece: Tensor) -> DTensor:
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def refuse_pieces(net: nn.Module, channel: Channel, *, cut: bool) -> None:
+def refuse_pieces(net: nn.Module, beside: Sequence[nn.Module], channel: Channel, *, cut: bool) -> None:
     """Refuse weights in pieces, except of the whole net over the ranks of copies. Called while forward runs.
 
     Args:
         net: The sharded model.
+        beside: Modules that run outside of the model.
         channel: The channel of the ranks that share the graph.
         cut: Whether it has cut tables.
 
     Raises:
         ModelError: If layers are wrapped, or FSDP's ranks share the graph, or its hooks have not run.
     """
-    inside = (each for each in net.modules() if each is not net)
+    every = chain.from_iterable(module.modules() for module in (net, *beside))
+    inside = (each for each in every if each is not net)
     layers = [type(each).__name__ for each in inside if isinstance(each, FSDPModule)]
     flat = [type(p).__name__ for p in net.parameters() if type(p).__name__ == "FlatParameter"]
     if layers or flat:
         raise ModelError(
             "weights that forward finds whole, or that fully_shard has cut for the whole net",
-            f"{'FSDPModule ' + layers[0] if layers else flat[0]} in the model",
+            f"{'FSDPModule ' + layers[0] if layers else flat[0]} in the model or beside it",
             where="net(...)",
             hint=_HINT,
         )

@@ -114,6 +114,7 @@ class Placer:
         """Return the arguments of a call with this rank's share of each tensor. All ranks call it."""
         self._refuse_other_arguments(args, kwargs)
         leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor | Data)]
+        # A batch in the edges says that other arguments may have rows of as many samples.
         edges = [each.get("edge_index") if isinstance(each, Data) else each for each in leaves]
         copies = [self._batch(each)[1] for each in edges if isinstance(each, Tensor)]
         self._copies = max((1, *copies))
@@ -286,6 +287,7 @@ class Placer:
         version, numbers, copies = self._batches.get(value, (-1, [], 0))
         if version == value._version:
             return numbers, copies
+        # Compared on the CPU, where the graph's edges are; the answer is kept until the tensor changes.
         numbers, copies, given = [], 0, value.detach().cpu()
         for number, index in self._graph.items():
             if index.size(1) and value.size(1) > index.size(1) and value.size(1) % index.size(1) == 0:
