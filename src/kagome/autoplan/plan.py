@@ -117,9 +117,10 @@ def studied(
             )
         graph = GraphSize(int(data.num_nodes or 0), int(data.edge_index.size(1)), data)
     part, meta = from_data(data, alone, method="contiguous", seed=seed)
-    assert isinstance(part, Partition)
     if built_in:
-        part, meta = for_model(asked.model.name, part, meta)
+        made, meta = for_model(asked.model.name, part, meta)
+        assert isinstance(made, Partition)
+        part = made
     torch.manual_seed(seed)
     model = unwrapped(build(part, meta, alone))
     materialise(model, part, CPU)
