@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 from test_shard import WORLDS, N, grads, graph
 from test_vertex_sets import net_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import scatter, softmax
 
@@ -136,13 +137,15 @@ class Mapper(nn.Module):
         super().__init__()
         self.register_buffer("index", edges)
         self.register_buffer("increment", torch.tensor(sizes).view(2, 1))
-        self.attributes, self.embed, self.layer = (
-            Trained(edges.size(1)),
-            nn.Linear(4, CHANNELS),
-            LAYERS[kind](),
-        )
+        self.attributes, self.embed = Trained(edges.size(1)), nn.Linear(4, CHANNELS)
+        self.layer, self.again = LAYERS[kind.split()[0]](), kind.endswith("again")
 
     def forward(self, source: Tensor, target: Tensor, batch: int, times: int = 1) -> Tensor:
+        if self.again:  # anemoi checkpoints encoder and decoder as a whole
+            return checkpoint(self.layers, source, target, batch, times, use_reentrant=False)
+        return self.layers(source, target, batch, times)
+
+    def layers(self, source: Tensor, target: Tensor, batch: int, times: int) -> Tensor:
         index = torch.cat([self.index + i * self.increment for i in range(batch)], dim=1)
         edges = self.embed(self.attributes(batch))
         for _ in range(times):
@@ -219,6 +222,10 @@ def weather(channel: Channel | None, kind: str, batch: int, ensemble: int) -> di
 @pytest.mark.parametrize("kind", LAYERS)
 def test_flattened_batches_are_those_of_the_whole_graph(ranks: Any, world: int, kind: str) -> None:
     alike(ranks, world, weather, kind, 2, 2)
+
+
+def test_flattened_batches_in_checkpointed_mappers(ranks: Any) -> None:
+    alike(ranks, 2, weather, "mlp again", 3, 1)
 
 
 STRIDE = torch.tensor([[N], [N]])

@@ -449,13 +449,13 @@ FAULTS: dict[str, tuple[Any, dict[str, Any], type[KagomeError], list[str]]] = {
         library(),
         {"parallel": Parallel(chunks=2)},
         ConfigError,
-        ["with exact rows or not", "chunks=2"],
+        ["several vertex sets", "chunks=2"],
     ),
     "old rows": (
         library(),
         {"parallel": Parallel(skip_drift=0.1, max_age=2)},
         ConfigError,
-        ["graph parallelism, with exact rows or not", "skip_drift=0.1"],
+        ["several vertex sets", "skip_drift=0.1"],
     ),
     "a Graph": (kagome.Graph.of(library()), {}, DataError, ["labels", "a Graph", "kagome.shard"]),
 }

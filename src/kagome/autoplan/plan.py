@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from kagome import config
 from kagome.autoplan.local_gpus import local_gpus
@@ -108,10 +108,19 @@ def studied(
         data = like(graph, asked.features, asked.classes, seed)
     else:
         data = load_data(asked.data) if data is None else data
+        if isinstance(data, HeteroData):
+            raise PlanError(
+                "a graph of one vertex set",
+                f"a HeteroData with {len(data.node_types)} kinds of vertices",
+                where="kagome plan",
+                hint="kagome train --parallel.graph: its parts are cut without a plan",
+            )
         graph = GraphSize(int(data.num_nodes or 0), int(data.edge_index.size(1)), data)
     part, meta = from_data(data, alone, method="contiguous", seed=seed)
     if built_in:
-        part, meta = for_model(asked.model.name, part, meta)
+        made, meta = for_model(asked.model.name, part, meta)
+        assert isinstance(made, Partition)
+        part = made
     torch.manual_seed(seed)
     model = unwrapped(build(part, meta, alone))
     materialise(model, part, CPU)

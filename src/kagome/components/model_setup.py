@@ -241,7 +241,8 @@ def _few_of_sets(part: SetsPartition, device: torch.device) -> dict[str, Any]:
             for name, value in attributes.items()
         }
 
-    index = torch.tensor([[0, 1], [1, 0]], device=device)
+    # Between the first vertices: a learned table of the model may have one row.
+    index = torch.zeros(2, 2, dtype=torch.int64, device=device)
     edges = [{"edge_index": index, **few(each.part.edges)} for each in part.edges]
     shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
     return {**by_type(part, [*map(few, part.nodes)], edges), **shared}

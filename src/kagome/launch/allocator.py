@@ -95,6 +95,7 @@ class FreedMemory:
         libc, self._libc = self._libc, None
         # To set any of these has turned off glibc's own adjustment of the threshold, so it is set too.
         done = libc.mallopt(MMAP_THRESHOLD, LARGE) and libc.mallopt(MMAP_MAX, BLOCKS)
+        # The pages of gaps in the heap are free at once; their addresses stay with the process.
         libc.malloc_trim(0)
         return bool(done)
 

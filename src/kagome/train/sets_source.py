@@ -129,7 +129,7 @@ def refuse_for_sets(parallel: Parallel, ranks: int, where: str) -> None:
     }
     if refused:
         raise ConfigError(
-            "graph parallelism or feature slices, without chunks, for a graph of several vertex sets",
+            "graph parallelism, with exact rows or not, or slices, for a graph of several vertex sets",
             ", ".join(f"{name}={value!r}" for name, value in refused.items()),
             where=where,
             hint=f"Parallel(graph={ranks})",

@@ -183,6 +183,7 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
             hint="kagome.Vertices(count, pos=...), or partitioner='metis'",
         )
     pos = None if lacking else torch.cat([each.cpu().double() for each in given.values() if each is not None])
+    # All sets in one graph, so that the partitioner sees the edges between them.
     name, _, each = method.partition("/")
     shares = int(each or 1)
     owners = assign(name, edge_index, sum(counts), parts // shares, seed, pos).split(counts)
@@ -238,12 +239,14 @@ def extract_sets(
     names = tuple(graph.vertices)
     found = []
     for name, each in graph.edges.items():
+        # Each edge set has a part of its own: halo, send lists and edges are of this set alone.
         cut = _edges_part(each, owners[each.source], owners[each.target], part, num_parts)
         attributes = held.edges[name] if held is not None else {}
         if held is None and each.attr is not None:
             attributes = {"edge_attr": each.attr.cpu()}
         cut = replace(cut, edges={key: value[cut.edge_ids] for key, value in attributes.items()})
         found.append(EdgesPart(name, names.index(each.source), names.index(each.target), cut))
+    # Own vertices are those of the set, also where no edge of any set reaches them.
     own = tuple((owners[name] == part).nonzero().view(-1) for name in names)
     sizes = tuple(each.count for each in graph.vertices.values())
     if held is None:

@@ -130,12 +130,15 @@ def _of_sharded(
     if dtype not in TOLERANCE:
         raise ConfigError("dtype to be torch.float64 or torch.float32", repr(dtype))
     net.refuse_unusable()
+    # A user may give the rows that `net.inputs` has; rank 0 needs those of the whole graph.
     args = tuple(_whole(net, value) for value in args)
     named = {name: _whole(net, value) for name, value in named.items()}
     sample = Sample(args, named, loss, second, dtype, net.step)
+    # Rank 0 alone runs the whole graph. Its failure there is the user's, and ends all ranks with one error.
     channel, found = net._mesh.graph, _Whole(net._tables.first_rank_whole("check"))
     shapes = by_first(channel, lambda: found.run(net, sample), "check: the model on the whole graph")
     split = _run_split(net, sample)
+    # The losses of all ranks, and not of rank 0 alone: a mean over own rows differs from rank to rank.
     losses: Any = channel.gather_objects(float(split.loss), "check: losses")
     joined = {name: _joined(net, name, value, shapes) for name, value in split.outputs.items()}
 
@@ -183,6 +186,7 @@ def _run_split(net: ShardedModel, sample: Sample) -> Measured:
     except KagomeError as error:
         net._mesh.graph.report_error(error)
         raise
+    # The same code has just run on the whole graph, so own rows are what it cannot take.
     except Exception as error:
         fault = CheckError(
             "the loss to run on own rows as it does on all rows",
@@ -205,6 +209,7 @@ def _joined(net: ShardedModel, name: str, value: Tensor, shapes: dict[str, list[
         if _fits(value, whole, rows, axis)
     ]
     told: Any = net._mesh.graph.gather_objects([mine, list(value.shape)], "check: rows of outputs")
+    # By counts alone an axis may fit by chance on one rank; it is one of rows if it fits on all.
     common = [each for each in mine if all(each in theirs for theirs, _ in told)]
     if list(value.shape) == whole and (not common or net.ranks == 1):
         return value
@@ -242,7 +247,9 @@ class _Compared:
         Raises:
             CheckError: If something differs.
         """
+        # A wrong output makes everything after it wrong: the first stage that differs is the one to be told.
         rows = self._stage("output", self.whole.outputs, self._outputs())
+        # Before the loss itself, which rank 0 may have right by chance.
         self._refuse_uneven_losses()
         rows += self._stage("loss", {"loss": self.whole.loss}, {"loss": self.split.loss})
         rows += self._stage("gradient", self.whole.gradients, self.split.gradients)
@@ -272,6 +279,7 @@ class _Compared:
         return {name: value for name, value in self.joined.items() if isinstance(value, Tensor)}
 
     def _refuse_uneven_losses(self) -> None:
+        # 1e-30 keeps a loss of 0 on all ranks from dividing by it.
         base = max(abs(float(self.whole.loss)), *map(abs, self.losses), 1e-30)
         if max(self.losses) - min(self.losses) > TOLERANCE[self.dtype] * base:
             raise CheckError(
@@ -283,6 +291,7 @@ class _Compared:
             )
 
     def _stage(self, kind: str, whole: dict[str, Tensor], split: dict[str, Tensor]) -> list[ComparedTensor]:
+        # A gradient that is zero but for rounding is compared with the largest of its stage, not with itself.
         scale = max((largest(value) for value in whole.values()), default=0.0)
         alone = kind in ("output", "loss")
         rows, faults = [], []
@@ -291,11 +300,13 @@ class _Compared:
             other = split.get(name)
             like = one if one is not None else other
             assert like is not None
+            # A parameter without a gradient on one side has one of zeros on the other, or differs.
             one, other = (torch.zeros_like(like) if each is None else each for each in (one, other))
             gap = float("inf")
             if one.shape == other.shape:
                 gap = error_of(other.double().cpu(), one.double().cpu(), None if alone else scale)
             rows.append(ComparedTensor(name.removeprefix(f"{kind} of "), kind, gap))
+            # Not `gap > ...`: a gap that is NaN is a fault.
             if not gap <= TOLERANCE[self.dtype]:
                 faults.append((gap, name, one, other))
         if faults:
@@ -312,6 +323,7 @@ class _Compared:
             entry = f"{at}" if at else ""
             wanted = f"{name}{entry} to be {float(one.flatten()[place]):.6g}, as on the whole graph"
             got = f"{float(other.flatten()[place]):.6g} on {len(self.losses)} ranks"
+            # Four times a gradient on four ranks tells a user more than its largest difference.
             factor = _factor(one, other)
             got += (
                 f", {factor:.4g} times that in all entries" if factor is not None and one.numel() > 1 else ""

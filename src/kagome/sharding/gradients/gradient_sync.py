@@ -133,14 +133,17 @@ class GradientSync:
             ModelError: For ``torch.autograd.grad`` by parameters, which would give one rank's share.
         """
         task = torch._C._current_graph_task_id()
+        # The number of the running backward: the first part of the model that it reaches prepares for it.
         if task == self._task:
             return self._trains
         self._restore()
         self._task, self._trains = task, self._reaches_parameters()
         if self._trains:
+            # Set aside: what this backward writes is then its share alone, and only that may be summed.
             self._before = [_kept(p.grad) for p in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
+            # A user's hooks are for summed gradients: they run once, after the sum.
             self._hooks.take_off()
             Variable._execution_engine.queue_callback(self._finish_last)
         return self._trains
@@ -174,6 +177,7 @@ class GradientSync:
         """Sum the gradients of the backward that ends over the ranks, and add what was there before."""
         self._task = -1
         self.backwards += 1
+        # What `no_sync` has put off is summed together with this share.
         found = [p.grad for p in self._parameters]
         self._deferred = [_added(one, other) for one, other in zip(self._deferred, found, strict=True)]
         if not self._syncs:
@@ -189,6 +193,7 @@ class GradientSync:
         for piece, parameter in zip(pieces, self.shared, strict=True):
             give_gradient(piece, parameter)
         self._agree()
+        # The ranks minimize the mean of their losses, and each of them has the loss of all.
         for parameter in self._parameters:
             if parameter.grad is not None and self._channel.size > 1:
                 parameter.grad.div_(self._channel.size)
