@@ -10,6 +10,8 @@ WORKERS ?= -n 3 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_OPTIONS)
+# torch's CUDA builds bring the Triton that they need, so it is in no file of constraints. Its interpreter needs no GPU.
+TRITON := triton==3.9.0
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEFINED := pyproject.toml constraints.txt
 
@@ -108,6 +110,8 @@ $(VENV)/.ready-train: $(DEFINED)
 $(VENV)/.ready-test: $(VENV)/.ready-train
 	@echo "== install what tests need"
 	@$(PIP) -e ".[data,tensorboard,dev]"
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) "$(TRITON)" \
+		|| echo "no Triton for this machine: the tests of its kernels are skipped"
 	@touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready-train

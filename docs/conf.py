@@ -13,12 +13,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from sphinx.addnodes import download_reference, pending_xref
 from sphinx.application import Sphinx
+from sphinx.ext.autodoc.mock import mock
 from sphinx.util import logging
 from sphinx.util.nodes import make_refnode
 
@@ -50,6 +52,9 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = ["Shapes", "Cost", "Source"]
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
+WITHOUT = [] if find_spec("triton") else ["triton"]
+"""Packages that some machines lack: modules that import them are read with stand-ins."""
+autodoc_mock_imports = WITHOUT
 
 CONTENTS = """
 ```{toctree}
@@ -253,7 +258,8 @@ def split(name: str) -> tuple[str, list[str]]:
 def exists(name: str) -> bool:
     """Whether there is such a name; attributes of instances are looked for in the source of their class."""
     module, within = split(name)
-    value: Any = import_module(module)
+    with mock(WITHOUT):
+        value: Any = import_module(module)
     for word in within:
         if not hasattr(value, word):
             return inspect.isclass(value) and re.search(rf"\b{word}\b", inspect.getsource(value)) is not None
