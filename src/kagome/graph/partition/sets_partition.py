@@ -25,7 +25,7 @@ from kagome.graph.partition.partition import Partition, extract
 from kagome.graph.partition.partitioners import assign, shared_out
 from kagome.graph.structure.attributes import Shared
 from kagome.graph.structure.hetero import SetsData
-from kagome.graph.structure.sets import Edges, Graph, edge_type
+from kagome.graph.structure.sets import Edges, Graph, edge_type, tied_ends
 
 
 @dataclass(frozen=True)
@@ -159,6 +159,7 @@ def without_attributes(part: Part) -> Part:
 def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, Tensor]:
     """Assign each vertex of each set to a part, all sets together, so that neighbours lie on one part.
 
+    A tied set follows the other one where it has edges to it: parts are then as even as these edges are.
     ``metis/2`` divides the vertices of each set in each of its parts evenly between two consecutive parts.
 
     Args:
@@ -187,8 +188,28 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
     name, _, each = method.partition("/")
     shares = int(each or 1)
     owners = assign(name, edge_index, sum(counts), parts // shares, seed, pos).split(counts)
-    dealt = owners if shares == 1 else [shared_out(owner, parts // shares, shares) for owner in owners]
-    return dict(zip(graph.vertices, dealt, strict=True))
+    owners = _with_ties(graph, dict(zip(graph.vertices, owners, strict=True)))
+    if shares == 1:
+        return owners
+    return {name: shared_out(owner, parts // shares, shares) for name, owner in owners.items()}
+
+
+def _with_ties(graph: Graph, owners: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts with each vertex of a tied set on that of the first vertex it has an edge to."""
+    moved = dict(owners)
+    for name, vertices in graph.vertices.items():
+        if vertices.tied is None:
+            continue
+        other, *ends = tied_ends(graph, name)
+        mine, theirs = (each.cpu() for each in ends)
+        place = torch.arange(mine.numel())
+        # [vertices of the set]: the place of the first edge of each, behind all if there is none.
+        first = torch.full((vertices.count,), mine.numel()).scatter_reduce_(0, mine, place, "amin")
+        has = first < mine.numel()
+        # A vertex without an edge stays where the partitioner has put it.
+        moved[name] = owners[name].clone()
+        moved[name][has] = owners[other][theirs[first[has]]]
+    return moved
 
 
 def joined_edges(graph: Graph) -> Tensor:
@@ -291,7 +312,7 @@ def sets_fingerprint(graph: Graph) -> str:
     """Return a name for a graph of several sets: it changes with any count, edge, attribute or coordinate."""
     digest = hashlib.blake2b(digest_size=16)
     for name, vertices in graph.vertices.items():
-        digest.update(f"{name} {vertices.count}".encode())
+        digest.update(f"{name} {vertices.count} {vertices.tied}".encode())
         if vertices.pos is not None:
             digest.update(vertices.pos.detach().cpu().double().contiguous().numpy().data)
     for name, edges in graph.edges.items():

@@ -24,6 +24,9 @@ class Vertices:
     Args:
         count: The number of vertices.
         pos: Their coordinates, by which ``partitioner="coordinates"`` cuts; all sets in one space.
+        tied: The name of an edge set between this vertex set and another. A vertex then lies on the part of
+            the vertex at the other end of its first edge there, as a point of a grid with the vertex of the
+            mesh that it feeds.
 
     Example:
         >>> import torch
@@ -40,6 +43,7 @@ class Vertices:
 
     count: int
     pos: Tensor | None = None
+    tied: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 0:
@@ -168,6 +172,24 @@ class Graph:
                 )
             for row, kind in enumerate((each.source, each.target)):
                 self._check_ends(name, kind, index[row], row)
+        for name, vertices in self.vertices.items():
+            if vertices.tied is not None:
+                self._check_tie(name, vertices.tied)
+
+    def _check_tie(self, name: str, tied: str) -> None:
+        edges = self.edges.get(tied)
+        # One end is this set, and the other is not: a set cannot follow itself.
+        if edges is None or (edges.source == name) is (edges.target == name):
+            raise DataError(
+                f"an edge set between {name} and another vertex set in {name}=kagome.Vertices(tied=...)",
+                repr(tied) if edges is None else f"{tied!r}, from {edges.source} to {edges.target}",
+            )
+        other, *_ = tied_ends(self, name)
+        if self.vertices[other].tied is not None:
+            raise DataError(
+                f"a vertex set that is not tied itself, for {name} to follow",
+                f"{other}, which is tied by {self.vertices[other].tied!r}",
+            )
 
     def _check_ends(self, name: str, kind: str, ids: Tensor, row: int) -> None:
         if kind not in self.vertices:
@@ -178,6 +200,19 @@ class Graph:
                 f"ids from 0 to {count - 1:,} of {kind} in row {row} of {name}",
                 f"ids from {int(ids.min()):,} to {int(ids.max()):,}",
             )
+
+
+def tied_ends(graph: Graph, name: str) -> tuple[str, Tensor, Tensor]:
+    """Return the vertex set that a tied one follows, and the ends of the edges on both sides.
+
+    Returns:
+        The name of the other set; for each edge the vertex of this set, and that of the other one.
+    """
+    edges = graph.edges[str(graph.vertices[name].tied)]
+    # Edges of either direction tie: a set may be the one that is read or the one that is written.
+    if edges.source == name:
+        return edges.target, edges.index[0], edges.index[1]
+    return edges.source, edges.index[1], edges.index[0]
 
 
 def edge_name(source: str, relation: str, target: str) -> str:
