@@ -88,7 +88,9 @@ def test_the_round_trip_leaves_out_no_field(tmp_path):
             max_age=1,
             sync_every=5,
         ),
-        train=config.Train(patience=1, clip=1.0, save_every=2, ignore_index=-1, sample_weight="w"),
+        train=config.Train(
+            patience=1, clip=1.0, save_every=2, ignore_index=-1, sample_weight="w", target_type="paper"
+        ),
     )
     assert {section: set(values) for section, values in toml_io.as_dict(full).items()} == fields
     path = tmp_path / "run.toml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ RECORDS = [
 
 
 def test_a_record_keeps_what_it_would_have_been(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as lines:
         for each in (*RECORDS, EpochRecord(4, 1.0, None, None, 1.0, {"halo": 5})):
             lines.write(each)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

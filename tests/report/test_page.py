@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def make_run(folder: Path, *, ranks: int = 2, epochs: int = 30, name: str = "Cor
         )
         for e in range(1, epochs + 1)
     ]
-    with JsonLines(folder / "metrics.jsonl") as lines:
+    with closing(JsonLines(folder / "metrics.jsonl")) as lines:
         for record in records:
             lines.write(record)
     (folder / "config.toml").write_text(to_toml(Run(data=Data(name=name))))
@@ -153,7 +154,7 @@ def test_a_broken_piece_is_said(tmp_path: Path, broken: str) -> None:
 
 
 def test_a_run_that_died_midway(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "metrics.jsonl") as lines:
+    with closing(JsonLines(tmp_path / "metrics.jsonl")) as lines:
         lines.write(EpochRecord(1, float("nan"), None, None, 0.1, {}))
     text = check_page(write_page(tmp_path))
     assert "What follows is from 1 epochs" in text
