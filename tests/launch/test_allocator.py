@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch_geometric.nn import GCN
 
+import kagome
 from kagome.launch.allocator import FreedMemory, keep_freed_memory
 
 FAULTS = """
@@ -89,3 +92,15 @@ def test_a_user_s_allocator_is_left_alone_when_the_process_is_large() -> None:
     assert not FreedMemory(
         least=0, environment={"MALLOC_MMAP_MAX_": "0", "LOCAL_WORLD_SIZE": "1000000"}
     ).look()
+
+
+def test_training_passes_alone_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[FreedMemory] = []
+    monkeypatch.setattr(FreedMemory, "look", lambda freed: looks.append(freed))
+    data = kagome.load("sbm:vertices=20,degree=3,features=4,classes=2,communities=2")
+    with kagome.shard(GCN(4, 4, num_layers=1, out_channels=2), data, log=str) as net:
+        with torch.no_grad():
+            net(data.x, data.edge_index)
+        assert not looks
+        net(data.x, data.edge_index)
+    assert len(looks) == 1

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from kagome.launch.environment import environment as ranks_of
 from kagome.launch.host_memory import available_bytes
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
@@ -74,12 +75,11 @@ class FreedMemory:
 
     Args:
         least: A process that holds fewer bytes is never large.
-        environment: As for :func:`keep_freed_memory`; ``LOCAL_WORLD_SIZE`` is the number of ranks here.
+        environment: As for :func:`keep_freed_memory`; it also tells the number of ranks on this host.
     """
 
     def __init__(self, least: int = 2**30, environment: Mapping[str, str] = os.environ) -> None:
-        self._least, self._libc = least, _libc(environment)
-        self._ranks = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        self._least, self._environment, self._libc = least, environment, _libc(environment)
 
     def look(self) -> bool:
         """Return large blocks from now on if the process is large; tell whether that began now.
@@ -89,8 +89,8 @@ class FreedMemory:
         """
         if self._libc is None or (held := _resident()) < self._least:
             return False
-        left = available_bytes()
-        if left is None or SHARE * held * self._ranks < left + held:
+        left, ranks = available_bytes(), ranks_of(self._environment).local_size
+        if left is None or SHARE * held * ranks < left + held:
             return False
         libc, self._libc = self._libc, None
         # To set any of these has turned off glibc's own adjustment of the threshold, so it is set too.
