@@ -220,3 +220,24 @@ def test_the_memory_of_a_recommender(tmp_path: Path) -> None:
     assert [each["rows"] for each in held] == [500] * 4
     assert sum(each["rows"] for each in cut) == 500
     assert sum(each["learned"] for each in cut) == whole[0]["learned"]
+
+
+@pytest.mark.slow
+def test_rows_that_volume_cuts_save(tmp_path: Path) -> None:
+    script = BENCHMARKS / "volume" / "main.py"
+    done = warm.run(script, "--smoke", "--out", str(tmp_path), cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = read(tmp_path / "results.json")
+    assert 0 < row["cover"] <= row["sums"] <= row["rows"] <= row["cut"]
+    assert row["rows"] / 2 <= row["rows_largest"] <= row["rows"]
+
+
+def test_the_smallest_cover_of_a_pair_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "volume"))
+    monkeypatch.delitem(sys.modules, "main", raising=False)
+    import main
+    import numpy as np
+
+    # 0 is read by 10, 11 and 12; 10 reads 0, 1 and 2, once twice: the row of 0 and the sum of 10 serve all.
+    source, target = np.array([0, 0, 0, 1, 2, 2]), np.array([10, 11, 12, 10, 10, 10])
+    assert main.pair(source, target) == (3, 3, 2)

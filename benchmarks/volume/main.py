@@ -41,7 +41,7 @@ GRAPHS: Final = {
     "ego-twitter": config.Data(name="npz:{data}/snap/ego-twitter.npz", undirected=True),
     "made": config.Data(name="sbm:vertices=100000,degree=21,features=1"),
 }
-"""``made`` has 100,000 vertices with power-law degrees in 16 communities, a fifth of the edges across them."""
+"""``made`` has power-law degrees in 16 communities, and a fifth of its edges regardless of them."""
 WAYS: Final = ("rows", "sums", "cover")
 Row = dict[str, str | int]
 

@@ -19,6 +19,7 @@ def test_figures_are_those_of_the_parts(cut: tuple[Data, Tensor, int]) -> None:
     found = quality(data.edge_index, owner, parts)
     pieces = split_all(data, owner, parts)
     assert found.halo == tuple(piece.halo.numel() for piece in pieces)
+    assert found.sent == tuple(piece.send.numel() for piece in pieces)
     assert found.vertices == tuple(piece.own.numel() for piece in pieces)
     assert found.in_edges == tuple(piece.edge_ids.numel() for piece in pieces)
     assert found.cut_edges == sum(int((piece.edge_index[0] >= piece.own.numel()).sum()) for piece in pieces)
@@ -31,7 +32,8 @@ def test_a_cut_by_hand() -> None:
     found = quality(edge_index, torch.tensor([0, 0, 1, 1]), 2)
     assert (found.cut_edges, found.cut, found.replication) == (2, 0.4, 0.5)
     assert (found.vertex_balance, found.edge_balance) == (1.0, 1.6)
-    assert found.table() == [(0, 2, 1, 0, 0.0), (1, 2, 4, 2, 0.5)]
+    assert found.table() == [(0, 2, 1, 2, 0, 0.0), (1, 2, 4, 0, 2, 0.5)]
+    assert (found.busiest, found.row_balance) == (2, 2.0)
 
 
 def test_a_good_cut_needs_no_advice() -> None:

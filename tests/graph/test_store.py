@@ -174,7 +174,7 @@ def test_a_page_of_another_format(tmp_path: Path) -> None:
     facts = {**json.loads(page.read_text()), "format": 99}
     facts.pop(sealed_files.SEAL)
     sealed_files.write_page(page, facts)
-    with pytest.raises(PartitionError, match=r"has format 99, and this version reads format 3"):
+    with pytest.raises(PartitionError, match=r"has format 99, and this version reads format 4"):
         load_meta(tmp_path / "cut")
 
 

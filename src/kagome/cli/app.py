@@ -537,13 +537,13 @@ def _partition(args: list[str]) -> int:
     for note in meta.notes:
         print(f"kagome: {note}", file=sys.stderr)
     quality = meta.quality
-    print(f"{'part':>4} {'vertices':>12} {'in-edges':>12} {'halo':>12} {'halo share':>10}")
-    for part, vertices, edges, halo, share in quality.table():
-        print(f"{part:>4} {vertices:>12,} {edges:>12,} {halo:>12,} {share:>10.0%}")
+    print(f"{'part':>4} {'vertices':>12} {'in-edges':>12} {'sent':>12} {'halo':>12} {'halo share':>10}")
+    for part, vertices, edges, sent, halo, share in quality.table():
+        print(f"{part:>4} {vertices:>12,} {edges:>12,} {sent:>12,} {halo:>12,} {share:>10.0%}")
     print(
         f"{quality.cut:.1%} of edges are cut; halo rows over vertices {quality.replication:.2f}; "
         f"fullest part over the mean: vertices {quality.vertex_balance:.2f}, "
-        f"in-edges {quality.edge_balance:.2f}"
+        f"in-edges {quality.edge_balance:.2f}, rows sent or read {quality.row_balance:.2f}"
     )
     for sentence in quality.advice:
         print(sentence)

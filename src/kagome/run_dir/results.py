@@ -146,7 +146,7 @@ def outcome(
 
 def _quality_rows(meta: Meta) -> dict[str, Any]:
     quality = meta.quality
-    columns = ("part", "vertices", "edges", "halo", "halo share")
+    columns = ("part", "vertices", "edges", "sent", "halo", "halo share")
     return {
         "partitioner": meta.method,
         "cut": quality.cut,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kagome.graph.structure import edges
 
-Row = tuple[int, int, int, int, float]
-HEADER = ("part", "vertices", "in-edges", "halo rows", "halo share")
+Row = tuple[int, int, int, int, int, float]
+HEADER = ("part", "vertices", "in-edges", "sent rows", "halo rows", "halo share")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Quality:
         cut_edges: The number of edges whose ends belong to different parts.
         vertices: The number of own vertices of each part.
         in_edges: The number of in-edges of each part's own vertices.
+        sent: The number of rows that each part sends, each once for every part that reads it.
         halo: The number of rows that each part reads and others own.
         largest_in_degree: The largest in-degree of any vertex.
     """
@@ -39,6 +40,7 @@ class Quality:
     cut_edges: int
     vertices: tuple[int, ...]
     in_edges: tuple[int, ...]
+    sent: tuple[int, ...]
     halo: tuple[int, ...]
     largest_in_degree: int
 
@@ -51,6 +53,16 @@ class Quality:
     def replication(self) -> float:
         """Halo rows of all parts, divided by the vertices: a layer exchanges that many rows per vertex."""
         return sum(self.halo) / max(self.num_nodes, 1)
+
+    @property
+    def busiest(self) -> int:
+        """The most rows that a part sends, in forward or, as gradients of its halo, in backward."""
+        return max(*self.sent, *self.halo)
+
+    @property
+    def row_balance(self) -> float:
+        """Rows of the busiest part, over the mean: each exchange waits for it."""
+        return self.busiest * self.num_parts / sum(self.halo) if any(self.halo) else 1.0
 
     @property
     def vertex_balance(self) -> float:
@@ -69,8 +81,10 @@ class Quality:
     def table(self) -> list[Row]:
         """Return one row per part, in the order of :data:`HEADER`."""
         return [
-            (part, self.vertices[part], self.in_edges[part], self.halo[part], self.halo_share(part))
-            for part in range(self.num_parts)
+            (part, *counts, self.halo_share(part))
+            for part, counts in enumerate(
+                zip(self.vertices, self.in_edges, self.sent, self.halo, strict=True)
+            )
         ]
 
     @property
@@ -141,7 +155,8 @@ def measured(edge_index: Tensor, owner: Tensor, parts: int) -> tuple[Quality, ND
     Cost: two passes over the edges.
     """
     source, target = edge_index.contiguous().numpy()
-    readers, in_edges, cut = edges.read_by(source, target, owner.to(torch.int32).numpy(), parts)
+    owners = owner.to(torch.int32).numpy()
+    readers, in_edges, cut = edges.read_by(source, target, owners, parts)
     found = Quality(
         num_parts=parts,
         num_nodes=owner.numel(),
@@ -149,6 +164,7 @@ def measured(edge_index: Tensor, owner: Tensor, parts: int) -> tuple[Quality, ND
         cut_edges=int(cut),
         vertices=tuple(torch.bincount(owner, minlength=parts).tolist()),
         in_edges=tuple(in_edges.tolist()),
+        sent=tuple(edges.sent_counts(readers, owners, parts).tolist()),
         halo=tuple(edges.halo_counts(readers, parts).tolist()),
         largest_in_degree=int(np.bincount(target, minlength=1).max()),
     )

@@ -34,7 +34,7 @@ from kagome.graph.structure.validate import facts_of
 from kagome.storage import sealed_files, temporary
 from kagome.storage.sealed_files import Seal, SealError
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 PAGE: Final = "partition.json"
 _PLAIN: Final = ("own", "halo", "edge_index", "edge_ids", "send")
 

@@ -51,7 +51,7 @@ def fault_of(piece: Partition, quality: Quality, attributes: Attributes) -> str:
 
 def quality_fault(quality: Quality, parts: int, num_nodes: int, num_edges: int) -> str:
     """Return the first fault of the counts on a page, or ``""`` if they have none."""
-    for name in ("vertices", "in_edges", "halo"):
+    for name in ("vertices", "in_edges", "sent", "halo"):
         counts = getattr(quality, name)
         if len(counts) != parts or any(type(count) is not int or count < 0 for count in counts):
             return f"quality.{name} is no count for each of {parts} parts"
@@ -113,7 +113,7 @@ def _ids(piece: Partition, *_: object) -> str:
     return ""
 
 
-def _lists(piece: Partition, *_: object) -> str:
+def _lists(piece: Partition, quality: Quality, _: Attributes) -> str:
     fault = _outside("send", piece.send, piece.own.numel())
     if fault:
         return fault
@@ -130,6 +130,8 @@ def _lists(piece: Partition, *_: object) -> str:
         falls = (rows[1:] <= rows[:-1]) & (within[1:] == within[:-1])
         if bool(falls.any()):
             return f"the rows of {name}_counts are not in order, from place {int(falls.nonzero()[0])}"
+    if piece.send.numel() != quality.sent[piece.part]:
+        return f"it sends {piece.send.numel():,} rows, and the page says {quality.sent[piece.part]:,}"
     return ""
 
 

@@ -59,6 +59,22 @@ def halo_counts(readers: Longs, parts: int) -> Longs:
 
 
 @compiled
+def sent_counts(readers: Longs, owner: Ints, parts: int) -> Longs:
+    """Return for each part the number of rows that it sends, each once for every part that reads it.
+
+    Cost: one pass over the table.
+    """
+    count = np.zeros(parts, np.int64)
+    for v in range(readers.shape[0]):
+        for w in range(readers.shape[1]):
+            word = readers[v, w]
+            while word != 0:
+                count[owner[v]] += 1
+                word &= word - 1  # drops the lowest bit
+    return count
+
+
+@compiled
 def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, Longs]:
     """Return the vertices that a part reads and others own, and the number from each owner.
 

@@ -321,7 +321,7 @@ def partition(run: RunFolder) -> Shown:
     owned, halo = (sum(row.get(name) or 0 for row in rows) for name in ("vertices", "halo"))
     if owned and halo:
         facts.append(f"halo rows are {halo / owned:.2f} times the vertices")
-    columns = _names(rows, ("part", "vertices", "edges", "halo"))
+    columns = _names(rows, ("part", "vertices", "edges", "sent", "halo"))
     if not rows and not facts:
         return None
     told = "; ".join(facts)
