@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -259,20 +260,60 @@ def test_a_graph_that_is_not_finite_is_refused(ranks: Any) -> None:
         assert "DataError: expected x to hold finite numbers; got nan in row 3" in message
 
 
-def later(channel: Channel) -> str:
-    """One rank gives an argument more in the second call, which the others do not compare."""
-    data = graph()
+def later(channel: Channel, case: str) -> tuple[str, float]:
+    """A rank's arguments differ in a later call; the error, and the seconds until it."""
+    data, mine = graph(), channel.rank == channel.size - 1
+    x, begun = data.x.clone(), time.monotonic()
+    batch = torch.stack([x, x + 1])
+
+    def forward(x: Tensor, edges: Tensor, more: Any = None) -> Tensor:
+        return model(x.flatten(0, -2), edges).view(*x.shape[:-1], -1)
+
+    model = model_of("sage")
+    more: dict[str, tuple[Any, ...]] = {
+        "one more": (x, data.edge_index, *([data.edge_attr] if mine else [])),
+        "one less": (x, data.edge_index, *([] if mine else [data.edge_attr])),
+        "other axes": (x.unsqueeze(0) if mine else x, data.edge_index),
+        "other samples": (
+            (batch, torch.cat([data.edge_index, data.edge_index + N], 1)) if mine else (x, data.edge_index)
+        ),
+        "not known": (x if mine else data.x, data.edge_index),
+        "each known": (x.unsqueeze(0) if mine else x, data.edge_index),
+    }
     try:
-        with kagome.shard(model_of("gcn"), data, log=str, timeout=2) as net:
-            net(data.x, data.edge_index)
-            net(data.x, data.edge_index, *([data.edge_attr] if channel.rank else []))
+        with kagome.shard(model, data, log=str, timeout=4 if case == "each known" else 60) as net:
+            net.run(forward, *((data.x, data.edge_index) if case == "not known" else (x, data.edge_index)))
+            if case == "one less":
+                net.run(forward, x, data.edge_index)
+            if case == "each known":
+                net.run(forward, x.unsqueeze(0), data.edge_index)
+            begun = time.monotonic()
+            net.run(forward, *more[case])
     except kagome.KagomeError as error:
-        return str(error)
-    return "nothing"
+        return str(error), time.monotonic() - begun
+    return "nothing", 0.0
 
 
-def test_other_arguments_of_one_rank_in_a_later_call_are_named(ranks: Any) -> None:
-    first, second = ranks(2, later, spoils=True)
-    # Whichever rank's limit passes first tells of the other; rank 0 may also raise what rank 1 has told.
-    assert "by rank 1, which was last seen in" in first or "unlike earlier calls" in first
-    assert "argument 3: a tensor of 2 axes, unlike earlier calls" in second
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("one more", "argument 3: a tensor of 2 axes, unlike earlier calls; rank 0 has gone on"),
+        ("one less", "argument 3: a tensor of 2 axes, unlike earlier calls; rank"),
+        ("other axes", "argument 1: a tensor of 3 axes, argument 2: a tensor of 2 axes, unlike earlier"),
+        ("other samples", "the edges: those of 2 samples, unlike earlier calls"),
+        ("not known", "argument 1: a tensor of 2 axes that is no attribute of the graph, unlike earlier"),
+    ],
+)
+def test_other_arguments_of_a_rank_in_a_later_call_are_refused_soon(
+    ranks: Any, world: int, case: str, words: str
+) -> None:
+    for found, seconds in ranks(world, later, case, spoils=True):
+        assert words in found
+        assert seconds < 30  # a wait for rows would end after 60
+
+
+def test_arguments_that_ranks_know_from_different_calls_are_named_after_the_wait(ranks: Any) -> None:
+    found = [text for text, _ in ranks(2, later, "each known", spoils=True)]
+    assert any("arguments of another layout than those of rank" in text for text in found)
+    assert "nothing" not in found

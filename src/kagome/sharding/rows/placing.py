@@ -29,13 +29,14 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
-from kagome.errors import CommError, ModelError
+from kagome.errors import ModelError
 from kagome.graph.structure.sets import Graph, edge_name
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.forward_call import as_data
 from kagome.placement.placement import PlacementKind
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.sharding.gradients.boundary import Boundary
+from kagome.sharding.rows.comparisons import Comparisons
 from kagome.sharding.rows.row_sets import RowSet, RowSets
 
 HINT: Final = "net.place(tensor, 'vertices', axis=...) for such a tensor, or the name of another set"
@@ -79,7 +80,9 @@ class Placer:
         self._edges: dict[bytes, list[str]] = {}
         """The names of the edges of the graph in ``scope.inputs``, by a digest of their values."""
         self._attributes: WeakTensorMap[tuple[int, str]] = WeakTensorMap()
-        self._signatures: set[tuple[tuple[str, str], ...]] = set()
+        self._comparisons = Comparisons(channel)
+        self._layouts: dict[tuple[tuple[str, str], ...], int] = {}
+        """The layouts of arguments that the ranks have compared, numbered from 1."""
         self._batches: WeakTensorMap[tuple[int, list[int], int]] = WeakTensorMap()
         self._graph = edges_of(given)
         self._note(given)
@@ -112,40 +115,34 @@ class Placer:
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with this rank's share of each tensor. All ranks call it."""
-        self._refuse_other_arguments(args, kwargs)
         leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor | Data)]
         # A batch in the edges says that other arguments may have rows of as many samples.
         edges = [each.get("edge_index") if isinstance(each, Data) else each for each in leaves]
         copies = [self._batch(each)[1] for each in edges if isinstance(each, Tensor)]
         self._copies = max((1, *copies))
-        placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
-        return placed, {name: self._value(name, value) for name, value in kwargs.items()}
+        with self._comparisons.call():
+            self._refuse_other_arguments(args, kwargs)
+            placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
+            return placed, {name: self._value(name, value) for name, value in kwargs.items()}
 
     def _refuse_other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse arguments that are given on some ranks alone; the ranks compare them the first time.
+        """Refuse arguments of another layout than other ranks'; they compare each layout once.
 
         Raises:
             ModelError: Naming the first that differs.
         """
         named = [*((f"argument {place + 1}", value) for place, value in enumerate(args)), *kwargs.items()]
         mine = tuple((path, _kind(value)) for path, value in named)
-        if mine in self._signatures:
+        if self._copies > 1:
+            mine = (*mine, ("the edges", f"those of {self._copies} samples"))
+        known = len(self._layouts)
+        self._comparisons.layout = self._layouts.setdefault(mine, known + 1)
+        if len(self._layouts) == known:
             return
-        first = not self._signatures
-        self._signatures.add(mine)
-        try:
-            told: Any = self._channel.gather_objects([list(each) for each in mine], "arguments of a call")
-        except CommError as error:
-            if first:
-                raise
-            # Ranks that know their arguments from an earlier call compare none, and send none.
-            here = ", ".join(f"{path}: {kind}" for path, kind in mine)
-            raise ModelError(
-                "arguments of one kind on all ranks, in each call",
-                f"here {here}, unlike earlier calls; the others did not compare theirs ({error})",
-                where=f"net(...), rank {self._channel.rank}",
-                hint="the same arguments on all ranks; a rank without rows gives a tensor of none",
-            ) from error
+        here = ", ".join(f"{path}: {kind}" for path, kind in mine)
+        told = self._comparisons.gather(
+            [list(each) for each in mine], "arguments of a call", here=here, alone=known > 0
+        )
         each = [dict(theirs) for theirs in told]
         for path in dict.fromkeys(name for theirs in each for name in theirs):
             kinds = [theirs.get(path, "not given") for theirs in each]
@@ -170,7 +167,8 @@ class Placer:
         """Return own rows of a target: a row a vertex; of several vertex sets, its sizes say which."""
         if len(self._sets.vertices) == 1:
             return self.place(value, self._sets.vertices[0], 0)
-        return self._tensor("target", value, "")
+        with self._comparisons.call():
+            return self._tensor("target", value, "")
 
     def recognized(self, value: Tensor) -> str | None:
         """Return the set whose attribute a tensor is, ``""`` for an input of the part; None for any other."""
@@ -323,7 +321,10 @@ class Placer:
                 for copies in sorted({1, self._copies})
                 if size in (rows.count * copies, rows.size * copies)
             ]
-            told: Any = self._channel.gather_objects([mine, list(value.shape)], f"rows of {path}")
+            here = f"{path}: {_kind(value)} that is no attribute of the graph"
+            told = self._comparisons.gather(
+                [mine, list(value.shape)], f"rows of {path}", here=here, alone=True
+            )
             each, shapes = zip(*told, strict=True)
             self._decided[key] = self._chosen(
                 path, value, [found for found in mine if all(found in e for e in each)]
@@ -399,6 +400,8 @@ def _kind(value: Any) -> str:
         return f"a tensor of {value.dim()} axes"
     if isinstance(value, Mapping) and type(value) is dict:
         return f"a dict of {', '.join(f'{key}: {_kind(each)}' for key, each in value.items())}"
+    if isinstance(value, Data):
+        return f"a Data of {', '.join(f'{key}: {_kind(each)}' for key, each in value.to_dict().items())}"
     if type(value) in (list, tuple):
         return f"a {type(value).__name__} of {', '.join(map(_kind, value))}"
     return type(value).__name__
