@@ -264,7 +264,7 @@ def later(channel: Channel, case: str) -> tuple[str, float]:
     """A rank's arguments differ in a later call; the error, and the seconds until it."""
     data, mine = graph(), channel.rank == channel.size - 1
     x, begun = data.x.clone(), time.monotonic()
-    batch = torch.stack([x, x + 1])
+    batch = torch.stack([x, x + 1]), torch.cat([data.edge_index, data.edge_index + N], dim=1)
 
     def forward(x: Tensor, edges: Tensor, more: Any = None) -> Tensor:
         return model(x.flatten(0, -2), edges).view(*x.shape[:-1], -1)
@@ -274,19 +274,20 @@ def later(channel: Channel, case: str) -> tuple[str, float]:
         "one more": (x, data.edge_index, *([data.edge_attr] if mine else [])),
         "one less": (x, data.edge_index, *([] if mine else [data.edge_attr])),
         "other axes": (x.unsqueeze(0) if mine else x, data.edge_index),
-        "other samples": (
-            (batch, torch.cat([data.edge_index, data.edge_index + N], 1)) if mine else (x, data.edge_index)
-        ),
-        "not known": (x if mine else data.x, data.edge_index),
-        "each known": (x.unsqueeze(0) if mine else x, data.edge_index),
+        "other samples": batch if mine else (x, data.edge_index),
+        "not known": (x, data.edge_index),
+        "each known": batch if mine else (x, data.edge_index),
     }
     try:
         with kagome.shard(model, data, log=str, timeout=4 if case == "each known" else 60) as net:
-            net.run(forward, *((data.x, data.edge_index) if case == "not known" else (x, data.edge_index)))
+            placed = net.place(data.x)
+            net.run(forward, placed if case == "not known" else x, data.edge_index)
+            if not mine:
+                more["not known"] = placed, data.edge_index
             if case == "one less":
                 net.run(forward, x, data.edge_index)
             if case == "each known":
-                net.run(forward, x.unsqueeze(0), data.edge_index)
+                net.run(forward, *batch)
             begun = time.monotonic()
             net.run(forward, *more[case])
     except kagome.KagomeError as error:
@@ -302,7 +303,7 @@ def later(channel: Channel, case: str) -> tuple[str, float]:
         ("one less", "argument 3: a tensor of 2 axes, unlike earlier calls; rank"),
         ("other axes", "argument 1: a tensor of 3 axes, argument 2: a tensor of 2 axes, unlike earlier"),
         ("other samples", "the edges: those of 2 samples, unlike earlier calls"),
-        ("not known", "argument 1: a tensor of 2 axes that is no attribute of the graph, unlike earlier"),
+        ("not known", "argument 1: a tensor of 2 axes, whose rows are to be found, unlike earlier calls"),
     ],
 )
 def test_other_arguments_of_a_rank_in_a_later_call_are_refused_soon(

@@ -38,7 +38,7 @@ class _Doing:
     peers: tuple[int, ...]
 
 
-class Progress(NamedTuple):
+class CallProgress(NamedTuple):
     """How far a rank is in the calls of a training loop of the user's own, whose arguments ranks compare.
 
     Args:
@@ -71,7 +71,7 @@ class Seen:
     begun: float
     alive: float
     waits: bool
-    progress: Progress
+    progress: CallProgress
 
 
 class Watchdog:
@@ -108,12 +108,12 @@ class Watchdog:
         self._frame = "its start"
         self._now = _Doing(0, self._frame, time.monotonic(), ())
         self._warned = -1
-        self.progress = Progress()
+        self.progress = CallProgress()
         self._closed, self._silent = threading.Event(), False
         self._thread: threading.Thread | None = None
         if size > 1:
             self._store = _own_client(store)
-            self.publish()
+            self._publish()
             self._thread = threading.Thread(target=self._run, name="kagome-watch", daemon=True)
             self._thread.start()
 
@@ -146,7 +146,13 @@ class Watchdog:
             number, action, begun, alive, waits, progress = json.loads(found)
         except (RuntimeError, ValueError):
             return None
-        return Seen(number, action, begun, alive, waits, Progress(*progress))
+        return Seen(number, action, begun, alive, waits, CallProgress(*progress))
+
+    def tell(self) -> None:
+        """Publish this rank's state now, for ranks that look at it more often than the thread publishes."""
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the store's host has ended
+                self._asked(self._publish)
 
     def stale(self, seen: Seen) -> float | None:
         """Return for how many seconds a rank has published nothing, if they are too many; else None."""
@@ -214,7 +220,7 @@ class Watchdog:
             thread.join(timeout=5.0)
         if not thread.is_alive():
             with suppress(RuntimeError):  # the store's host has ended
-                self._asked(self.publish)
+                self._asked(self._publish)
             del self._store
 
     def _asked(self, call: Callable[[], Answer]) -> Answer:
@@ -241,13 +247,12 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closed.wait(self._every):
             try:
-                self.publish()
+                self._publish()
             except RuntimeError:
                 return  # the store's host has ended, so the run ends; this thread need not report it
             self._warn()
 
-    def publish(self) -> None:
-        """Publish what this rank does now; the thread does it every few seconds."""
+    def _publish(self) -> None:
         doing = self._now  # read once: another thread replaces it
         age, wall = time.monotonic() - doing.since, time.time()
         # Wall-clock times, since the monotonic clocks of two hosts are unrelated.

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from kagome.comm.channel import Channel
-from kagome.comm.watchdog import Progress
+from kagome.comm.watchdog import CallProgress
 from kagome.errors import ModelError
 
 PAUSE: Final = 0.02
@@ -36,7 +36,8 @@ class Comparisons:
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel, self._watch = channel, channel.watch
+        # A rank that has the whole graph compares with nobody, and may call alone.
+        self._channel, self._watch = channel, None if channel.size == 1 else channel.watch
         self.layout = 1
         """The number of the layout of the present call's arguments, in the order in which ranks met them."""
 
@@ -47,7 +48,7 @@ class Comparisons:
             yield
             return
         before = watch.progress
-        watch.progress = Progress(before.call + 1, before.compared)
+        watch.progress = CallProgress(before.call + 1, before.compared)
         yield
         watch.progress = watch.progress._replace(layout=self.layout)
 
@@ -74,16 +75,13 @@ class Comparisons:
 
         Raises:
             ModelError: If a rank goes on without comparing.
-            KagomeError: The error that another rank has reported.
         """
         watch, channel, names = self._watch, self._channel, self._channel.names
         assert watch is not None
-        watch.publish()
+        watch.tell()
         mine, end = watch.progress, time.monotonic() + channel.timeout
         waiting = [name for rank, name in enumerate(names) if rank != channel.rank]
         while waiting and time.monotonic() < end:
-            if (reported := watch.reported()) is not None:
-                raise reported
             for name in [*waiting]:
                 seen = watch.seen(name)
                 # A message to a rank that is gone, or of which nothing is known, ends in an error of its own.

@@ -83,6 +83,8 @@ class Placer:
         self._comparisons = Comparisons(channel)
         self._layouts: dict[tuple[tuple[str, str], ...], int] = {}
         """The layouts of arguments that the ranks have compared, numbered from 1."""
+        self._first = True
+        """Whether the first call runs, in which all ranks compare their arguments."""
         self._batches: WeakTensorMap[tuple[int, list[int], int]] = WeakTensorMap()
         self._graph = edges_of(given)
         self._note(given)
@@ -136,12 +138,13 @@ class Placer:
         if self._copies > 1:
             mine = (*mine, ("the edges", f"those of {self._copies} samples"))
         known = len(self._layouts)
+        self._first = not known
         self._comparisons.layout = self._layouts.setdefault(mine, known + 1)
         if len(self._layouts) == known:
             return
         here = ", ".join(f"{path}: {kind}" for path, kind in mine)
         told = self._comparisons.gather(
-            [list(each) for each in mine], "arguments of a call", here=here, alone=known > 0
+            [list(each) for each in mine], "arguments of a call", here=here, alone=not self._first
         )
         each = [dict(theirs) for theirs in told]
         for path in dict.fromkeys(name for theirs in each for name in theirs):
@@ -321,9 +324,9 @@ class Placer:
                 for copies in sorted({1, self._copies})
                 if size in (rows.count * copies, rows.size * copies)
             ]
-            here = f"{path}: {_kind(value)} that is no attribute of the graph"
+            here = f"{path}: {_kind(value)}, whose rows are to be found"
             told = self._comparisons.gather(
-                [mine, list(value.shape)], f"rows of {path}", here=here, alone=True
+                [mine, list(value.shape)], f"rows of {path}", here=here, alone=not self._first
             )
             each, shapes = zip(*told, strict=True)
             self._decided[key] = self._chosen(
