@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,29 @@ def test_losses_by_name(ranks: Any, world: int, kind: str) -> None:
     wanted = ranks(1, by_trainer, kind)[0]["losses"]
     for found in ranks(world, by_hand, kind, ""):
         torch.testing.assert_close(found["losses"], wanted, rtol=1e-10, atol=1e-10)
+
+
+def in_bf16(channel: Channel | None, casts: bool) -> list[float]:
+    """Losses of a loop under autocast, plain or over ``kagome.shard``."""
+    data, model = graph(torch.float32), model_of().float()
+    with nullcontext() if channel is None else kagome.shard(model, data, log=str) as net:
+        optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+        y = data.y if channel is None else net.place(data.y)
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                out = (model if channel is None else net)(data.x, data.edge_index)
+            values = functional.cross_entropy(out.float(), y, reduction="none")
+            loss = values.mean() if channel is None else net.mean(values)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_autocast_around_a_call(ranks: Any, world: int) -> None:
+    exact, wanted = in_bf16(None, False), in_bf16(None, True)
+    for found in ranks(world, in_bf16, True):
+        assert found == pytest.approx(wanted, abs=0.01)
+        assert found != pytest.approx(exact, abs=1e-6)

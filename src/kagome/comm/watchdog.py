@@ -154,12 +154,6 @@ class Watchdog:
             with suppress(RuntimeError):  # the store's host has ended
                 self._asked(self._publish)
 
-    def stale(self, seen: Seen) -> float | None:
-        """Return for how many seconds a rank has published nothing, if they are too many; else None."""
-        silent = time.time() - seen.alive
-        # Two publications may be late on a busy host; after three the process is stopped or gone.
-        return silent if silent > 3 * self._every else None
-
     def report_error(self, error: BaseException) -> None:
         """Publish the error that ends this rank, so that ranks waiting for it raise the same error."""
         # A CommError is usually the consequence of another rank's end, and would hide the cause. Errors that
@@ -196,8 +190,10 @@ class Watchdog:
             return f"rank {rank}, of which nothing was seen{gone}"
         now = time.time()
         text = f"rank {rank}, which was last seen in '{seen.action}' {max(0.0, now - seen.begun):.0f} s ago"
-        if (silent := self.stale(seen)) is not None:
-            text += f" and has given no sign of life for {silent:.0f} s"
+        # Two publications may be late on a busy host; after three the process is stopped or gone.
+        if now - seen.alive > 3 * self._every:
+            text += f" and has given no sign of life for {now - seen.alive:.0f} s"
+        # Ranks that know their arguments from different calls wait for rows of other sizes.
         mine, theirs = self.progress, seen.progress
         if mine.call == theirs.call and 0 < mine.layout != theirs.layout > 0:
             text += f", in a call of net(...) with arguments of another layout than those of rank {self.rank}"

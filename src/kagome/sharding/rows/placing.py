@@ -19,7 +19,9 @@ one rank has vertices, by chance, does not have as many as the next rank has.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
+from kagome.comm.watchdog import CallProgress
 from kagome.errors import ModelError
 from kagome.graph.structure.sets import Graph, edge_name
 from kagome.intercept.interceptor import Interceptor
@@ -36,7 +39,6 @@ from kagome.model.forward_call import as_data
 from kagome.placement.placement import PlacementKind
 from kagome.placement.weak_map import WeakTensorMap
 from kagome.sharding.gradients.boundary import Boundary
-from kagome.sharding.rows.comparisons import Comparisons
 from kagome.sharding.rows.row_sets import RowSet, RowSets
 
 HINT: Final = "net.place(tensor, 'vertices', axis=...) for such a tensor, or the name of another set"
@@ -379,6 +381,96 @@ class Placer:
         if not value.requires_grad and share is not value:
             self._cuts[value] = value._version, where, share
         return share
+
+
+# Comparisons ---------------------------------------------------------------------------------------
+
+# [Note: alone] Ranks compare each layout of arguments when they first meet it:
+#
+#     call 1   rank 0   compares with all   ─┐ the layout of the arguments, and whose rows they have
+#              rank 1   compares with all   ─┘
+#     call 2   known arguments: nothing is compared, and nothing is sent
+#     call 3   rank 0   known arguments, so it goes on and waits for rows of rank 1
+#              rank 1   new ones: it sees that rank 0 has passed call 3, and raises an error on all ranks
+#
+# How far a rank is stands in what its watchdog publishes every 2 s anyway, so no call sends a message for it.
+PAUSE: Final = 0.02
+"""Seconds between two looks at what the other ranks have published."""
+GONE: Final = 30.0
+"""Seconds without a sign of life after which a rank counts as gone."""
+
+
+class Comparisons:
+    """What ranks compare of the arguments of a model's calls: see [Note: alone].
+
+    Args:
+        channel: The channel of all ranks of the graph.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        # A rank that has the whole graph compares with nobody, and may call alone.
+        self._channel, self._watch = channel, None if channel.size == 1 else channel.watch
+        self.layout = 1
+        """The number of the layout of the present call's arguments, in the order in which ranks met them."""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Wrap the placing of the arguments of one call. All ranks call it alike."""
+        if (watch := self._watch) is None:
+            yield
+            return
+        # An error in the block leaves the layout at 0: this rank has not passed the call.
+        before = watch.progress
+        watch.progress = CallProgress(before.call + 1, before.compared)
+        yield
+        watch.progress = watch.progress._replace(layout=self.layout)
+
+    def gather(self, mine: object, action: str, *, here: str, alone: bool) -> list[Any]:
+        """Return what each rank has to say, on every rank. It runs within :meth:`call`.
+
+        Args:
+            mine: What this rank says: plain data.
+            action: The comparison, for errors.
+            here: This rank's arguments in words.
+            alone: Whether another rank may go on without comparing.
+
+        Raises:
+            ModelError: If another rank goes on without comparing.
+        """
+        if self._watch is not None:
+            self._watch.progress = self._watch.progress._replace(compared=self._watch.progress.compared + 1)
+            if alone:
+                self._refuse_alone(here)
+        return self._channel.gather_objects(mine, action)
+
+    def _refuse_alone(self, here: str) -> None:
+        """Return when all ranks compare, or when only a message to them can tell whether they do.
+
+        Raises:
+            ModelError: If a rank goes on without comparing.
+        """
+        watch, channel, names = self._watch, self._channel, self._channel.names
+        assert watch is not None
+        # The others may be waiting for this rank in the same way.
+        watch.tell()
+        mine, end = watch.progress, time.monotonic() + channel.timeout
+        waiting = [name for rank, name in enumerate(names) if rank != channel.rank]
+        while waiting and time.monotonic() < end:
+            for name in [*waiting]:
+                seen = watch.seen(name)
+                # A message to a rank that is gone, or of which nothing is known, ends in an error of its own.
+                if seen is None or time.time() - seen.alive > GONE or seen.progress.compared >= mine.compared:
+                    waiting.remove(name)
+                # It is in a later call, or has placed the arguments of this one.
+                elif (seen.progress.call, seen.progress.layout > 0) > (mine.call, False):
+                    raise ModelError(
+                        "arguments of one kind on all ranks, in each call",
+                        f"here {here}, unlike earlier calls; rank {name} has gone on with arguments of an "
+                        "earlier call",
+                        where=f"net(...), rank {names[channel.rank]}",
+                        hint="the same arguments on all ranks; a rank without rows gives a tensor of none",
+                    )
+            time.sleep(PAUSE)
 
 
 def edges_of(given: Data | HeteroData | Graph | None) -> dict[int, Tensor]:
