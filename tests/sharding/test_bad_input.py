@@ -49,6 +49,9 @@ def unfit(channel: Channel, case: str) -> str:
     def with_more(x: Tensor, edge_index: Tensor, more: Any = None) -> Tensor:
         return model(x if more is None else more, edge_index)  # type: ignore[no-any-return]
 
+    def with_number(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x, edge_index), torch.tensor([float(channel.rank)])
+
     def run() -> None:
         with kagome.shard(model, data, log=str) as net:
             call(net, data.x, data.edge_index)
@@ -66,6 +69,7 @@ def unfit(channel: Channel, case: str) -> str:
             "by name on one": lambda: net.run(with_more, x, edges, **({"more": x} if mine else {})),
             "axes": lambda: net.run(with_more, x, edges, x if mine else x.unsqueeze(0)),
             "vector": lambda: net(x, edges).sum(1).backward(),
+            "number": lambda: net.run(with_number, x, edges),
         }
         calls[case]()
 
@@ -89,6 +93,7 @@ def unfit(channel: Channel, case: str) -> str:
         ("rows on one", ["NoneType on rank 0, a tensor of 2 axes on rank 1"]),
         ("by name on one", ["more to be of one kind", "not given on rank 0, a tensor of 2 axes on rank 1"]),
         ("axes", ["a tensor of 3 axes on rank 0, a tensor of 2 axes on rank 1"]),
+        ("number", ["outputs with own rows, or the same on all ranks; got one of shape [1] and sum"]),
         ("vector", ["RuntimeError: grad can be implicitly created only for scalar outputs"]),
     ],
 )

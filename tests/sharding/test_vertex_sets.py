@@ -393,7 +393,7 @@ def test_pairs_of_two_sets_and_an_edge_set_without_edges(ranks: Any, world: int)
 
 
 def lazy(channel: Channel | None) -> dict[str, Tensor]:
-    """Lazy layers of a ``kagome.Graph`` that take their shapes from a few rows, before the model is sharded."""
+    """Lazy layers of a ``kagome.Graph``, called with a few rows before the model is sharded."""
     generator = torch.Generator().manual_seed(8)
     up = torch.stack([torch.randint(n, (50,), generator=generator) for n in (19, 11)])
     graph = kagome.Graph(
