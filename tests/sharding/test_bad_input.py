@@ -300,6 +300,7 @@ def later(channel: Channel, case: str) -> tuple[str, float]:
     return "nothing", 0.0
 
 
+@pytest.mark.some(1, each="case")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     ("case", "words"),

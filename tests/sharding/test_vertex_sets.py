@@ -413,8 +413,8 @@ def lazy(channel: Channel | None) -> dict[str, Tensor]:
         def forward(self, grid: Tensor, mesh: Tensor, up: Tensor, down: Tensor) -> Tensor:
             return self.down((self.up((grid, mesh), up).relu(), grid), down)
 
-    model = Both().double()
     torch.manual_seed(5 if channel is None else 5 + channel.rank)  # all ranks get the weights of rank 0
+    model = Both().double()
     edge = torch.zeros(2, 1, dtype=torch.int64)
     with torch.no_grad():
         model(grid[:2], mesh[:2], edge, edge)
