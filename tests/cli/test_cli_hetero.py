@@ -150,6 +150,7 @@ def dblp(raw: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_data_set_of_pyg_with_several_vertex_types(folder: Path) -> None:
     dblp(folder / "data" / "DBLP" / "raw")
     (folder / "mine.py").write_text(DBLP)

@@ -1,4 +1,4 @@
-"""Task: what a block draws leaves all generators as they were; outputs without rows are those of all ranks."""
+"""Task: draws leave all generators as they were; outputs without rows are those of all ranks."""
 
 from __future__ import annotations
 
