@@ -22,7 +22,7 @@ from kagome.comm.channel import Channel
 
 USERS, ITEMS, STEPS = 19, 11, 4
 LATE, FEEDBACK, SAMPLED = {"max_age": 1}, {"codec": "bf16", "error_feedback": True}, {"halo_sample": 0.5}
-CODEC = {"codec": "bf16"}
+KNOWN = {"late": LATE, "codec": {"codec": "bf16"}, "feedback": FEEDBACK, "sampled": SAMPLED}
 
 
 def bought() -> Tensor:
@@ -180,12 +180,11 @@ def predicted(
     return found, losses
 
 
-@pytest.mark.some(1, each="settings")
+@pytest.mark.some(1, each="how")
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("settings", [LATE, CODEC, FEEDBACK, SAMPLED], ids=lambda each: "-".join(each))
-def test_rows_of_two_sets_are_those_that_a_plain_loop_predicts(
-    ranks: Any, world: int, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("how", KNOWN)
+def test_rows_of_two_sets_are_those_that_a_plain_loop_predicts(ranks: Any, world: int, how: str) -> None:
+    settings = KNOWN[how]
     told = ranks(world, by_ranks, settings)
     expected, losses = predicted(settings, [own for *_, own in told])
     for found, mine, _ in told:
