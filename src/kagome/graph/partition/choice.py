@@ -27,7 +27,7 @@ SHARE: Final = 0.9
 
 @dataclass(frozen=True)
 class PartitionMethod:
-    """A partitioner with what it is asked for, in one text: it names saved parts, and is a part of cache keys.
+    """A partitioner with what it is asked for, in one text that saved parts and cache keys hold.
 
     Args:
         name: The partitioner's name, or ``auto``.
@@ -72,6 +72,11 @@ class PartitionMethod:
         shares = f"/{self.shares}" if self.shares > 1 else ""
         weights = ":".join(f"{weight:.12g}" for weight in self.weights)
         return f"{self.name}{shares}{'@' if weights else ''}{weights}"
+
+    @property
+    def of_parts(self) -> tuple[float, ...]:
+        """The weight of each part after the division into shares; () if all are alike."""
+        return tuple(weight for weight in self.weights for _ in range(self.shares))
 
     def cut_parts(self, parts: int) -> int:
         """Return how many parts are cut, each of which is divided into shares.

@@ -49,7 +49,7 @@ class Partitioner(Protocol):
 
 
 def contiguous(edge_index: Tensor, num_nodes: int, weights: Weights, seed: int) -> Tensor:
-    """Cut the vertices, in their given order, into pieces as large as their weights: a :class:`Partitioner`."""
+    """Cut the vertices, in their order, into pieces as large as their weights: a :class:`Partitioner`."""
     return pieces(num_nodes, weights)
 
 
