@@ -103,9 +103,8 @@ class PartitionCommand:
     @property
     def method(self) -> str:
         """The partitioner with the weights, as ``graph.partition`` takes it."""
-        return config.Parallel(partitioner=self.partitioner, part_weights=self.part_weights).cutter(
-            self.parts
-        )
+        cut = config.Parallel(partitioner=self.partitioner, part_weights=self.part_weights)
+        return cut.cutter(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,6 @@ class GraphSize:
             seed: The partitioner's seed.
             weights: The weights of the parts; () if all are alike.
         """
-        n, e = self.vertices, self.edges
         if self.data is not None:
             edge_index: Tensor = self.data.edge_index
             # As a run cuts it by default, with the same seed, so that rows and halo are exact.
