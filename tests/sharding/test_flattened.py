@@ -464,7 +464,7 @@ def results(channel: Channel | None, folder: str) -> dict[str, Any]:
     )
     sets: Any = {"few": kagome.Vertices(2), "rows": kagome.Vertices(N)}
     graph = kagome.Graph(**sets, down=kagome.Edges("few", "rows", few))
-    x, y = torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(3, N, 4, dtype=torch.float64)
+    x, y = torch.randn(5, 2, 4, dtype=torch.float64), torch.randn(5, N, 4, dtype=torch.float64)
 
     class Down(nn.Module):
         def __init__(self) -> None:
@@ -473,7 +473,7 @@ def results(channel: Channel | None, folder: str) -> dict[str, Any]:
 
         def forward(self, few: Tensor, rows: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
             sizes = torch.tensor([[2], [N]])
-            edges = torch.cat([edges + i * sizes for i in range(3)], dim=1)
+            edges = torch.cat([edges + i * sizes for i in range(5)], dim=1)
             few, rows = few.flatten(0, 1), rows.flatten(0, 1)
             return few * 2, self.conv((few, rows), edges).tanh()
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data, HeteroData
 
@@ -240,6 +241,10 @@ class ShardedModel(ModelState):
             )
 
         refuse_pieces(self, self._beside, self._mesh.graph, cut=bool(self._tables))
+        if isinstance(self, FSDPModule) and self._mesh.graph.size == 1:
+            # Kernels may read a table of the whole graph where it lies, as an array of NumPy. Torch does not
+            # free memory that has been one, as FSDP does after each pass.
+            self._parallel.scope.forward.fast = False
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error for a first call that failed on a part."""
