@@ -122,12 +122,12 @@ def relieve(
         into: The same of the vertices that it reads.
         weight: The in-edges of each vertex.
         owner: The part of each vertex; changed in place.
-        bounds: Most vertices and most in-edges of a part, then the number of parts.
+        bounds: Most vertices ``[0, q]`` and most in-edges ``[1, q]`` of each part q.
         rounds: How often each vertex is looked at, at most.
 
     Cost: a pass over the edges for each part and round; 8 bytes a vertex and part.
     """
-    parts = int(bounds[2])
+    parts = bounds.shape[1]
     readers, rows = _readers(out[0], out[1], owner, parts)
     load = np.zeros((2, parts))
     for v in range(owner.size):
@@ -158,7 +158,7 @@ def relieve(
             # No part is left without a vertex.
             if q == p or near[q] == 0 or load[0, p] <= 1:
                 continue
-            if load[0, q] + 1 > bounds[0] or load[1, q] + weight[v] > bounds[1]:
+            if load[0, q] + 1 > bounds[0, q] or load[1, q] + weight[v] > bounds[1, q]:
                 continue
             _change(readers, owner, sources, v, q, change)
             relief = _allowed(rows, change, way, p)
