@@ -454,7 +454,6 @@ def quits(launcher: int) -> None:
 
 
 def test_sigquit_ends_the_launcher_with_its_code():
-    """The handler is torch's own, so nothing had noted the signal: an IndexError."""
     with pytest.raises(SystemExit) as left:
         start_local(1, quits, os.getpid())
     assert left.value.code == 128 + signal.SIGQUIT

@@ -30,6 +30,7 @@ from kagome.graph.partition.partition import Partition, extract, fingerprint
 from kagome.graph.partition.sets_partition import Part
 from kagome.graph.partition.store import Meta
 from kagome.graph.prepare import owners, prepare
+from kagome.graph.prepare_process import Standby
 from kagome.graph.structure.validate import validate
 from kagome.launch.host_memory import available_bytes
 from kagome.train.host_parts import HostParts, Look, Offer
@@ -236,11 +237,13 @@ def _refuse_unlike_lists(
         )
 
 
-def from_run(settings: config.Run, channel: Channel) -> tuple[Part, Meta]:
+def from_run(settings: config.Run, channel: Channel, standby: Standby | None = None) -> tuple[Part, Meta]:
     """Return this rank's part of the graph of a run of the command line, as its model takes it."""
     method, seed, reuse = settings.cut(channel.size)
     several = partial(from_hetero, settings=settings, channel=channel)
-    found = from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse, several=several)
+    found = from_settings(
+        settings.data, channel, method=method, seed=seed, reuse=reuse, several=several, standby=standby
+    )
     return for_model(settings.model.name, *found)
 
 
@@ -252,6 +255,7 @@ def from_settings(
     seed: int,
     reuse: bool = False,
     several: Callable[[HeteroData], tuple[Part, Meta]] | None = None,
+    standby: Standby | None = None,
 ) -> tuple[Part, Meta]:
     """Return this rank's part of a graph named by settings; see the module docstring.
 
@@ -263,6 +267,8 @@ def from_settings(
         reuse: Take the parts from the user's cache if nothing that decides them has changed; store them
             there.
         several: Takes the part of a graph of several vertex sets, which each rank loads; None refuses one.
+        standby: The process that loads and cuts the graph if this is the first rank of its host; None starts
+            one.
 
     Raises:
         KagomeError: The error that loading or partitioning raised, on every rank.
@@ -284,7 +290,9 @@ def from_settings(
     # The first rank of each host makes or finds the parts of its host; the others read what it offers.
     first = hosts.index(host) == channel.rank
     with ExitStack() as stack:
-        source = HostParts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
+        source = None
+        if first:
+            source = HostParts(settings, method, seed, channel.size, cache.opened(reuse), standby)
         # All hosts partition alike: within the least free memory of any, by the partitioner of cached parts.
         facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
         seen = [fact for fact in facts if isinstance(fact, Look)]

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-with suppress(Exception):
+from kagome.launch.gc import uncollected
+
+with suppress(Exception), uncollected():
+    import kagome.kernels.cpu.dispatch
     import kagome.model.zoo
     import kagome.train.trainer  # noqa: F401
