@@ -34,6 +34,7 @@ from kagome.config.commands import (
 )
 from kagome.config.fields import path_of
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
+from kagome.kernels.base.kept_code import missing
 from kagome.launch.environment import environment
 from kagome.launch.os_errors import end_with, in_words
 from kagome.run_dir.claim import continues_run, refuse_taken
@@ -52,6 +53,8 @@ MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tens
 """Flags that make a resumed run be split anew."""
 LOADED = ("kagome.train.preload",)
 """Modules that every rank of a training imports."""
+AHEAD = ("kagome.cli.ahead",)
+"""Programs that compile loops while ranks import torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -187,6 +190,7 @@ def _train(args: list[str]) -> int:
         resume,
         command.overwrite,
         loaded=LOADED,
+        beside=AHEAD if missing() else (),
         restarts=command.max_restarts,
     )
     return 0

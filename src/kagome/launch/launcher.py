@@ -16,6 +16,7 @@ import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -67,6 +68,7 @@ def start_local(
     function: Callable[..., object],
     *args: object,
     loaded: Sequence[str] = (),
+    beside: Sequence[str] = (),
     restarts: int = 0,
 ) -> object:
     """Run a function on N ranks of this host and return what rank 0 returns.
@@ -82,6 +84,8 @@ def start_local(
         loaded: Modules to import once, in a process from which the ranks are then forked: torch and PyG take
             seconds to load, on as many cores as there are ranks. Use it in a process that starts ranks only
             once, because whatever the modules read from the environment stays the same.
+        beside: Modules to run as programs meanwhile, each in a process of its own that gets this process's id
+            as its argument. They speed up the start and are not waited for; whatever they print is lost.
         restarts: How often all ranks are restarted after one has failed. A fault that a user must fix is not
             retried. :attr:`kagome.launch.environment.Ranks.restarts` tells the function the number of
             restarts.
@@ -100,7 +104,7 @@ def start_local(
         raise LaunchError("--nproc to be a number from 1 up", f"{nproc}")
     _refuse_too_many(nproc)
     # The environment first: the fork server takes its own when it starts.
-    with _shared_cores(nproc):
+    with _shared_cores(nproc), _running(beside):
         method = _begin_loading(loaded)
         for count in range(restarts + 1):
             try:
@@ -237,6 +241,26 @@ def _begin_loading(modules: Sequence[str]) -> Literal["forkserver", "spawn"]:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kagome.launch.fork", *modules])
     forkserver.ensure_running()
     return "forkserver"
+
+
+@contextmanager
+def _running(modules: Sequence[str]) -> Iterator[None]:
+    """Run modules as programs during the block, and kill those that still run after it."""
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for module in modules
+    ]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str, launcher: int) -> object:

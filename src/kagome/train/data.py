@@ -32,6 +32,7 @@ from kagome.graph.partition.store import Meta
 from kagome.graph.prepare import owners, prepare
 from kagome.graph.prepare_process import Standby
 from kagome.graph.structure.validate import validate
+from kagome.kernels.first_calls import call_sums
 from kagome.launch.host_memory import available_bytes
 from kagome.train.host_parts import HostParts, Look, Offer
 from kagome.train.sets_source import from_hetero
@@ -296,6 +297,8 @@ def from_settings(
         # All hosts partition alike: within the least free memory of any, by the partitioner of cached parts.
         facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
         seen = [fact for fact in facts if isinstance(fact, Look)]
+        if source is None and channel.device.type == "cpu":
+            call_sums()  # there is time for it until the parts are made
         made = source and source.make(stack, seen)
         offers = channel.gather_objects(made, "load and cut the graph", [Offer])
         for offer in offers:

@@ -1,0 +1,30 @@
+"""First calls: kernels are run on two rows, so that they are compiled or loaded before they are needed.
+
+Where it sits: ranks that wait for their parts do so (``train.data``), and the process that compiles ahead.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kagome.kernels import ops
+from kagome.kernels.base.csr import CsrLayout, grouped, turned
+
+
+def call_sums() -> None:
+    """Sum over the neighbours of two rows in float64, as the check of a model does, and in float32.
+
+    Cost:
+        About 0.1 s where machine code is on disk, a second or two where it is not.
+    """
+    one = torch.tensor([0, 1])
+    layout = CsrLayout(torch.tensor([0, 1, 2]), one + 1, one.to(torch.int32), one.to(torch.int32))
+    for dtype in (torch.float64, torch.float32):
+        ops.sum_rows(layout, torch.ones(2, 1, dtype=dtype))
+
+
+def call_layouts() -> None:
+    """Sort two edges, and transpose their layout."""
+    ends = torch.tensor([0, 1]).numpy()
+    pointer, _, column, edge = grouped(ends, ends[::-1].copy(), 2, 2)
+    turned(pointer, column, edge, 2)
