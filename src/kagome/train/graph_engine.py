@@ -386,7 +386,7 @@ class GraphEngine:
             before = buffers.now(), buffers.copies()
             try:
                 return self._kept(epoch, SavedMemory(self.scope, self.model), watched=watched)
-            except RuntimeError as error:
+            except (RuntimeError, ModelError) as error:  # as torch raises it, or in words
                 if not _of_hooks(error):
                     raise
                 buffers.restore(*before)  # torch.func takes no such hooks: this memory is not measured
