@@ -55,7 +55,7 @@ PHASES = {
 
 
 def imported(code: str) -> dict[str, Any]:
-    """Return the modules that a line of imports loads, and the processor seconds of each package in itself."""
+    """Return the modules that a line of imports loads, and the processor seconds of each package."""
     import importlib._bootstrap as bootstrap
 
     find, inner, own = bootstrap._find_and_load_unlocked, [0.0], {}  # type: ignore[attr-defined]
@@ -174,11 +174,8 @@ def ranks(options: argparse.Namespace) -> dict[str, Any]:
     """Start once with empty caches and once with full ones; return what the ranks noted."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        env = {
-            **_environment(options),
-            "NUMBA_CACHE_DIR": f"{folder}/numba",
-            "KAGOME_CACHE": f"{folder}/cache",
-        }
+        env = {**_environment(options), "NUMBA_CACHE_DIR": f"{folder}/numba"}
+        env["KAGOME_CACHE"] = f"{folder}/cache"
         for name in ("empty caches", "warm"):
             notes = Path(folder, name)
             notes.mkdir()

@@ -57,12 +57,9 @@ def is_ready(made: Any) -> bool:
     """Return whether a loop was compiled by this process, or its machine code is on disk."""
     if made.signatures:
         return True
-    loop = made.py_func
-    source = Path(loop.__code__.co_filename)
-    name = loop.__qualname__.replace("<", "").replace(">", "")
-    found = Path(made.stats.cache_path or "").glob(
-        f"{source.stem}.{name}-{loop.__code__.co_firstlineno}.*.nbi"
-    )
+    code, source = made.py_func.__code__, Path(made.py_func.__code__.co_filename)
+    name = made.py_func.__qualname__.replace("<", "").replace(">", "")
+    found = Path(made.stats.cache_path or "").glob(f"{source.stem}.{name}-{code.co_firstlineno}.*.nbi")
     # Machine code that is older than its source is not loaded.
     return any(index.stat().st_mtime >= source.stat().st_mtime for index in found)
 
