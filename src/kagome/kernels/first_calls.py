@@ -11,16 +11,22 @@ from kagome.kernels import ops
 from kagome.kernels.base.csr import CsrLayout, grouped, turned
 
 
-def call_sums() -> None:
+def call_sums(width: int = 1) -> None:
     """Sum over the neighbours of two rows in float64, as the check of a model does, and in float32.
 
+    Args:
+        width: A width of rows that the model has; sums of odd widths have a loop in common.
+
     Cost:
-        About 0.1 s where machine code is on disk, a second or two where it is not.
+        A few hundredths of a second where machine code is on disk, some seconds where it is not.
     """
     one = torch.tensor([0, 1])
     layout = CsrLayout(torch.tensor([0, 1, 2]), one + 1, one.to(torch.int32), one.to(torch.int32))
     for dtype in (torch.float64, torch.float32):
         ops.sum_rows(layout, torch.ones(2, 1, dtype=dtype))
+        x, weight = torch.ones(2, width, dtype=dtype), torch.ones(2, dtype=dtype)
+        ops.sum_rows(layout, x, weight)
+        ops.sum_rows(layout, x)
 
 
 def call_layouts() -> None:

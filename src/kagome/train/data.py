@@ -243,7 +243,14 @@ def from_run(settings: config.Run, channel: Channel, standby: Standby | None = N
     method, seed, reuse = settings.cut(channel.size)
     several = partial(from_hetero, settings=settings, channel=channel)
     found = from_settings(
-        settings.data, channel, method=method, seed=seed, reuse=reuse, several=several, standby=standby
+        settings.data,
+        channel,
+        method=method,
+        seed=seed,
+        reuse=reuse,
+        several=several,
+        standby=standby,
+        width=settings.model.hidden,
     )
     return for_model(settings.model.name, *found)
 
@@ -257,6 +264,7 @@ def from_settings(
     reuse: bool = False,
     several: Callable[[HeteroData], tuple[Part, Meta]] | None = None,
     standby: Standby | None = None,
+    width: int = 1,
 ) -> tuple[Part, Meta]:
     """Return this rank's part of a graph named by settings; see the module docstring.
 
@@ -270,6 +278,7 @@ def from_settings(
         several: Takes the part of a graph of several vertex sets, which each rank loads; None refuses one.
         standby: The process that loads and cuts the graph if this is the first rank of its host; None starts
             one.
+        width: Width of the model's hidden rows, for which kernels are made ready by ranks that wait.
 
     Raises:
         KagomeError: The error that loading or partitioning raised, on every rank.
@@ -298,7 +307,7 @@ def from_settings(
         facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
         seen = [fact for fact in facts if isinstance(fact, Look)]
         if source is None and channel.device.type == "cpu":
-            call_sums()  # there is time for it until the parts are made
+            call_sums(width)  # there is time for it until the parts are made
         made = source and source.make(stack, seen)
         offers = channel.gather_objects(made, "load and cut the graph", [Offer])
         for offer in offers:

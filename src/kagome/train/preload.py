@@ -14,3 +14,6 @@ with suppress(Exception), uncollected():
     import kagome.kernels.cpu.dispatch
     import kagome.model.zoo
     import kagome.train.trainer  # noqa: F401
+    from kagome.kernels.base.jit import load_compiler
+
+    load_compiler()
