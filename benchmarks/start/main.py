@@ -58,7 +58,9 @@ def imported(code: str) -> dict[str, Any]:
     """Return the modules that a line of imports loads, and the processor seconds of each package."""
     import importlib._bootstrap as bootstrap
 
-    find, inner, own = bootstrap._find_and_load_unlocked, [0.0], {}  # type: ignore[attr-defined]
+    find = bootstrap._find_and_load_unlocked  # type: ignore[attr-defined]
+    own: dict[str, float] = {}
+    inner = [0.0]
 
     def timed(name: str, import_: Any) -> Any:
         begin = time.process_time()

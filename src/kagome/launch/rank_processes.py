@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
@@ -44,7 +43,10 @@ class RankProcesses:
     """
 
     def __init__(self, method: Literal["forkserver", "spawn"]) -> None:
-        self._context: ForkServerContext | SpawnContext = multiprocessing.get_context(method)
+        forks = method == "forkserver"
+        self._context = (
+            multiprocessing.get_context("forkserver") if forks else multiprocessing.get_context("spawn")
+        )
         self._processes: list[BaseProcess] = []
         self._result: object = None
 

@@ -141,7 +141,7 @@ def _move(load: Floats, owner: Longs, v: int, to: int, weight: float) -> None:
     owner[v] = to
 
 
-@inlined
+@compiled
 def _repair(
     indptr: Longs, indices: Ints, weight: Floats, owner: Longs, load: Floats, bounds: Floats, p: int, m: int
 ) -> int:
