@@ -7,6 +7,7 @@ to 0.4 s. Every rank collects in another epoch, and all others wait for it.
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,5 +56,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        # At exit extension modules look for objects that were never freed, and print those that they find.
+        atexit.register(gc.unfreeze)
         if before:
             gc.enable()
