@@ -23,7 +23,7 @@ def cut() -> None:
 
     source, target, parts = np.array([0, 1]), np.array([1, 0]), 2
     own, owner = np.array([0]), np.array([0, 1], np.int32)
-    bounds, indptr, indices = np.array([2.0, 2.0, parts]), np.array([0, 1, 2]), np.array([1, 0], np.int32)
+    bounds, indptr, indices = np.ones((2, parts)), np.array([0, 1, 2]), np.array([1, 0], np.int32)
     kernels.mend(indptr, indices, np.ones(2), owner.astype(np.int64), bounds, 6)
     # From here on ranks have plain code.
     os.nice(19)

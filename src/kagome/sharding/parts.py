@@ -40,7 +40,9 @@ def part_of(
 
     def take(channel: Channel) -> tuple[Partition, Meta]:
         if isinstance(graph, str | Path):
-            return source.from_folder(graph, channel)
+            found = source.from_folder(graph, channel)
+            source.refuse_other_weights(graph, found[1], method)
+            return found
         given = without_edge_labels(graph) if isinstance(graph, Data) else graph
         return source.from_data(given, channel, method=method, seed=seed, reuse=parallel.reuse)
 
