@@ -23,9 +23,11 @@ def cut() -> None:
 
     source, target, parts = np.array([0, 1]), np.array([1, 0]), 2
     own, owner = np.array([0]), np.array([0, 1], np.int32)
+    # Types decide what is compiled, values do not: one dimension and 64 bits here, 32 bits there.
     bounds, indptr, indices = np.ones((2, parts)), np.array([0, 1, 2]), np.array([1, 0], np.int32)
     kernels.mend(indptr, indices, np.ones(2), owner.astype(np.int64), bounds, 6)
-    # From here on ranks have plain code.
+    # No plain code gives its bits: it sorts floats, and numba puts equal ones in another order than numpy.
+    # From here on ranks have plain code, so their work comes first.
     os.nice(19)
     edges.shared(source, source)
     edges.squeeze(source)
@@ -46,6 +48,7 @@ def trained() -> None:
     from kagome.kernels.first_calls import call_layouts, call_sums
     from kagome.model.exact.dropout import dropout
 
+    # Ranks compile sums themselves while they wait for their parts, and are ahead of this process.
     call_sums()
     call_layouts()
     for dtype in (torch.float32, torch.float64):
@@ -54,6 +57,7 @@ def trained() -> None:
 
 if __name__ == "__main__":
     end_with(int(sys.argv[1]))
+    # Else small arrays would go to plain code here, too.
     os.environ[AT_ONCE] = "1"
     cut()
     trained()

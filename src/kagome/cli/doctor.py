@@ -92,6 +92,7 @@ def _first_start() -> str:
     lacking, count = missing(), sum(map(len, LOOPS.values()))
     if not lacking:
         return f"the machine code of all {count} loops of a first epoch is on disk"
+    # "file: name"; most loops take about the same.
     seconds = sum(SECONDS.get(each.partition(": ")[2], SECONDS[""]) for each in lacking)
     return (
         f"{len(lacking)} of {count} loops of a first epoch are not compiled yet: about {seconds:.0f} s of a "

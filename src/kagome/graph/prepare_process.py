@@ -45,14 +45,17 @@ class Standby:
         """Fork the process; return None where that is not safe: off Linux, or beside threads of libraries."""
         if sys.platform != "linux" or len(os.listdir("/proc/self/task")) > threading.active_count():
             return None
+        # A library's threads are the difference between the system's count and Python's.
         ours, theirs = Pipe()
         parent = os.getpid()
+        # Both processes would write out what is in the buffers now.
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid:
             theirs.close()
             return Standby(pid, ours)
+        # The rank's end has to have no other holder, or this process would never see it close.
         ours.close()
         code = 1
         try:
@@ -76,6 +79,7 @@ class Standby:
             # It died, or it raised what `answer` does not expect and printed that.
             return self._ended(), ""
         except BaseException:
+            # A signal ends the rank: nobody needs the parts any more.
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
             raise
@@ -87,8 +91,10 @@ class Standby:
             self._ended()
 
     def _ended(self) -> int:
+        # The process ends as soon as it reads the end of the pipe.
         self._pipe.close()
         _, status = os.waitpid(self._pid, 0)
+        # The system may give the number to another process now.
         self._pid = 0
         return os.waitstatus_to_exitcode(status)
 
@@ -100,6 +106,7 @@ def standing_by(ranks: Ranks) -> Iterator[Standby | None]:
     Args:
         ranks: The rank of this process; only the first one of a host has the process, and only beside others.
     """
+    # A single rank cuts nothing, and the first rank of each host does it for the others.
     standby = Standby.forked() if ranks.size > 1 and ranks.local_rank == 0 else None
     try:
         yield standby

@@ -258,6 +258,7 @@ def _running(modules: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
+        # They may have work left that only a later start needs.
         for program in programs:
             program.kill()
             program.wait()

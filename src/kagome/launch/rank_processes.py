@@ -43,6 +43,7 @@ class RankProcesses:
     """
 
     def __init__(self, method: Literal["forkserver", "spawn"]) -> None:
+        # Two calls, because each kind of context has a type of its own.
         forks = method == "forkserver"
         self._context = (
             multiprocessing.get_context("forkserver") if forks else multiprocessing.get_context("spawn")
@@ -67,6 +68,7 @@ class RankProcesses:
         self._results, sender = self._context.Pipe(duplex=False)
         try:
             for rank, environment in enumerate(environments):
+                # The launcher returns what rank 0 returns; what others return is dropped where it is.
                 target = (environment, function, tuple(args), sender if rank == 0 else None)
                 process = self._context.Process(target=_run, args=target)
                 process.start()
@@ -87,12 +89,14 @@ class RankProcesses:
         wait([*running, *([] if self._results.closed else [self._results])], seconds)
         self._receive()
         codes = self.codes()
+        # Any code but 0, also that of a signal, which is negative.
         failed = next((rank for rank, code in codes.items() if code), None)
         if failed is not None:
             self.close(signal.SIGTERM, CLOSE_SECONDS)
             return Ended(failed)
         if any(code is None for code in codes.values()):
             return None
+        # Rank 0 may have sent its result between the first look and its end.
         self._receive()
         return Ended(result=self._result)
 
@@ -107,6 +111,7 @@ class RankProcesses:
             number: The signal.
             seconds: How long the ranks may take after it.
         """
+        # One deadline for all: ranks save at the same time.
         until = time.monotonic() + seconds
         for process in self._processes:
             if process.exitcode is None and process.pid is not None:
@@ -135,8 +140,10 @@ def _run(
     results: Connection | None,
 ) -> None:
     """Run the function in a rank's process, and send back what it returns."""
+    # A forked rank has the environment of the process that it was forked of.
     os.environ.update(environment)
     result = function(*args)
     if results is not None:
+        # Blocks until the launcher reads what the pipe cannot hold.
         results.send(result)
         results.close()

@@ -58,6 +58,7 @@ def is_ready(made: Any) -> bool:
     """Return whether a loop was compiled by this process, or its machine code is on disk."""
     if made.signatures:
         return True
+    # numba names an index file after the source file, the function and its line.
     code, source = made.py_func.__code__, Path(made.py_func.__code__.co_filename)
     name = made.py_func.__qualname__.replace("<", "").replace(">", "")
     found = Path(made.stats.cache_path or "").glob(f"{source.stem}.{name}-{code.co_firstlineno}.*.nbi")
@@ -90,9 +91,11 @@ class PlainFirst:
         """Return whether plain code takes a call with so many array entries."""
         if self._left <= 0 or AT_ONCE in os.environ:
             return False
+        # Counted in entries and not in seconds, although either is safe: both ways give the same bits.
         self._left -= entries
         if self._left > 0 and not is_ready(self._made):
             return True
+        # Once compiled, a loop stays compiled: nothing is counted or looked up any more.
         self._left = 0
         return False
 
@@ -103,6 +106,7 @@ class _Exact:
         self.made, self.py_func, self._first = made, made.py_func, PlainFirst(made, PLAIN)
 
     def __call__(self, *args: Any) -> Any:
+        # Scalars weigh nothing; a loop's work is about the size of its arrays.
         plain = self._first.takes(sum(each.size for each in args if isinstance(each, np.ndarray)))
         return self.py_func(*args) if plain else self.made(*args)
 

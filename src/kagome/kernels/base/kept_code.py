@@ -48,7 +48,9 @@ def missing() -> tuple[str, ...]:
 
 def _is_kept(file: str, name: str) -> bool:
     source = PACKAGE / file
+    # numba compares the time of the source, too, and ignores machine code of another.
     changed = source.stat().st_mtime
+    # One index holds the machine code of all types of a loop's arguments.
     found = (
         index
         for folder in folders(source)
@@ -62,8 +64,10 @@ def folders(source: Path) -> tuple[Path, ...]:
     # numba.core.caching: the folder's own name, and a hash of its path.
     place = str(source.resolve().parent)
     own = f"{Path(place).name}_{sha1(place.encode(), usedforsecurity=False).hexdigest()}"
+    # A folder that the user names is the only one.
     given = os.environ.get("NUMBA_CACHE_DIR")
     if given:
         return (Path(given, own),)
+    # Beside the source if that folder can be written, else in the user's cache.
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(place, "__pycache__"), home / "numba" / own

@@ -174,6 +174,7 @@ def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tenso
         return dropped
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return plain_scaled(x, ids, key, p, first)
+    # It is not compiled before that is worth it.
     if _PLAIN_FIRST.takes(x.numel()):
         return plain_scaled(x, ids, key, p, first)
     out = torch.empty_like(x)
