@@ -190,6 +190,7 @@ def _train(args: list[str]) -> int:
         resume,
         command.overwrite,
         loaded=LOADED,
+        # Next to nothing to ask, and a second process that imports numba is spared.
         beside=AHEAD if missing() else (),
         restarts=command.max_restarts,
     )

@@ -43,9 +43,9 @@ class Standby:
     @staticmethod
     def forked() -> Standby | None:
         """Fork the process; return None where that is not safe: off Linux, or beside threads of libraries."""
+        # Threads that the system counts and Python does not are those of libraries.
         if sys.platform != "linux" or len(os.listdir("/proc/self/task")) > threading.active_count():
             return None
-        # A library's threads are the difference between the system's count and Python's.
         ours, theirs = Pipe()
         parent = os.getpid()
         # Both processes would write out what is in the buffers now.
@@ -142,6 +142,7 @@ def prepared_by(standby: Standby | None, order: str) -> tuple[int, str]:
         # -P: import nothing from the current folder.
         command = [sys.executable, "-P", "-m", "kagome.graph.prepare", order, str(os.getpid())]
         done = subprocess.run(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=_environment())
+    # The data set's own function may have printed before.
     lines = done.stdout.decode(errors="replace").strip().splitlines()
     return done.returncode, lines[-1] if lines else ""
 

@@ -163,6 +163,7 @@ def _launched(
                 while ended is None:
                     ended = ranks.wait(LOOK_SECONDS)
             except _SignalledError as error:
+                # Ranks save after SIGTERM, whichever signal came.
                 with suppress(_SignalledError):  # a second signal: the guard kills the ranks
                     ranks.close(signal.SIGTERM, SAVE_SECONDS)
                 if error.number == signal.SIGINT:
@@ -521,6 +522,7 @@ def _signals(folder: Path) -> Iterator[None]:
     """Turn the signals that end a process into an exception; restore the handlers afterwards."""
 
     def stop(number: int, frame: FrameType | None) -> None:
+        # The guard sees by the note that ranks which end now have not failed.
         (folder / "stopping").touch()
         raise _SignalledError(number)
 

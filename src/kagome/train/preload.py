@@ -16,4 +16,5 @@ with suppress(Exception), uncollected():
     import kagome.train.trainer  # noqa: F401
     from kagome.kernels.base.jit import load_compiler
 
+    # Each rank would do it at its first kernel, and so would the process that cuts the graph.
     load_compiler()
