@@ -117,7 +117,7 @@ def test_a_plan_cuts_in_proportion_and_a_run_takes_it(
         'name = "two"\nhosts = 2\ndevices = 1\nmemory = 8e9\nspeed = [3.0, 1.0]\n'
         "inside = 1e12\nbetween = 1e12\nlatency = 0.0\n"
     )
-    size = ["--vertices", "1000000", "--edges", "2000000", "--features", "16", "--classes", "3"]
+    size = ["--vertices", "30000", "--edges", "60000", "--features", "16", "--classes", "3"]
     run(["plan", *size, "--cluster", str(file), "--json"])
     told = json.loads(capsys.readouterr().out)
     names = [each["name"] for each in told["plans"]]

@@ -76,6 +76,7 @@ class Candidate:
     def lacks(self, cluster: Cluster) -> tuple[float, float] | None:
         """Return the bytes that the rank which lacks most would hold, and what it has; None if all fit."""
         there = cluster.memories(self.ranks)
+        # Slices and stages say only what the fullest rank holds, which may be any.
         held = self.held if len(self.held) == len(there) else (self.memory_bytes,) * len(there)
         need, has = max(zip(held, there, strict=True), key=lambda pair: pair[0] / pair[1])
         return None if need <= has else (need, has)

@@ -106,13 +106,14 @@ class Cluster:
 
     def _of_hosts(self, value: PerHost, ranks: int) -> tuple[float, ...]:
         """Return a number for each host that so many ranks take."""
+        # Ranks that outnumber the devices take turns on the hosts that there are.
         hosts = min(ceil(ranks / self.devices), self.hosts)
         return value[:hosts] if isinstance(value, tuple) else (value,) * hosts
 
     def _of_ranks(self, value: PerHost, ranks: int) -> tuple[float, ...]:
         """Return a number for each of so many ranks, which fill one host after another."""
         each = self._of_hosts(value, ranks)
-        return tuple(each[rank // self.devices] for rank in range(ranks))
+        return tuple(each[min(rank // self.devices, self.hosts - 1)] for rank in range(ranks))
 
     def memories(self, ranks: int) -> tuple[float, ...]:
         """Return the bytes of memory of each of so many ranks."""

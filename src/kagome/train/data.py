@@ -244,6 +244,7 @@ def refuse_other_weights(folder: str | Path, meta: Meta, method: str) -> None:
     Raises:
         PartitionError: If the method has weights, and the partition's has none or others.
     """
+    # Without weights a run takes the parts as they are, as it does with another partitioner.
     asked, there = (PartitionMethod.parse(each).weights for each in (method, meta.method))
     if asked and asked != there:
         raise PartitionError(

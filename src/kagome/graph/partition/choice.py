@@ -61,7 +61,7 @@ class PartitionMethod:
         try:
             weights = tuple(map(float, behind.split(":"))) if at else ()
         except ValueError:
-            weights = (math.nan,)
+            weights = (math.nan,)  # refused below, with the text as it was given
         if not all(0 < weight < math.inf for weight in weights):
             raise PartitionError(
                 f"positive weights of parts behind {front}@", f"{behind!r}", hint=f"{front}@2:1"
@@ -87,6 +87,7 @@ class PartitionMethod:
         if parts % self.shares:
             raise PartitionError(f"a number of parts that {self.shares} divides", f"{parts}")
         cut = parts // self.shares
+        # Shares of one part are alike, so weights belong to what is cut.
         if self.weights and len(self.weights) != cut:
             raise PartitionError(f"a weight for each of {cut} parts", f"{len(self.weights)} weights")
         return cut

@@ -50,6 +50,7 @@ def pieces(count: int, weights: Weights) -> Tensor:
     if bool((weights == weights[0]).all()):
         # Floor of v P / N, in whole numbers: sizes differ by one at most.
         return places * parts // max(count, 1)
+    # Where each piece ends; the last one takes what is left, so that rounding loses no vertex.
     ends = np.ceil(np.cumsum(weights) / weights.sum() * count)
     return torch.searchsorted(torch.from_numpy(ends[:-1]), places.double(), right=True)
 

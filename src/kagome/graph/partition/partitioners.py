@@ -152,6 +152,7 @@ class _Adjacency(NamedTuple):
     def wanted(self, weights: Weights) -> NDArray[np.float64]:
         """Return the vertices and in-edges of each part in proportion to its weight, ``[2, parts]``."""
         total = weights.sum()
+        # Multiplied before divided: with weights of 1 this is the mean to the last bit.
         return np.stack([self.weight.size * weights / total, float(self.weight.sum()) * weights / total])
 
     def excess(self, owner: NDArray[np.int64], weights: Weights) -> float:
@@ -186,6 +187,7 @@ def _start(
 ) -> NDArray[np.int64]:
     import pymetis
 
+    # Without targets METIS takes another path for equal parts, by which all earlier cuts were made.
     alike = bool((weights == weights[0]).all())
     result = pymetis.part_graph(
         weights.size,

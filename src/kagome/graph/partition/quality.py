@@ -66,6 +66,7 @@ class Quality:
 
     def _fullest(self, counts: tuple[int, ...]) -> float:
         """Return the largest count, times the parts; of parts with weights, relative to their weights."""
+        # A part of twice the weight may have twice the work: its rank is as soon ready.
         weights = self.weights or (1.0,) * self.num_parts
         return max(count / weight for count, weight in zip(counts, weights, strict=True)) * sum(weights)
 
