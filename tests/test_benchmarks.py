@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -232,12 +233,37 @@ def test_rows_that_volume_cuts_save(tmp_path: Path) -> None:
     assert row["rows"] / 2 <= row["rows_largest"] <= row["rows"]
 
 
-def test_the_smallest_cover_of_a_pair_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "volume"))
-    monkeypatch.delitem(sys.modules, "main", raising=False)
-    import main
+def test_the_smallest_cover_of_a_pair_of_parts() -> None:
+    import runpy
+
     import numpy as np
+
+    pair = runpy.run_path(str(BENCHMARKS / "volume" / "main.py"))["pair"]
 
     # 0 is read by 10, 11 and 12; 10 reads 0, 1 and 2, once twice: the row of 0 and the sum of 10 serve all.
     source, target = np.array([0, 0, 0, 1, 2, 2]), np.array([10, 11, 12, 10, 10, 10])
-    assert main.pair(source, target) == (3, 3, 2)
+    assert pair(source, target) == (3, 3, 2)
+
+
+def test_what_a_start_imports_is_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = BENCHMARKS / "start" / "main.py"
+    done = warm.run(program, "--imported", "import graphlib, kagome.cli.ahead", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert told["modules"] >= 1
+    assert 0 <= sum(told["packages"].values()) <= told["seconds"] + 1e-3
+    monkeypatch.syspath_prepend(str(program.parent))
+    spec = importlib.util.spec_from_file_location("start_main", program)
+    assert spec is not None
+    assert spec.loader is not None
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    row = {"phases": {"Trainer._check": [0.5, 0.75]}, "compiled": [["a", "b", 1.5]], "loaded": []}
+    found = {
+        "imports": {"launcher": told},
+        "ranks": {"warm": {"rank 0": row}},
+        "wall": {"warm": [3.0, 2.0, 4.0]},
+    }
+    shown = main.tables(found)
+    assert "| rank 0 | check of the model | 0.50 | 0.75 |" in shown
+    assert "| rank 0 | of these: 1 functions compiled | 1.50 | |" in shown
+    assert "| warm | 3.00 (2.00 to 4.00) |" in shown
