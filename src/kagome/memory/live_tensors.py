@@ -54,7 +54,7 @@ class LiveTensors(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, where: Callable[[], str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._where = device.type, where
         self._live: dict[int, tuple[_Live, weakref.ref[Any]]] = {}
         self._at_peak: list[_Live] = []
@@ -68,7 +68,7 @@ class LiveTensors(TorchDispatchMode):
         """The most of these bytes so far."""
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(

@@ -308,7 +308,7 @@ def _peak_tensors(run: RunFolder) -> Mapping[str, Any]:
     """Return the largest tensors of the rank whose tensors took most; nothing where no rank recorded them."""
     found = fullest_peak(run.summary.get("memory") or [])
     if found is None:
-        return {}
+        return {"peak": ""}
     rank, peak = found
     head, rows = peak_table(peak)
     return {"peak": f"Rank {rank}: {peak_line(peak)}.", "peak_head": head, "peak_rows": rows}
