@@ -76,7 +76,7 @@ class Cluster:
     Args:
         hosts: How many.
         rate_mbit: What each host's link carries each way, in Mbit/s.
-        cpu_share: Cores of each host; by default :func:`default_share`.
+        cpu_share: Cores of each host, or those of one after the other; by default :func:`default_share`.
         name: Of the namespaces and cgroups; what a crashed cluster of this name left is taken away first.
 
     Attributes:
@@ -88,7 +88,12 @@ class Cluster:
     """
 
     def __init__(
-        self, hosts: int, rate_mbit: float, cpu_share: float | None = None, *, name: str = "kagome"
+        self,
+        hosts: int,
+        rate_mbit: float,
+        cpu_share: float | Sequence[float] | None = None,
+        *,
+        name: str = "kagome",
     ) -> None:
         self.hosts, self.rate_mbit, self.name = hosts, rate_mbit, name
         self.cpu_share = default_share(hosts) if cpu_share is None else cpu_share

@@ -211,10 +211,11 @@ def test_steps_of_an_own_loop(tmp_path: Path) -> None:
     ]
     done = warm.run(BENCHMARKS / "own_loop" / "main.py", *words, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = read(tmp_path / "results.json")
-    losses = [each["loss"] for starts in told.values() for each in starts]
-    assert len(losses) == 3
-    assert max(losses) - min(losses) < 1e-5  # it is the same training
+    (told,) = read(tmp_path / "results.json").values()  # of the one case
+    losses = {way: each["loss"] for way, starts in told.items() for each in starts}
+    assert len(losses) == 5
+    del losses["half the graph, two alone"]
+    assert max(losses.values()) - min(losses.values()) < 1e-5  # it is the same training
     assert "| shard, 2 ranks |" in (tmp_path / "results.md").read_text()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import resource
@@ -29,7 +30,13 @@ WAYS = {
     "plain PyTorch, Kagome's malloc": (1, "plain"),
     "shard, 1 rank": (1, "shard"),
     "shard, 2 ranks": (2, "shard"),
+    "half the graph, two alone": (2, "half"),
 }
+"""How many processes a way has, and what each runs.
+
+The last way is the floor of two ranks: what two cores of one machine do at the same time, each to half of the
+vertices, with no halo and no exchange.
+"""
 MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 """What Kagome sets when it starts (``launch/allocator.py``): memory that was freed stays in the process."""
 SETTLED = 2
@@ -63,13 +70,16 @@ def steps(way: str, options: argparse.Namespace) -> dict[str, Any]:
 def started(way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks of one way; return what rank 0 found, with the largest peak of all."""
     ranks, kind = WAYS[way]
-    port, processes = str(random.randrange(20_000, 60_000)), []
+    world = 1 if kind == "half" else ranks
+    port, processes = random.randrange(20_000, 60_000), []
     for rank in range(ranks):
-        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
-        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_PORT": str(port + rank // world)}
+        env |= {"RANK": str(rank % world), "LOCAL_RANK": str(rank % world), "MASTER_ADDR": "127.0.0.1"}
+        env |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         env |= MALLOC if "malloc" in way else {}
-        command = [sys.executable, __file__, "--rank-of", kind, "--side", str(options.side)]
+        side = round(options.side / math.sqrt(2)) if kind == "half" else options.side
+        command = [sys.executable, __file__, "--rank-of", kind, "--side", str(side)]
         for name in ("model", "width", "layers", "steps"):
             command += [f"--{name}", str(getattr(options, name))]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
@@ -115,7 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of a start that count")
     parser.add_argument("--turns", type=int, default=3, help="starts of each way")
     parser.add_argument("--out", type=Path, default=HERE)
-    parser.add_argument("--rank-of", choices=["plain", "shard"], help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=["plain", "shard", "half"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         print(json.dumps(steps(options.rank_of, options)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,24 +24,25 @@ class Quotas:
     Args:
         name: Of the cgroup above the hosts'.
         hosts: How many.
-        share: Cores of each.
+        share: Cores of each, or those of one after the other.
 
     Attributes:
         kind: ``cgroup v1``, ``cgroup v2`` or ``no CPU quota``.
         groups: Of each host, those that its processes join: version 1 may count CPU time in another one.
     """
 
-    def __init__(self, name: str, hosts: int, share: float) -> None:
+    def __init__(self, name: str, hosts: int, share: float | Sequence[float]) -> None:
         self.kind = NONE
         self.groups: list[tuple[Path, ...]] = [()] * hosts
         self._tops: list[Path] = []
-        version = self._add(name, "cpu", share)
+        shares = [share] * hosts if isinstance(share, float) else list(share)
+        version = self._add(name, "cpu", shares)
         if version:
             self.kind = f"cgroup v{version}"
         if self.used(0) is None:
-            self._add(name, "cpuacct", None)
+            self._add(name, "cpuacct", [None] * hosts)
 
-    def _add(self, name: str, controller: str, share: float | None) -> int:
+    def _add(self, name: str, controller: str, shares: Sequence[float | None]) -> int:
         """Give each host a group of this controller.
 
         Returns:
@@ -50,7 +52,7 @@ class Quotas:
             top = parent / name
             self._remove(top)
             try:
-                made = [self._make(version, top, host, share) for host in range(len(self.groups))]
+                made = [self._make(version, top, host, share) for host, share in enumerate(shares)]
             except OSError:
                 self._remove(top)
                 continue

@@ -50,8 +50,9 @@ def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
         rates: Mbit/s that links are given, one after another.
 
     Returns:
-        ``pace``; ``links``, by rate: bytes a second that a host sends to all others at once, while they do
-        the same, and seconds of an empty message to one of them, as between pieces of work.
+        ``paces`` of the hosts, and their median, ``pace``; ``links``, by rate: bytes a second that a host
+        sends to all others at once, while they do the same, and seconds of an empty message to one of them,
+        as between pieces of work.
 
     Raises:
         RuntimeError: If a host fails.
@@ -84,7 +85,8 @@ def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
         (latency, byte), _ = nnls(np.array(units) * [1, 1e-6], np.ones(len(SIZES)))
         links[f"{rate:g}"] = [1e6 / float(byte), float(latency)]
     alone += [work_done(SECONDS) for _ in range(WORKS)]
-    return {"pace": median(one["work"] for one in said) / median(alone), "links": links}
+    paces = [one["work"] / median(alone) for one in said]
+    return {"pace": median(paces), "paces": paces, "links": links}
 
 
 def exchanged(channel: Channel, size: int | None) -> float:

@@ -96,7 +96,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     pairs, loss = torch.load(options.folder / "pairs.pt"), torch.zeros(())
     for step in range(SETTLED + options.steps):
         begin = time.perf_counter()
-        batch = pairs[:, step * BATCH : (step + 1) * BATCH]
+        # From the beginning again once all are used: a small graph has fewer pairs than a batch.
+        batch = pairs[:, torch.arange(step * BATCH, (step + 1) * BATCH) % pairs.size(1)]
         h = net(edges)
         user, item = net.pairs(h, batch[:, net.rank :: net.ranks])
         other = net.read(h, net.negatives(batch.size(1), seed=7, step=step)[1])

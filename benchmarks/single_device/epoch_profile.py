@@ -6,6 +6,7 @@ Run: python benchmarks/single_device/epoch_profile.py --data ../shared/data --gr
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import subprocess
@@ -160,9 +161,10 @@ def name_kernels(record_function: Any) -> None:
 
         return call
 
-    for name in ops.__all__:
-        do = getattr(ops, name)
-        if callable(do) and not isinstance(do, type) and name not in ("backend_of", "supports", "Span"):
+    for name, do in list(vars(ops).items()):
+        # What ``ops`` imports is not its own: the choice of a kernel, types and the caches of layouts.
+        own = inspect.isfunction(do) and do.__module__ == ops.__name__
+        if own and not name.startswith("_") and name not in ("backend_of", "supports"):
             setattr(ops, name, named(name, do))
 
 

@@ -38,6 +38,7 @@ RUNS = st.builds(
         config.Parallel,
         graph=st.none() | count,
         partitioner=st.sampled_from(["metis", "streaming", "contiguous", "random"]),
+        part_weights=st.lists(st.floats(1e-3, 1e3), max_size=4).map(tuple),
     ),
     train=st.builds(
         config.Train,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -34,11 +35,11 @@ def test_parts_are_of_one_size_and_do_not_depend_on_the_order_of_points(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     points = torch.randn(count, axes, generator=generator, dtype=torch.float64)
-    owner = cut_by_coordinates(points, count, parts)
+    owner = cut_by_coordinates(points, count, np.ones(parts))
     sizes = torch.bincount(owner, minlength=parts)
     assert int(sizes.max() - sizes.min()) <= 1
     order = torch.randperm(count, generator=generator)
-    assert torch.equal(cut_by_coordinates(points[order], count, parts), owner[order])
+    assert torch.equal(cut_by_coordinates(points[order], count, np.ones(parts)), owner[order])
 
 
 @pytest.mark.parametrize(("axes", "side", "most"), [(2, 64, 0.04), (3, 16, 0.13)])
@@ -51,8 +52,8 @@ def test_parts_of_a_grid_have_short_borders(axes: int, side: int, most: float) -
 
 
 def test_equal_points_and_one_axis() -> None:
-    assert torch.bincount(cut_by_coordinates(torch.zeros(7, 3), 7, 3)).tolist() == [3, 2, 2]
-    assert cut_by_coordinates(torch.tensor([3.0, 1.0, 2.0, 0.0]), 4, 2).tolist() == [1, 0, 1, 0]
+    assert torch.bincount(cut_by_coordinates(torch.zeros(7, 3), 7, np.ones(3))).tolist() == [3, 2, 2]
+    assert cut_by_coordinates(torch.tensor([3.0, 1.0, 2.0, 0.0]), 4, np.ones(2)).tolist() == [1, 0, 1, 0]
 
 
 def test_a_partition_by_coordinates() -> None:

@@ -51,7 +51,8 @@ def test_adjacency_lists_both_ends(data: Data) -> None:
 def test_compiled_is_plain(data: Data, parts: int, seed: int) -> None:
     indptr, indices, weight = lists(data)
     draw = np.random.default_rng(seed)
-    bounds = np.array([data.num_nodes / parts + 0.5, weight.sum() / parts + 1, parts])
+    shares = draw.dirichlet(np.full(parts, 4.0))
+    bounds = np.stack([data.num_nodes * shares + 0.5, weight.sum() * shares + 1])
     start = draw.integers(0, parts, data.num_nodes)
     fast, slow = start.copy(), start.copy()
     kernels.mend(indptr, indices, weight, fast, bounds, 3)
@@ -71,10 +72,10 @@ def test_a_full_part_is_emptied_to_its_bound(measure: str) -> None:
     owner = np.arange(600) % 4
     full = np.arange(600) < 300 if measure == "vertices" else weight > np.quantile(weight, 0.6)
     owner[full] = 0
-    bounds = np.array([1.2 * 150, 1.2 * weight.sum() / 4, 4])
+    bounds = np.array([[1.2 * 150] * 4, [1.2 * weight.sum() / 4] * 4])
     kernels.mend(indptr, indices, weight, owner, bounds, 6)
-    assert np.bincount(owner, minlength=4).max() <= bounds[0]
-    assert np.bincount(owner, weights=weight, minlength=4).max() <= bounds[1]
+    assert np.bincount(owner, minlength=4).max() <= bounds[0, 0]
+    assert np.bincount(owner, weights=weight, minlength=4).max() <= bounds[1, 0]
 
 
 def test_a_second_process_does_not_compile_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from kagome import config
 from kagome.errors import PartitionError
 from kagome.graph.datasets.builtin import sbm
 from kagome.graph.datasets.load import load_data
+from kagome.graph.partition.choice import PartitionMethod
 from kagome.graph.partition.partitioners import PARTITIONERS, assign
 from kagome.graph.partition.quality import quality
 
@@ -132,3 +133,61 @@ def test_shares_of_each_part_are_equal_and_side_by_side(name: str, shares: int) 
         assert int(sizes.max() - sizes.min()) <= 1
     with pytest.raises(PartitionError, match=f"parts that {shares} divides; got {2 * shares + 1}"):
         assign(f"{name}/{shares}", edges, 61, 2 * shares + 1, 5)
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+@settings(max_examples=20, deadline=None)
+@given(
+    data=multigraphs(), weights=st.lists(st.floats(0.25, 8), min_size=1, max_size=5), seed=st.integers(0, 9)
+)
+def test_weights_of_parts_give_every_vertex_a_part(
+    name: str, data: Data, weights: list[float], seed: int
+) -> None:
+    method = f"{name}@{':'.join(map(str, weights))}"
+    owner = assign(method, data.edge_index, data.num_nodes, len(weights), seed)
+    assert owner.shape == (data.num_nodes,)
+    assert 0 <= int(owner.min()) <= int(owner.max()) < len(weights)
+    assert torch.equal(owner, assign(method, data.edge_index, data.num_nodes, len(weights), seed))
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_parts_are_as_large_as_their_weights(communities: tuple[Tensor, int], name: str) -> None:
+    edge_index, count = communities
+    weights = torch.tensor([4.0, 2.0, 1.0, 1.0])
+    owner = assign(f"{name}@4:2:1:1", edge_index, count, 4)
+    wanted = weights / weights.sum()
+    degree = torch.bincount(edge_index[1], minlength=count).double()
+    vertices = torch.bincount(owner, minlength=4) / count / wanted
+    edges = torch.bincount(owner, degree, minlength=4) / degree.sum() / wanted
+    most = 1.26 if name in ("metis", "streaming") else 1.1
+    assert max(float(vertices.max()), float(edges.max())) <= most
+    if name != "streaming":  # which fills parts up to the bound, one after the other
+        assert min(float(vertices.min()), float(edges.min())) >= 0.8
+
+
+@pytest.mark.parametrize("name", PARTITIONERS)
+def test_equal_weights_are_none(communities: tuple[Tensor, int], name: str) -> None:
+    edge_index, count = communities
+    owner = assign(name, edge_index, count, 3)
+    assert torch.equal(assign(f"{name}@2:2:2", edge_index, count, 3), owner)
+
+
+@pytest.mark.parametrize("weights", ["", "1:x", "1:0", "1:-2", "1:inf", "1:nan"])
+def test_weights_that_are_no_positive_numbers(weights: str) -> None:
+    with pytest.raises(PartitionError, match=f"positive weights of parts behind metis@; got '{weights}'"):
+        assign(f"metis@{weights}", torch.empty(2, 0, dtype=torch.long), 3, 2)
+
+
+def test_a_weight_is_needed_for_each_part() -> None:
+    with pytest.raises(PartitionError, match="a weight for each of 3 parts; got 2 weights"):
+        assign("metis@1:2", torch.empty(2, 0, dtype=torch.long), 3, 3)
+
+
+@given(
+    name=st.sampled_from(["auto", *PARTITIONERS]),
+    shares=st.integers(1, 9),
+    weights=st.lists(st.floats(1e-3, 1e6).map(lambda value: float(f"{value:.12g}")), max_size=4),
+)
+def test_a_method_is_read_as_it_was_written(name: str, shares: int, weights: list[float]) -> None:
+    method = PartitionMethod(name, shares, tuple(weights))
+    assert PartitionMethod.parse(str(method)) == method

@@ -21,7 +21,7 @@ REFUSED = {
     "doubled, the largest": NO_SUM,
     "heavy edges back": "flipped ones that forward has chosen",
     "the first edges back": "flipped ones that forward has chosen",
-    "differences of ends": "cat of flipped edges with edges",
+    "differences of ends": "expand_as of flipped edges with edges",
 }
 """What several ranks refuse, and what they say."""
 

@@ -162,15 +162,15 @@ class Workload:
             found.append(MeasuredWorkload.of(each, first, own.value("model", about, measure, _spread)))
         return Workload(part, graph, tuple(found), options, facts, own)
 
-    def parts(self, number: int) -> tuple[tuple[PartSize, ...], float]:
-        """Return the sizes of the parts of a cut, and the relative uncertainty of their halo."""
+    def parts(self, number: int, weights: tuple[float, ...] = ()) -> tuple[tuple[PartSize, ...], float]:
+        """Return the sizes of the parts of a cut by weights, and the relative uncertainty of their halo."""
 
         def measure() -> list[Any]:
-            counts, uncertain = self.graph.counts(number, self.options.seed)
+            counts, uncertain = self.graph.counts(number, self.options.seed, weights)
             return [[list(astuple(each)) for each in counts], uncertain]
 
         # The first four facts are about the graph; a cut does not depend on the model.
-        facts = [*self.facts[0][:4], self.options.seed, number]
+        facts = [*self.facts[0][:4], self.options.seed, number, *weights]
         counts, uncertain = self.kept.value("parts", facts, measure)
         return tuple(PartSize(*each) for each in counts), uncertain
 
@@ -239,12 +239,12 @@ class Workload:
         for place, each in enumerate(self.models):
             # Encoding is timed only if some plan encodes.
             rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
-            for number in numbers:
-                counts, uncertain = self.parts(number)
+            for number, weights in self._cuts(numbers, cluster):
+                counts, uncertain = self.parts(number, weights)
                 loads = [_load(count, each.held.at(count)) for count in counts]
                 for way in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, **way}
-                    found.append(parts(number, loads, rates, cluster, uncertain, **more))
+                    found.append(parts(number, loads, rates, cluster, uncertain, weights=weights, **more))
             if each.transposed is not None:
                 # All divisors but the last: `number` parts leave size /
                 # number slices, which must be more than one.
@@ -260,6 +260,13 @@ class Workload:
         off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
         found = [replace(one, seconds_off=off) for one in found]
         return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
+
+    @staticmethod
+    def _cuts(numbers: Sequence[int], cluster: Cluster) -> list[tuple[int, tuple[float, ...]]]:
+        """Return each number of parts with parts that are alike, and by speed where ranks differ."""
+        # Parts that are alike stay in the list: where links or fixed costs decide, they are as fast.
+        cuts = [(number, weights) for number in numbers for weights in ((), cluster.weights(number))]
+        return list(dict.fromkeys(cuts))
 
     def _pipes(self, cut: PipeCut, cluster: Cluster, history: bool) -> list[Candidate]:
         """Predict pipelines of the user's model in which each stage has parts, or parts in feature slices."""

@@ -532,7 +532,7 @@ def _partition(args: list[str]) -> int:
     from kagome.train.data import prepare
 
     meta = prepare(
-        command.data, method=command.partitioner, seed=command.seed, parts=command.parts, folder=command.out
+        command.data, method=command.method, seed=command.seed, parts=command.parts, folder=command.out
     )
     for note in meta.notes:
         print(f"kagome: {note}", file=sys.stderr)
@@ -540,9 +540,10 @@ def _partition(args: list[str]) -> int:
     print(f"{'part':>4} {'vertices':>12} {'in-edges':>12} {'halo':>12} {'halo share':>10}")
     for part, vertices, edges, halo, share in quality.table():
         print(f"{part:>4} {vertices:>12,} {edges:>12,} {halo:>12,} {share:>10.0%}")
+    mean = "what its weight asks for" if quality.weights else "the mean"
     print(
         f"{quality.cut:.1%} of edges are cut; halo rows over vertices {quality.replication:.2f}; "
-        f"fullest part over the mean: vertices {quality.vertex_balance:.2f}, "
+        f"fullest part over {mean}: vertices {quality.vertex_balance:.2f}, "
         f"in-edges {quality.edge_balance:.2f}"
     )
     for sentence in quality.advice:

@@ -87,6 +87,8 @@ class PartitionCommand:
     partitioner: config.Partitioner = "auto"
     """Method that assigns vertices to parts. ``auto`` uses METIS if it fits into memory, otherwise
     streaming."""
+    part_weights: tuple[float, ...] = ()
+    """Work of each part relative to the others, as ``--parallel.part-weights``."""
     seed: int = 0
     """The partitioner's seed."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR")]
@@ -95,6 +97,14 @@ class PartitionCommand:
     def __post_init__(self) -> None:
         check_kinds("partition", self)
         config.at_least("partition", self, parts=1)
+        # The same refusals as of a run that cuts by itself.
+        config.Parallel(graph=self.parts, part_weights=self.part_weights).fit(self.parts)
+
+    @property
+    def method(self) -> str:
+        """The partitioner with the weights, as ``graph.partition`` takes it."""
+        cut = config.Parallel(partitioner=self.partitioner, part_weights=self.part_weights)
+        return cut.cutter(self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,6 +50,9 @@ class CutSettings:
     partitioner: Partitioner = "auto"
     """Method that assigns vertices to parts. ``auto`` uses METIS if it fits into memory, otherwise
     streaming. ``coordinates`` cuts along a space-filling curve through the attribute ``pos``."""
+    part_weights: tuple[float, ...] = ()
+    """Work of each part relative to the others, for ranks of unlike speed: 2 1 gives the first of two parts
+    two thirds of the vertices and edges. By default all parts are alike."""
     reuse: bool = True
     """Keep partitions in the user's cache, and use them again while data, partitioner, seed and number of
     parts are the same."""
@@ -226,13 +229,15 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
 
         Ranks that slice the features of one part need equal shares of it, whichever method cuts the parts.
         """
+        weights = ":".join(f"{weight:.12g}" for weight in self.part_weights)
+        behind = f"@{weights}" if weights else ""
         if self.tensor == 1:
-            return self.partitioner
+            return f"{self.partitioner}{behind}"
         if ranks == self.tensor:
             # One part for all ranks: no cut to find, only equal shares of it.
             return "contiguous" if self.partitioner == "auto" else self.partitioner
         # For example "metis/2": parts by METIS, each dealt to 2 ranks.
-        return f"{self.partitioner}/{self.tensor}"
+        return f"{self.partitioner}/{self.tensor}{behind}"
 
 
 def default_chunks(pipe: int, tensor: int) -> int:

@@ -13,13 +13,13 @@ from kagome.errors import ConfigError, shortened
 from kagome.storage import text_files
 
 KINDS: Mapping[str, type] = {
-    "graph": int, "pipe": int, "stages_per_rank": int, "tensor": int, "chunks": int, "decouple": bool,
-    "cross_chunk": str, "codec": str, "codec_weights": str, "max_age": int,
+    "graph": int, "part_weights": list, "pipe": int, "stages_per_rank": int, "tensor": int, "chunks": int,
+    "decouple": bool, "cross_chunk": str, "codec": str, "codec_weights": str, "max_age": int,
 }  # fmt: skip
 """Settings that a plan may have."""
 
 
-def load(file: str) -> dict[str, int | bool | str]:
+def load(file: str) -> dict[str, Any]:
     """Return the settings of the first plan in a file.
 
     Raises:
@@ -48,8 +48,11 @@ def load(file: str) -> dict[str, int | bool | str]:
     for name, value in settings.items():
         # `is`, because True is an instance of int.
         if type(value) is not KINDS[name]:
-            raise ConfigError(f"a plan's {name} to be {WORDS[KINDS[name]]}", shown(value), where=where)
-    return dict(settings)
+            raise ConfigError(
+                f"a plan's {name} to be {WORDS.get(KINDS[name], 'a list')}", shown(value), where=where
+            )
+    # JSON has no tuples, which settings are.
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def _first(plans: Any) -> dict[str, Any] | None:

@@ -32,6 +32,8 @@ def check(cut: Parallel) -> None:
         raise ConfigError("parallel.smoothing to be 0 or more, and below 1", f"{cut.smoothing}")
     if not 0 < cut.halo_sample <= 1:
         raise ConfigError("parallel.halo_sample to be above 0, and 1 or less", f"{cut.halo_sample}")
+    if not all(weight > 0 for weight in cut.part_weights):
+        raise ConfigError("parallel.part_weights to be above 0", f"{list(cut.part_weights)}")
     # A chunk's backward would start before later chunks, which read its rows, have run forward.
     if cut.schedule in ("1f1b", "kfkb") and cut.cross_chunk != "drop":
         raise ConfigError(
@@ -68,6 +70,7 @@ def _planned(cut: Parallel) -> None:
         "pipe": 1,
         "stages_per_rank": 1,
         "tensor": 1,
+        "part_weights": (),
         "decouple": False,
         "chunks": None,
         "cross_chunk": "history",
@@ -158,6 +161,12 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
             f"{need} ranks for the mesh {mesh}",
             f"{world_size}",
             hint=f"start {need} ranks (--nproc {need}), or change {', '.join(set_here)}",
+        )
+    if cut.part_weights and len(cut.part_weights) != cut.graph:
+        raise ConfigError(
+            f"a weight for each of {cut.graph} parts (graph={cut.graph})",
+            f"part_weights={list(cut.part_weights)}",
+            hint="part_weights=(2, 1) for two parts, or leave it out",
         )
     # Chunks keep tables of historical rows, which know nothing of late or selected rows.
     for name, without in WHOLE_PARTS.items():

@@ -19,7 +19,7 @@ from kagome.errors import KagomeError, PartitionError
 from kagome.graph.datasets.load import load_data, load_graph
 from kagome.graph.partition import cache, store
 from kagome.graph.partition.cache import Cache
-from kagome.graph.partition.choice import choose
+from kagome.graph.partition.choice import PartitionMethod, choose
 from kagome.graph.partition.partition import each_part, fingerprint
 from kagome.graph.partition.partitioners import assign
 from kagome.graph.partition.store import Meta
@@ -121,8 +121,8 @@ def owners(
         owner ``[N]``, int64.
     """
     count = int(data.num_nodes or 0)
-    # ``metis/2`` is METIS and a cheap division.
-    kept = kept if method.partition("/")[0] in KEPT and parts > 1 else None
+    # Shares and weights change nothing about what a cut costs.
+    kept = kept if PartitionMethod.parse(method).name in KEPT and parts > 1 else None
     key = cache.owner_key(mark)
     found = None if kept is None else kept.owner(key, count, parts)
     if kept is not None and found is not None:

@@ -22,6 +22,9 @@ from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, summed
 from kagome.schedule.simulator import Simulation
 
+Setting = int | bool | str | tuple[float, ...]
+"""The value of a setting of ``Parallel``."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -40,11 +43,12 @@ class Candidate:
         reason: A sentence that compares it with another candidate.
         busy: The seconds that each rank computes; one value stands for all ranks if they are alike. Empty for
             a pipeline.
+        held: Bytes held by each rank, in the order of ranks; empty if all may hold as much as the fullest.
         run: The simulation of a pipeline's stages, without waits for neighbours and sums. Kept for the best
             plans only.
     """
 
-    settings: Mapping[str, int | bool | str]
+    settings: Mapping[str, Setting]
     exact: bool
     epoch_seconds: float
     compute_seconds: float
@@ -54,6 +58,7 @@ class Candidate:
     uncertain: float = 0.0
     reason: str = ""
     busy: tuple[float, ...] = ()
+    held: tuple[float, ...] = ()
     run: Simulation | None = field(default=None, repr=False, compare=False)
     seconds_off: float = 0.0
 
@@ -65,7 +70,16 @@ class Candidate:
     @property
     def ranks(self) -> int:
         """The number of ranks that it takes."""
-        return prod(int(self.settings.get(axis, 1)) for axis in ("pipe", "graph", "tensor"))
+        sizes = (self.settings.get(axis, 1) for axis in ("pipe", "graph", "tensor"))
+        return prod(size for size in sizes if isinstance(size, int))
+
+    def lacks(self, cluster: Cluster) -> tuple[float, float] | None:
+        """Return the bytes that the rank which lacks most would hold, and what it has; None if all fit."""
+        there = cluster.memories(self.ranks)
+        # Slices and stages say only what the fullest rank holds, which may be any.
+        held = self.held if len(self.held) == len(there) else (self.memory_bytes,) * len(there)
+        need, has = max(zip(held, there, strict=True), key=lambda pair: pair[0] / pair[1])
+        return None if need <= has else (need, has)
 
     @property
     def total_bytes(self) -> int:
@@ -127,6 +141,7 @@ def parts(
     onebit: bool = False,
     halved: bool = False,
     late: bool = False,
+    weights: tuple[float, ...] = (),
 ) -> Candidate:
     """Predict graph parallelism, with one rank per part.
 
@@ -140,20 +155,23 @@ def parts(
         onebit: Whether rows of other parts are encoded at one bit per number.
         halved: Whether gradients of weights are summed in bf16.
         late: Whether rows of other parts are those of the epoch before, so that transfers overlap with it.
+        weights: The weights of the parts that the loads are cut by; () if the parts are alike.
     """
     # A row is encoded at one end and decoded at the other, forward and backward: each rank does half of both
     # for the rows that it sends and for those that it reads. rates.coding is the time of both halves.
     coding = rates.coding * (rates.forward + rates.backward) / 2 if onebit else 0.0
     # A single rank may use all threads of the machine, while the rates are those of one rank among several.
-    pace = cluster.pace(parts) * (rates.alone if parts == 1 else 1.0)
+    paces = [pace * (rates.alone if parts == 1 else 1.0) for pace in cluster.paces(parts)]
     coded = replace(rates, forward=rates.coded[0], backward=rates.coded[1]) if onebit else rates
     # bf16 has half the bytes of float32.
     messages = [size / 2 for size in rates.weights] if halved else rates.weights
     sums, link = summed(parts, messages), cluster.bandwidth(parts)
+    # One load may stand for all parts, and ranks may be of unlike speed.
+    each = loads if len(loads) == parts else [loads[0]] * parts
     busy = tuple(
         (computing(rates, load.rows, load.edges, load.sent + load.halo) + coding * (load.sent + load.halo))
         / pace
-        for load in loads
+        for load, pace in zip(each, paces, strict=True)
     )
     # All ranks meet at every exchange. The slowest rank between two exchanges is not always the same one,
     # which makes an epoch longer than that of the rank that is slowest overall.
@@ -166,6 +184,7 @@ def parts(
     # A rank sends its messages one after another: parts - 1 of them at each meeting.
     waits += cluster.latency * (parts - 1) * (rates.meetings + ROUNDS * len(rates.weights))
     settings = settings_of(decoupled, graph=parts)
+    settings |= {"part_weights": weights} if weights else {}
     settings |= {"codec": "onebit"} if onebit else {}
     settings |= {"codec_weights": "bf16"} if halved else {}
     settings |= {"max_age": 1} if late else {}
@@ -179,6 +198,7 @@ def parts(
         max(load.memory for load in loads),
         uncertain if parts > 1 else 0.0,
         busy=busy,
+        held=tuple(load.memory for load in each),
     )
 
 
@@ -237,9 +257,9 @@ def slices(
     )
 
 
-def settings_of(decoupled: bool, **axes: int) -> dict[str, int | bool | str]:
+def settings_of(decoupled: bool, **axes: int) -> dict[str, Setting]:
     """Return the settings that a user would write for a mesh."""
-    mesh: dict[str, int | bool | str] = {axis: size for axis, size in axes.items() if size > 1}
+    mesh: dict[str, Setting] = {axis: size for axis, size in axes.items() if size > 1}
     return {**mesh, "decouple": True} if decoupled else mesh
 
 
@@ -253,25 +273,29 @@ def ranked(
     Raises:
         PlanError: If no candidate fits.
     """
+    lacking = [(one, one.lacks(cluster)) for one in candidates]
     fitting = sorted(
-        (one for one in candidates if one.memory_bytes <= cluster.memory),
+        (one for one, lack in lacking if lack is None),
         # An inexact plan ranks first only if it is faster by more than the error of a prediction.
         key=lambda one: one.epoch_seconds * (1.0 if one.exact else WORTH),
     )
     refused = [
         (
             replace(one, run=None),
-            f"needs {one.memory_bytes / 2**30:.2f} GiB a rank, there are {cluster.memory / 2**30:.2f}",
+            f"needs {lack[0] / 2**30:.2f} GiB a rank, there are {lack[1] / 2**30:.2f}",
         )
-        for one in candidates
-        if one.memory_bytes > cluster.memory
+        for one, lack in lacking
+        if lack is not None
     ]
     if not fitting:
         # The plan nearest to fitting tells the user how much memory is missing.
-        least = min(candidates, key=lambda one: one.memory_bytes)
+        least, lack = min(
+            ((one, lack) for one, lack in lacking if lack is not None),
+            key=lambda pair: pair[1][0] / pair[1][1],
+        )
         raise PlanError(
-            f"a cut that fits {cluster.size} devices of {cluster.memory / 2**30:.2f} GiB",
-            f"{least.name}, which needs least, at {least.memory_bytes / 2**30:.2f} GiB a rank",
+            f"a cut that fits {cluster.size} devices of {lack[1] / 2**30:.2f} GiB",
+            f"{least.name}, which needs least, at {lack[0] / 2**30:.2f} GiB a rank",
             hint="more devices, a narrower model, or --allow history decoupled",
         )
     told = [

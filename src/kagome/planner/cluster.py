@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +28,18 @@ LIMITS: Final[Mapping[str, tuple[float, float]]] = {
 """The smallest and the largest allowed value of each number."""
 
 
+PerHost = float | tuple[float, ...]
+"""One number for all hosts, or one for each."""
+UNEQUAL: Final = ("memory", "speed", "inside", "between")
+"""Fields that may differ from host to host."""
+
+
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal hosts with equal devices.
+    """A cluster of hosts with as many devices each; those of one host are equal.
+
+    ``memory``, ``speed``, ``inside`` and ``between`` are one number, or a list with a number for each host. A
+    plan of fewer ranks than devices takes the first hosts.
 
     Args:
         name: The name shown to users.
@@ -49,15 +58,18 @@ class Cluster:
         >>> two = Cluster("two hosts", hosts=2, devices=4, memory=16e9, speed=1, inside=1e10, between=1e9)
         >>> two.size, two.bandwidth(4) == two.inside, two.bandwidth(8) == two.between
         (8, True, True)
+        >>> mixed = Cluster("old and new", 2, 2, memory=(8e9, 16e9), speed=(1, 3), inside=1e10, between=1e9)
+        >>> mixed.weights(4)
+        (1.0, 1.0, 3.0, 3.0)
     """
 
     name: str
     hosts: int
     devices: int
-    memory: float
-    speed: float
-    inside: float
-    between: float
+    memory: PerHost
+    speed: PerHost
+    inside: PerHost
+    between: PerHost
     latency: float = 5e-6
     crowded: float = 1.0
     cores: float = inf
@@ -73,9 +85,17 @@ class Cluster:
             if name == "name":
                 continue
             low, high = LIMITS[name]
-            # The default of `cores` is inf, which is outside LIMITS.
-            if not low <= value <= high and not (name == "cores" and value == inf):
-                raise PlanError(f"a cluster's {name} to be from {low:g} to {high:g}", f"{value:.17g}")
+            if isinstance(value, (tuple, list)):
+                object.__setattr__(self, name, tuple(value))  # frozen, and nobody has seen it yet
+                if len(value) != self.hosts:
+                    raise PlanError(
+                        f"a cluster's {name} to be one number, or one for each of {self.hosts} hosts",
+                        f"{len(value)} numbers",
+                    )
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                # The default of `cores` is inf, which is outside LIMITS.
+                if not low <= each <= high and not (name == "cores" and each == inf):
+                    raise PlanError(f"a cluster's {name} to be from {low:g} to {high:g}", f"{each:.17g}")
         if self.size > DEVICES:
             raise PlanError(f"a cluster of up to {DEVICES:,} devices", f"{self.size:,}")
 
@@ -84,15 +104,43 @@ class Cluster:
         """The number of devices of all hosts."""
         return self.hosts * self.devices
 
-    def pace(self, ranks: int) -> float:
-        """Return the speed of a device relative to the measured machine while this many ranks compute."""
+    def _of_hosts(self, value: PerHost, ranks: int) -> tuple[float, ...]:
+        """Return a number for each host that so many ranks take."""
+        # Ranks that outnumber the devices take turns on the hosts that there are.
+        hosts = min(ceil(ranks / self.devices), self.hosts)
+        return value[:hosts] if isinstance(value, tuple) else (value,) * hosts
+
+    def _of_ranks(self, value: PerHost, ranks: int) -> tuple[float, ...]:
+        """Return a number for each of so many ranks, which fill one host after another."""
+        each = self._of_hosts(value, ranks)
+        return tuple(each[min(rank // self.devices, self.hosts - 1)] for rank in range(ranks))
+
+    def memories(self, ranks: int) -> tuple[float, ...]:
+        """Return the bytes of memory of each of so many ranks."""
+        return self._of_ranks(self.memory, ranks)
+
+    def paces(self, ranks: int) -> tuple[float, ...]:
+        """Return the speed of each rank relative to the measured machine while this many ranks compute."""
         # If ranks outnumber the cores, they take turns: each has cores / ranks of a core.
-        return self.speed if ranks == 1 else self.speed * self.crowded * min(1.0, self.cores / ranks)
+        shared = 1.0 if ranks == 1 else self.crowded * min(1.0, self.cores / ranks)
+        return tuple(speed * shared for speed in self._of_ranks(self.speed, ranks))
+
+    def pace(self, ranks: int) -> float:
+        """Return the speed of the slowest of so many ranks, for cuts that give all of them the same work."""
+        return min(self.paces(ranks))
+
+    def weights(self, ranks: int) -> tuple[float, ...]:
+        """Return the work that each rank should get, relative to the slowest; () if all are equally fast."""
+        speeds = self._of_ranks(self.speed, ranks)
+        slowest = min(speeds)
+        # Three digits: a cut is no more exact than that, and users read them.
+        found = tuple(float(f"{speed / slowest:.3g}") for speed in speeds)
+        return found if max(found) > 1 else ()
 
     def bandwidth(self, ranks: int) -> float:
         """Return the bytes per second of one of several consecutive ranks: within a host, or across hosts."""
         # All ranks wait for the slowest link, so one link between hosts decides for all.
-        return self.inside if ranks <= self.devices else self.between
+        return min(self._of_hosts(self.inside if ranks <= self.devices else self.between, ranks))
 
     @staticmethod
     def load(file: Path | str) -> Cluster:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from kagome.graph.partition.choice import PartitionMethod
 from kagome.graph.partition.partition import Partition, extract, kinds_of
 from kagome.graph.partition.partitioners import assign, shared_out
 from kagome.graph.structure.attributes import Sorted
@@ -56,25 +58,38 @@ class GraphSize:
             self._owners[key] = assign(method, edge_index, self.vertices, parts, seed, self.data.get("pos"))
         return self._owners[key]
 
-    def counts(self, number: int, seed: int) -> tuple[tuple[PartSize, ...], float]:
+    def counts(
+        self, number: int, seed: int, weights: tuple[float, ...] = ()
+    ) -> tuple[tuple[PartSize, ...], float]:
         """Return the size of each part of a cut, and the relative uncertainty of the halo.
 
-        If the graph is not at hand, one estimated size stands for all parts.
+        If the graph is not at hand, one estimated size stands for all parts that are alike.
+
+        Args:
+            number: The number of parts.
+            seed: The partitioner's seed.
+            weights: The weights of the parts; () if all are alike.
         """
-        n, e = self.vertices, self.edges
         if self.data is not None:
             edge_index: Tensor = self.data.edge_index
             # As a run cuts it by default, with the same seed, so that rows and halo are exact.
-            owner = self.owner("metis" if number > 1 else "contiguous", number, seed)
+            method = str(PartitionMethod("metis" if number > 1 else "contiguous", weights=weights))
+            owner = self.owner(method, number, seed)
             return split_counts(edge_index, owner, number, getattr(self.data, "train_mask", None)), 0.0
-        # No graph at hand: the mean degree stands for the degree of each vertex.
-        degree = e / max(n, 1)
-        # In a random cut, none of a vertex's d neighbours lies in a part with probability (1 - 1/P)^d.
-        outside = (number - 1) * (1 - (1 - 1 / number) ** degree) * COMMUNITIES
-        halo = round(n * outside / number)
-        cut = round(e / number * (1 - 1 / number) * COMMUNITIES)
-        one = PartSize(-(-n // number), halo, -(-e // number), 0, cut, halo, n // number)
-        return (one,), 0.0 if number == 1 else GUESSED
+        total, alike = sum(weights) or float(number), weights or (1.0,)
+        return tuple(self._estimated(each, total) for each in alike), 0.0 if number == 1 else GUESSED
+
+    def _estimated(self, weight: float, total: float) -> PartSize:
+        """Estimate the size of a part by its weight among all, without a graph at hand."""
+        n, e = self.vertices, self.edges
+        share = weight / total
+        # The mean degree stands for the degree of each vertex. In a random cut, none of a vertex's d
+        # neighbours lies in this part with probability (1 - share)^d.
+        read = 1 - (1 - share) ** (e / max(n, 1))
+        halo = round(n * (1 - share) * read * COMMUNITIES)
+        cut = round(e * share * (1 - share) * COMMUNITIES)
+        rows, edges = ceil(n * weight / total), ceil(e * weight / total)
+        return PartSize(rows, halo, edges, 0, cut, halo, int(n * weight / total))
 
     def shares(self, groups: int, number: int, seed: int) -> tuple[PartSize, ...]:
         """Return the size of each of ``number`` equal shares of every part's vertices.

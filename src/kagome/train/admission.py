@@ -23,7 +23,7 @@ from kagome.components.engine import Engine
 from kagome.components.model_setup import materialise
 from kagome.components.parallelize import CPU, PartOptions
 from kagome.errors import ModelError
-from kagome.graph.partition.choice import choose
+from kagome.graph.partition.choice import PartitionMethod, choose
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.partitioners import assign
 from kagome.graph.partition.sets_partition import Part
@@ -200,9 +200,9 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
     if parts > 1:
         # `choose` resolves "auto" as a run on this machine would.
         graph = Data(edge_index=part.edge_index, num_nodes=part.own.numel())
-        method, _ = choose(
-            settings.parallel.partitioner, graph.edge_index, part.own.numel(), parts, available_bytes()
-        )
+        cut = settings.parallel
+        asked = str(PartitionMethod(cut.partitioner, weights=cut.part_weights))
+        method, _ = choose(asked, graph.edge_index, part.own.numel(), parts, available_bytes())
         pos = part.nodes.get("pos")
         owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed, pos)
     counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))

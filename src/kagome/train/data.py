@@ -25,7 +25,7 @@ from kagome.comm.mesh import Mesh
 from kagome.errors import DataError, KagomeError, PartitionError
 from kagome.graph.datasets.load import load_data, load_graph
 from kagome.graph.partition import cache, store
-from kagome.graph.partition.choice import choose, is_auto
+from kagome.graph.partition.choice import PartitionMethod, choose, is_auto
 from kagome.graph.partition.partition import Partition, extract, fingerprint
 from kagome.graph.partition.sets_partition import Part
 from kagome.graph.partition.store import Meta
@@ -236,6 +236,22 @@ def _refuse_unlike_lists(
         )
 
 
+def refuse_other_weights(folder: str | Path, meta: Meta, method: str) -> None:
+    """Refuse weights that a saved partition was not cut by.
+
+    Raises:
+        PartitionError: If the method has weights, and the partition's has none or others.
+    """
+    # Without weights a run takes the parts as they are, as it does with another partitioner.
+    asked, there = (PartitionMethod.parse(each).weights for each in (method, meta.method))
+    if asked and asked != there:
+        raise PartitionError(
+            f"parts cut by part_weights={list(asked)} in {folder}",
+            f"part_weights={list(there)}" if there else "parts that are alike",
+            hint="leave part_weights out, or kagome partition --part-weights",
+        )
+
+
 def from_run(settings: config.Run, channel: Channel) -> tuple[Part, Meta]:
     """Return this rank's part of the graph of a run of the command line, as its model takes it."""
     method, seed, reuse = settings.cut(channel.size)
@@ -273,6 +289,7 @@ def from_settings(
     """
     if settings.partition is not None:
         part, meta = from_folder(settings.partition, channel)
+        refuse_other_weights(settings.partition, meta, method)
         return part, replace(meta, notes=(*meta.notes, *_unheeded(settings)))
     if channel.size == 1:
         data = load_graph(settings) if several else load_data(settings)

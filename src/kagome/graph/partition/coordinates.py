@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kagome.errors import PartitionError
@@ -28,16 +30,41 @@ MOST_BITS: Final = 21
 """Bits of a coordinate at most: a float32 has no more than 24 that count."""
 
 
-def cut_by_coordinates(pos: Tensor | None, num_nodes: int, parts: int) -> Tensor:
-    """Cut vertices into pieces of one size along a Morton curve through their coordinates.
+Weights = NDArray[np.float64]
+"""The work that each part is to get, relative to the others: ``[parts]``."""
+
+
+def pieces(count: int, weights: Weights) -> Tensor:
+    """Return the part of each place in a row of vertices, in consecutive pieces as large as their weights.
+
+    Sizes differ from what the weights ask for by less than one.
+
+    Shapes:
+        ``[count]``, int64, ascending.
+
+    Example:
+        >>> pieces(7, np.array([2.0, 1.0])).tolist()
+        [0, 0, 0, 0, 0, 1, 1]
+    """
+    places, parts = torch.arange(count), weights.size
+    if bool((weights == weights[0]).all()):
+        # Floor of v P / N, in whole numbers: sizes differ by one at most.
+        return places * parts // max(count, 1)
+    # Where each piece ends; the last one takes what is left, so that rounding loses no vertex.
+    ends = np.ceil(np.cumsum(weights) / weights.sum() * count)
+    return torch.searchsorted(torch.from_numpy(ends[:-1]), places.double(), right=True)
+
+
+def cut_by_coordinates(pos: Tensor | None, num_nodes: int, weights: Weights) -> Tensor:
+    """Cut vertices into pieces as large as their weights along a Morton curve through their coordinates.
 
     Args:
         pos: The coordinates of each vertex, in one unit along all axes.
         num_nodes: The number of vertices.
-        parts: The number of parts.
+        weights: The work of each part, relative to the others.
 
     Returns:
-        The part of each vertex; sizes differ by one at most.
+        The part of each vertex; with equal weights, sizes differ by one at most.
 
     Raises:
         PartitionError: If there are no coordinates, or they are not finite numbers.
@@ -54,13 +81,12 @@ def cut_by_coordinates(pos: Tensor | None, num_nodes: int, parts: int) -> Tensor
     Example:
         >>> import torch
         >>> square = torch.cartesian_prod(torch.arange(4), torch.arange(4)).float()
-        >>> cut_by_coordinates(square, 16, 4).view(4, 4).tolist()
+        >>> cut_by_coordinates(square, 16, np.ones(4)).view(4, 4).tolist()
         [[0, 0, 1, 1], [0, 0, 1, 1], [2, 2, 3, 3], [2, 2, 3, 3]]
     """
     order = torch.argsort(morton_codes(_checked(pos, num_nodes)), stable=True)
     owner = torch.empty(num_nodes, dtype=torch.int64)
-    # Floor of place P / N: sizes differ by one at most.
-    owner[order] = torch.arange(num_nodes) * parts // max(num_nodes, 1)
+    owner[order] = pieces(num_nodes, weights)
     return owner
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kagome.errors import PartitionError
-from kagome.graph.partition.coordinates import cut_by_coordinates
+from kagome.graph.partition.choice import PartitionMethod
+from kagome.graph.partition.coordinates import Weights, cut_by_coordinates, pieces
 from kagome.graph.structure import edges, kernels
 
 #: Limit of a part's vertices and in-edges, as a multiple of the mean.
@@ -33,55 +34,55 @@ SLACKS: Final = (None, 1.02, 1.05, 1.1, BALANCE)
 class Partitioner(Protocol):
     """A function that assigns every vertex to a part."""
 
-    def __call__(self, edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
+    def __call__(self, edge_index: Tensor, num_nodes: int, weights: Weights, seed: int) -> Tensor:
         """Return the part of each vertex.
 
         Args:
             edge_index: The edges; those that cut by the order of vertices alone do not read them.
             num_nodes: The number of vertices.
-            parts: The number of parts.
+            weights: The work of each part, relative to the others.
             seed: The seed of random draws.
 
         Shapes:
-            edge_index ``[2, E]``; owner ``[N]``, int64.
+            edge_index ``[2, E]``; weights ``[parts]``; owner ``[N]``, int64.
         """
 
 
-def contiguous(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-    """Cut the vertices, in their given order, into pieces of one size: a :class:`Partitioner`."""
-    # Floor of v P / N: sizes differ by one at most.
-    return torch.arange(num_nodes) * parts // max(num_nodes, 1)
+def contiguous(edge_index: Tensor, num_nodes: int, weights: Weights, seed: int) -> Tensor:
+    """Cut the vertices, in their order, into pieces as large as their weights: a :class:`Partitioner`."""
+    return pieces(num_nodes, weights)
 
 
-def random(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
-    """Cut the vertices, in a seeded random order, into pieces of one size: a :class:`Partitioner`."""
+def random(edge_index: Tensor, num_nodes: int, weights: Weights, seed: int) -> Tensor:
+    """Cut the vertices, in a seeded random order, into such pieces: a :class:`Partitioner`."""
     order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
     owner = torch.empty(num_nodes, dtype=torch.int64)
-    owner[order] = contiguous(edge_index, num_nodes, parts, seed)
+    owner[order] = pieces(num_nodes, weights)
     return owner
 
 
-def streaming(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
+def streaming(edge_index: Tensor, num_nodes: int, weights: Weights, seed: int) -> Tensor:
     """Run linear deterministic greedy twice over the vertices in a seeded order, then repair the balance.
 
     It is a :class:`Partitioner`.
 
     Cost: a few passes over the edges, 16 bytes an edge.
     """
+    parts = weights.size
     if parts == 1 or parts >= num_nodes or edge_index.size(1) == 0:
-        return contiguous(edge_index, num_nodes, parts, seed)
+        return pieces(num_nodes, weights)
     graph = _Adjacency.of(edge_index, num_nodes)
     order = np.random.default_rng(seed % 2**64).permutation(num_nodes)
     owner = np.full(num_nodes, -1, np.int64)
     # The first pass does not know where later vertices go; the second does. A closer bound than the final
     # one leaves ``mend`` room to move vertices.
     for _ in range(2):
-        kernels.stream(graph.indptr, graph.indices, order, graph.weight, owner, graph.bounds(parts, 1.15))
-    kernels.mend(graph.indptr, graph.indices, graph.weight, owner, graph.bounds(parts, BALANCE), 3)
+        kernels.stream(graph.indptr, graph.indices, order, graph.weight, owner, graph.bounds(weights, 1.15))
+    kernels.mend(graph.indptr, graph.indices, graph.weight, owner, graph.bounds(weights, BALANCE), 3)
     return torch.from_numpy(owner)
 
 
-def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
+def metis(edge_index: Tensor, num_nodes: int, weights: Weights, seed: int) -> Tensor:
     """Run METIS on the symmetrised graph, then repair it so that vertices and in-edges are both balanced.
 
     METIS (as ``pymetis`` builds it) balances one weight per vertex. Unit weights leave a part of Squirrel
@@ -97,8 +98,9 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     Cost: for 1.6 M edges about 0.15 s a start, and 0.05 s for each of its four repairs; one start above 5 M
     edges, three below.
     """
+    parts = weights.size
     if parts == 1 or parts >= num_nodes or edge_index.size(1) == 0:
-        return contiguous(edge_index, num_nodes, parts, seed)
+        return pieces(num_nodes, weights)
     graph = _Adjacency.of(edge_index, num_nodes)
     # METIS needs sorted lists without duplicates; the loops here accept any order.
     edges.sort_rows(graph.indptr, graph.indices)
@@ -107,17 +109,17 @@ def metis(edge_index: Tensor, num_nodes: int, parts: int, seed: int) -> Tensor:
     best: tuple[tuple[float, float, float], NDArray[np.int64]] | None = None
     for share in STARTS if edge_index.size(1) <= SEVERAL_STARTS else ONE_START:
         # METIS takes whole numbers: ten to a unit keep one decimal.
-        weights = None if share == math.inf else np.round(10 * (share + graph.weight / mean)).astype(np.int64)
-        start = _start(simple, parts, seed, weights)
+        counts = None if share == math.inf else np.round(10 * (share + graph.weight / mean)).astype(np.int64)
+        start = _start(simple, weights, seed, counts)
         for slack in SLACKS:
             # Each balance starts from METIS's own result.
             owner = start.copy()
             if slack is not None:
-                bounds = graph.bounds(parts, slack)
+                bounds = graph.bounds(weights, slack)
                 kernels.mend(graph.indptr, graph.indices, graph.weight, owner, bounds, 6)
-            load = max(graph.loads(owner, parts))
+            load = max(graph.loads(owner, weights))
             # In order: within the balance, then traffic times load, then load.
-            score = graph.excess(owner, parts), _halo(edge_index, owner, parts) * load, load
+            score = graph.excess(owner, weights), _halo(edge_index, owner, parts) * load, load
             if best is None or score < best[0]:
                 best = score, owner
     assert best is not None
@@ -137,28 +139,37 @@ class _Adjacency(NamedTuple):
         indptr, indices = kernels.adjacency(source, target, num_nodes)
         return _Adjacency(indptr, indices, np.bincount(target, minlength=num_nodes).astype(np.float64))
 
-    def bounds(self, parts: int, slack: float) -> NDArray[np.float64]:
-        """Return the most vertices and in-edges of a part, never below what a single vertex (a hub) needs."""
-        vertices, edges = self.weight.size / parts, float(self.weight.sum()) / parts
-        return np.array(
-            [
-                max(slack * vertices, math.ceil(vertices)),
-                max(slack * edges, float(self.weight.max()), 1.0),
-                parts,
-            ]
-        )
+    def bounds(self, weights: Weights, slack: float) -> NDArray[np.float64]:
+        """Return the most vertices and in-edges of each part, never below what a single vertex (a hub) needs.
 
-    def excess(self, owner: NDArray[np.int64], parts: int) -> float:
+        Shapes:
+            ``[2, parts]``.
+        """
+        vertices, edges = self.wanted(weights)
+        most = np.maximum(slack * vertices, np.ceil(vertices))
+        return np.stack([most, np.maximum(slack * edges, max(float(self.weight.max()), 1.0))])
+
+    def wanted(self, weights: Weights) -> NDArray[np.float64]:
+        """Return the vertices and in-edges of each part in proportion to its weight, ``[2, parts]``."""
+        total = weights.sum()
+        # Multiplied before divided: with weights of 1 this is the mean to the last bit.
+        return np.stack([self.weight.size * weights / total, float(self.weight.sum()) * weights / total])
+
+    def excess(self, owner: NDArray[np.int64], weights: Weights) -> float:
         """Return how far the fullest part exceeds the intended balance; a tiny excess is rounded to 0."""
-        vertices, edges = self.loads(owner, parts)
-        most = self.bounds(parts, BALANCE)
-        of_most = vertices * self.weight.size / most[0], edges * self.weight.sum() / most[1]
-        return round(max(0.0, float(max(of_most)) / parts - 1.0), 2)
+        most = self.bounds(weights, BALANCE)
+        return round(max(0.0, float((self.held(owner, weights.size) / most).max()) - 1.0), 2)
 
-    def loads(self, owner: NDArray[np.int64], parts: int) -> tuple[float, float]:
-        """Return the most vertices and the most in-edges of a part, each over the mean of all parts."""
-        vertices = np.bincount(owner, minlength=parts).max() * parts / self.weight.size
-        edges = np.bincount(owner, self.weight, minlength=parts).max() * parts / self.weight.sum()
+    def held(self, owner: NDArray[np.int64], parts: int) -> NDArray[np.float64]:
+        """Return the vertices and in-edges of each part, ``[2, parts]``."""
+        edges = np.bincount(owner, self.weight, minlength=parts)
+        return np.stack([np.bincount(owner, minlength=parts).astype(np.float64), edges])
+
+    def loads(self, owner: NDArray[np.int64], weights: Weights) -> tuple[float, float]:
+        """Return the most vertices and the most in-edges of a part, each over what its weight asks for."""
+        # In this order, weights that are all 1 round as a mean does.
+        scaled = (self.held(owner, weights.size) * (weights.sum() / weights)).max(1)
+        vertices, edges = scaled / (self.weight.size, self.weight.sum())
         return float(vertices), float(edges)
 
 
@@ -170,16 +181,19 @@ def _halo(edge_index: Tensor, owner: NDArray[np.int64], parts: int) -> int:
 
 def _start(
     simple: tuple[NDArray[np.int64], NDArray[np.int64]],
-    parts: int,
+    weights: Weights,
     seed: int,
-    weights: NDArray[np.int64] | None,
+    counts: NDArray[np.int64] | None,
 ) -> NDArray[np.int64]:
     import pymetis
 
+    # Without targets METIS takes another path for equal parts, by which all earlier cuts were made.
+    alike = bool((weights == weights[0]).all())
     result = pymetis.part_graph(
-        parts,
+        weights.size,
         pymetis.CSRAdjacency(*simple),
-        vweights=weights,
+        vweights=counts,
+        tpwgts=None if alike else (weights / weights.sum()).tolist(),
         # METIS's seed is a C int, and srand treats 0 and 1 alike.
         options=pymetis.Options(seed=1 + seed % (2**31 - 1)),
     )
@@ -195,7 +209,7 @@ PARTITIONERS: Final[Mapping[str, Partitioner]] = MappingProxyType(
 
 
 def assign(
-    name: str,
+    method: str,
     edge_index: Tensor,
     num_nodes: int,
     parts: int,
@@ -205,8 +219,9 @@ def assign(
     """Assign every vertex to a part with the partitioner of that name.
 
     Args:
-        name: One of :data:`PARTITIONERS`, or ``coordinates``. ``metis/2`` divides the vertices of each of its
-            parts evenly between two consecutive parts.
+        method: The text of a :class:`PartitionMethod`, of which the name is one of :data:`PARTITIONERS`, or
+            ``coordinates``. ``metis/2`` divides the vertices of each of its parts evenly between two
+            consecutive parts, and ``metis@3:1`` gives the first part three times the vertices and edges.
         edge_index: The edges.
         num_nodes: The number of vertices.
         parts: The number of parts; if there are fewer vertices, some parts are empty.
@@ -217,7 +232,7 @@ def assign(
         The part of each vertex.
 
     Raises:
-        PartitionError: If no partitioner has that name, or the number of parts or shares is invalid.
+        PartitionError: If no partitioner has that name, or the number of parts, shares or weights is invalid.
 
     Shapes:
         edge_index ``[2, E]``, int64; owner ``[N]``, int64, from 0 to parts - 1.
@@ -228,23 +243,21 @@ def assign(
         >>> assign("contiguous", ring, num_nodes=6, parts=2).tolist()
         [0, 0, 0, 1, 1, 1]
     """
-    name, _, each = name.partition("/")
+    asked = PartitionMethod.parse(method)
+    name = asked.name
     if name not in PARTITIONERS and name != COORDINATES:
         raise PartitionError(
             f"one of the partitioners {', '.join((*PARTITIONERS, COORDINATES))}", f"{name!r}"
         )
     if parts < 1:
         raise PartitionError("1 part or more", f"{parts}")
-    if each and not (each.isdecimal() and int(each)):
-        raise PartitionError(f"a number of shares of 1 or more behind {name}/", f"{each!r}", hint=f"{name}/2")
-    shares = int(each or 1)
-    if parts % shares:
-        raise PartitionError(f"a number of parts that {shares} divides", f"{parts}")
+    cut = asked.cut_parts(parts)
+    weights = np.array(asked.weights or [1.0] * cut)
     if name == COORDINATES:
-        owner = cut_by_coordinates(pos, num_nodes, parts // shares)
+        owner = cut_by_coordinates(pos, num_nodes, weights)
     else:
-        owner = PARTITIONERS[name](edge_index, num_nodes, parts // shares, seed)
-    return owner if shares == 1 else shared_out(owner, parts // shares, shares)
+        owner = PARTITIONERS[name](edge_index, num_nodes, weights, seed)
+    return owner if asked.shares == 1 else shared_out(owner, cut, asked.shares)
 
 
 def shared_out(owner: Tensor, parts: int, shares: int) -> Tensor:

@@ -31,6 +31,7 @@ class Quality:
         in_edges: The number of in-edges of each part's own vertices.
         halo: The number of rows that each part reads and others own.
         largest_in_degree: The largest in-degree of any vertex.
+        weights: The work that each part was to get, relative to the others; () if all were to be alike.
     """
 
     num_parts: int
@@ -41,6 +42,7 @@ class Quality:
     in_edges: tuple[int, ...]
     halo: tuple[int, ...]
     largest_in_degree: int
+    weights: tuple[float, ...] = ()
 
     @property
     def cut(self) -> float:
@@ -54,13 +56,19 @@ class Quality:
 
     @property
     def vertex_balance(self) -> float:
-        """Vertices of the fullest part, over the mean."""
-        return max(self.vertices) * self.num_parts / max(self.num_nodes, 1)
+        """Vertices of the fullest part, over the mean, or over what its weight asks for."""
+        return self._fullest(self.vertices) / max(self.num_nodes, 1)
 
     @property
     def edge_balance(self) -> float:
-        """In-edges of the fullest part, over the mean."""
-        return max(self.in_edges) * self.num_parts / self.num_edges if self.num_edges else 1.0
+        """In-edges of the fullest part, over the mean, or over what its weight asks for."""
+        return self._fullest(self.in_edges) / self.num_edges if self.num_edges else 1.0
+
+    def _fullest(self, counts: tuple[int, ...]) -> float:
+        """Return the largest count, times the parts; of parts with weights, relative to their weights."""
+        # A part of twice the weight may have twice the work: its rank is as soon ready.
+        weights = self.weights or (1.0,) * self.num_parts
+        return max(count / weight for count, weight in zip(counts, weights, strict=True)) * sum(weights)
 
     def halo_share(self, part: int) -> float:
         """Return the halo rows over all rows that a part holds."""
@@ -88,31 +96,32 @@ class Quality:
                 f"Part {worst} is {share:.0%} halo: most rows that it holds are copies of others'. Fewer "
                 f"parts exchange less; the graph is too dense to be cut into {self.num_parts}."
             )
+        mean = "the number that its weight asks for of" if self.weights else "the mean number of"
         # The partitioners keep to 1.25 where the graph allows it.
         if self.vertex_balance > 1.3 and not empty:
-            notes.append(f"The fullest part has {self.vertex_balance:.1f} times the mean number of vertices.")
+            notes.append(f"The fullest part has {self.vertex_balance:.1f} times {mean} vertices.")
         if self.edge_balance > 1.3:
-            mean = self.num_edges / self.num_parts
             # All in-edges of a vertex are on one part, so a hub above the mean overloads its part.
             cause = (
                 f" One vertex alone has {self.largest_in_degree:,}: no cut by vertices is even."
-                if self.largest_in_degree > mean
+                if self.largest_in_degree > self.num_edges / self.num_parts
                 else " The partitioner metis evens out edges as well as vertices."
             )
             notes.append(
-                f"The fullest part has {self.edge_balance:.1f} times the mean number of in-edges, and every "
+                f"The fullest part has {self.edge_balance:.1f} times {mean} in-edges, and every "
                 f"epoch waits for it.{cause}"
             )
         return tuple(notes)
 
 
-def quality(edge_index: Tensor, owner: Tensor, parts: int) -> Quality:
+def quality(edge_index: Tensor, owner: Tensor, parts: int, weights: tuple[float, ...] = ()) -> Quality:
     """Measure the quality of a cut.
 
     Args:
         edge_index: The edges of the whole graph.
         owner: The part of each vertex.
         parts: The number of parts.
+        weights: The work that each part was to get; () if all were to be alike.
 
     Returns:
         The figures.
@@ -129,10 +138,12 @@ def quality(edge_index: Tensor, owner: Tensor, parts: int) -> Quality:
         >>> found.cut_edges, found.halo
         (2, (1, 1))
     """
-    return measured(edge_index, owner, parts)[0]
+    return measured(edge_index, owner, parts, weights)[0]
 
 
-def measured(edge_index: Tensor, owner: Tensor, parts: int) -> tuple[Quality, NDArray[np.int64]]:
+def measured(
+    edge_index: Tensor, owner: Tensor, parts: int, weights: tuple[float, ...] = ()
+) -> tuple[Quality, NDArray[np.int64]]:
     """Measure a cut, and also return which parts read each vertex, which the same pass finds.
 
     Shapes:
@@ -151,5 +162,6 @@ def measured(edge_index: Tensor, owner: Tensor, parts: int) -> tuple[Quality, ND
         in_edges=tuple(in_edges.tolist()),
         halo=tuple(edges.halo_counts(readers, parts).tolist()),
         largest_in_degree=int(np.bincount(target, minlength=1).max()),
+        weights=weights,
     )
     return found, readers

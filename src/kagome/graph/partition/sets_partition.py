@@ -21,6 +21,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from kagome.errors import PartitionError
+from kagome.graph.partition.choice import PartitionMethod
 from kagome.graph.partition.partition import Partition, extract
 from kagome.graph.partition.partitioners import assign, shared_out
 from kagome.graph.structure.attributes import Shared
@@ -177,7 +178,8 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
     edge_index, counts = joined_edges(graph), [each.count for each in graph.vertices.values()]
     given = {name: each.pos for name, each in graph.vertices.items()}
     lacking = [name for name, pos in given.items() if pos is None]
-    if method == "coordinates" and lacking:
+    asked = PartitionMethod.parse(method)
+    if asked.name == "coordinates" and lacking:
         raise PartitionError(
             "coordinates of every vertex set, for partitioner='coordinates'",
             f"none of {', '.join(lacking)}",
@@ -185,13 +187,13 @@ def assign_sets(graph: Graph, method: str, parts: int, seed: int) -> dict[str, T
         )
     pos = None if lacking else torch.cat([each.cpu().double() for each in given.values() if each is not None])
     # All sets in one graph, so that the partitioner sees the edges between them.
-    name, _, each = method.partition("/")
-    shares = int(each or 1)
-    owners = assign(name, edge_index, sum(counts), parts // shares, seed, pos).split(counts)
+    cut = asked.cut_parts(parts)
+    whole = str(replace(asked, shares=1))
+    owners = assign(whole, edge_index, sum(counts), cut, seed, pos).split(counts)
     owners = _with_ties(graph, dict(zip(graph.vertices, owners, strict=True)))
-    if shares == 1:
+    if asked.shares == 1:
         return owners
-    return {name: shared_out(owner, parts // shares, shares) for name, owner in owners.items()}
+    return {name: shared_out(owner, cut, asked.shares) for name, owner in owners.items()}
 
 
 def _with_ties(graph: Graph, owners: dict[str, Tensor]) -> dict[str, Tensor]:

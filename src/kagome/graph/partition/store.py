@@ -24,6 +24,7 @@ from torch_geometric.data import Data
 
 from kagome.config.fields import fits, path_of
 from kagome.errors import PartitionError
+from kagome.graph.partition.choice import PartitionMethod
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.quality import Quality, measured
 from kagome.graph.partition.store_checks import COUNTS, Attributes, attributes_of, fault_of, quality_fault
@@ -133,7 +134,8 @@ def measure(
     Shapes:
         owner ``[N]``; readers ``[N, parts / 64]``, an argument of ``partition.extract``.
     """
-    found, readers = measured(data.edge_index, owner, parts)
+    weights = PartitionMethod.parse(method).of_parts
+    found, readers = measured(data.edge_index, owner, parts, weights)
     meta = Meta(
         fingerprint=fingerprint,
         method=method,

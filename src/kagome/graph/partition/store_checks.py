@@ -7,6 +7,7 @@ no partition has, because another program wrote or edited it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, Final
 
 import torch
@@ -55,6 +56,11 @@ def quality_fault(quality: Quality, parts: int, num_nodes: int, num_edges: int) 
         counts = getattr(quality, name)
         if len(counts) != parts or any(type(count) is not int or count < 0 for count in counts):
             return f"quality.{name} is no count for each of {parts} parts"
+    if quality.weights and (
+        len(quality.weights) != parts
+        or not all(type(each) in (int, float) and 0 < each < inf for each in quality.weights)
+    ):
+        return f"quality.weights is no weight for each of {parts} parts"
     if (quality.num_parts, quality.num_nodes, quality.num_edges) != (parts, num_nodes, num_edges):
         found = (quality.num_parts, quality.num_nodes, quality.num_edges)
         return f"quality is of {found} parts, vertices and edges, the page of {(parts, num_nodes, num_edges)}"

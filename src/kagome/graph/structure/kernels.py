@@ -57,11 +57,11 @@ def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Lo
         order: The order of visit.
         weight: The in-edges of each vertex.
         owner: The part of each vertex, -1 where it has none yet.
-        bounds: Most vertices and most in-edges of a part, then the number of parts.
+        bounds: Most vertices ``[0, q]`` and most in-edges ``[1, q]`` of each part q.
 
     Cost: one pass over the adjacency.
     """
-    parts = int(bounds[2])
+    parts = bounds.shape[1]
     vertices = np.zeros(parts)
     edges = np.zeros(parts)
     for v in range(owner.size):
@@ -82,9 +82,9 @@ def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Lo
         best, best_score, best_load = -1, -1.0, np.inf
         for q in range(parts):
             # Fullness with this vertex, in the measure that is nearer to its bound.
-            load = max((vertices[q] + 1) / bounds[0], (edges[q] + weight[v]) / bounds[1])
+            load = max((vertices[q] + 1) / bounds[0, q], (edges[q] + weight[v]) / bounds[1, q])
             # Stanton and Kliot: neighbours there, times the free share. Ties go to the emptier part.
-            score = near[q] * max(0.0, 1.0 - max(vertices[q] / bounds[0], edges[q] / bounds[1]))
+            score = near[q] * max(0.0, 1.0 - max(vertices[q] / bounds[0, q], edges[q] / bounds[1, q]))
             # A full part is not a candidate; if all are full, the least full one takes the vertex.
             if load > 1:
                 score = -load
@@ -105,7 +105,7 @@ def _count(near: Floats, indptr: Longs, indices: Ints, owner: Longs, v: int) -> 
 @compiled
 def _over(load: Floats, bounds: Floats, q: int, vertices: float, edges: float) -> float:
     """Return how far part q would exceed its bounds, relative to them, with these additions."""
-    full = float((load[0, q] + vertices) / bounds[0]), float((load[1, q] + edges) / bounds[1])
+    full = float((load[0, q] + vertices) / bounds[0, q]), float((load[1, q] + edges) / bounds[1, q])
     return max(0.0, full[0] - 1) + max(0.0, full[1] - 1)
 
 
@@ -161,7 +161,7 @@ def _repair(
             cost[v] = loss / unit if loss > 0 else loss * unit
     moved = 0
     for v in np.argsort(cost):
-        if load[m, p] <= bounds[m] or cost[v] == np.inf:
+        if load[m, p] <= bounds[m, p] or cost[v] == np.inf:
             break
         # Earlier moves have changed the parts of its neighbours.
         _count(near, indptr, indices, owner, v)
@@ -184,12 +184,12 @@ def mend(indptr: Longs, indices: Ints, weight: Floats, owner: Longs, bounds: Flo
         indices: The neighbours in both directions.
         weight: The in-edges of each vertex.
         owner: The part of each vertex; changed in place.
-        bounds: Most vertices and most in-edges of a part, then the number of parts.
+        bounds: Most vertices ``[0, q]`` and most in-edges ``[1, q]`` of each part q.
         rounds: The number of rounds of repair and improvement.
 
     Cost: a few passes over the adjacency a round.
     """
-    parts = int(bounds[2])
+    parts = bounds.shape[1]
     load = np.zeros((2, parts))
     for v in range(owner.size):
         load[0, owner[v]] += 1
@@ -203,8 +203,8 @@ def mend(indptr: Longs, indices: Ints, weight: Floats, owner: Longs, bounds: Flo
             worst, p, m = 1.0, -1, 0
             for q in range(parts):
                 for k in range(2):
-                    if stuck[k, q] == 0 and load[k, q] / bounds[k] > worst:
-                        worst, p, m = load[k, q] / bounds[k], q, k
+                    if stuck[k, q] == 0 and load[k, q] / bounds[k, q] > worst:
+                        worst, p, m = load[k, q] / bounds[k, q], q, k
             if p < 0:
                 break
             if _repair(indptr, indices, weight, owner, load, bounds, p, m) == 0:
