@@ -16,6 +16,7 @@ from kagome.errors import ConfigError
 from kagome.records.epoch import EpochRecord, JsonLines
 from kagome.records.peak_tensors import PeakTensor, PeakTensors
 from kagome.records.spans import Span
+from kagome.records.units import bytes_text
 from kagome.report.chrome_trace import write_trace
 from kagome.report.page.page import report, write_page
 from kagome.report.summary import summary, write_summary
@@ -133,7 +134,8 @@ def test_the_peak_of_the_fullest_rank_is_listed(tmp_path: Path) -> None:
     values["memory"] = [{"predicted": None, "measured": {}, "peak_tensors": r.as_dict()} for r in ranks]
     file.write_text(json.dumps(values))
     text = check_page(write_page(folder))
-    assert "Rank 1: tensors took 17 B at their peak; the allocator kept at most 5.0 kB" in text
+    told = f"tensors took {bytes_text(17)} at their peak; the allocator kept at most {bytes_text(5000)}"
+    assert f"Rank 1: {told}" in text
     assert text.index("convs.9") < text.index("convs.8")
 
 
