@@ -130,9 +130,13 @@ def by_torch(
 def running(model: nn.Module) -> Callable[[], str]:
     """Return a function that names the module which runs."""
     path: list[str] = []
+
+    def left(*_: Any) -> None:  # whatever a hook returns would take the place of the output
+        path.pop()
+
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, name=name: path.append(name))
-        module.register_forward_hook(lambda *_: path.pop() and None)
+        module.register_forward_hook(left)
     return lambda: path[-1] if path else ""
 
 
