@@ -132,6 +132,17 @@ def test_a_trial_is_ended_before_it_takes_all_memory(monkeypatch: pytest.MonkeyP
     assert process.exitcode == -9
 
 
+def test_memory_is_told_tensor_by_tensor(tmp_path: Path) -> None:
+    run(BENCHMARKS / "memory" / "main.py", tmp_path, "--threads", "1")
+    rows = read(tmp_path / "results.json")
+    assert [row["side"] for row in rows] == ["kagome", "edge_index"]
+    for row in rows:
+        assert row["peak"] > row["peak_tensors"]["live"] > 0
+        assert len(row["peak_tensors"]["largest"]) == 10
+    assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-5)
+    assert "## gcn, Kagome" in (tmp_path / "results.md").read_text()
+
+
 def test_exact_dropout_is_measured_beside_pytorchs(tmp_path: Path) -> None:
     run(SINGLE / "exactness.py", tmp_path, "--threads", "1")
     (row,) = read(tmp_path / "results_exactness.json")["rows"]

@@ -61,6 +61,7 @@ RUNS = st.builds(
         trace=st.booleans(),
         progress=st.booleans(),
         tensorboard=st.booleans(),
+        memory=st.booleans(),
     ),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from torch_geometric.nn import GCN
 
 import kagome
-from kagome.launch.allocator import FreedMemory, keep_freed_memory
+from kagome.launch.allocator import MERGING, TUNABLES, FreedMemory, _cuts, keep_freed_memory, merging
 
 FAULTS = """
 import resource, sys, torch
@@ -47,6 +48,40 @@ def test_a_tensor_finds_the_pages_of_the_last_one() -> None:
     assert faults("leave")[1] > 2 * kept
 
 
+KEPT = """
+import ctypes, sys
+from kagome.launch import allocator
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
+assert allocator.keep_freed_memory()
+small = []
+def block(size=10_000_000):  # as torch asks for it; its pages are never touched
+    small.extend(libc.malloc(n) for n in (24, 40, 56, 72, 88))
+    where = ctypes.c_void_p()
+    assert libc.posix_memalign(ctypes.byref(where), 64, size) == 0
+    return where
+for _ in range(20):
+    first, second = block(), block()
+    libc.free(first)
+    third = block()
+    libc.free(second), libc.free(third)
+print(allocator.freed_bytes())
+"""
+
+
+@pytest.mark.skipif(not _cuts(), reason="another C library, or one that merges by itself")
+def test_ranks_start_so_that_holes_are_filled_again() -> None:
+    def kept(variables: dict[str, str]) -> int:
+        env = {k: v for k, v in os.environ.items() if k != TUNABLES} | variables
+        words = [sys.executable, "-c", KEPT]
+        return int(subprocess.run(words, capture_output=True, text=True, check=True, env=env).stdout)
+
+    assert merging({}) == {TUNABLES: MERGING}
+    assert merging({TUNABLES: "glibc.malloc.check=3"}) == {}
+    assert kept({}) > 3 * kept(merging({}))
+
+
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_a_user_s_own_choice_stays(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
@@ -55,11 +90,11 @@ def test_a_user_s_own_choice_stays(name: str) -> None:
 LARGE = """
 import resource, torch
 from kagome.launch import allocator
-from kagome.launch.allocator import FreedMemory, keep_freed_memory
-assert keep_freed_memory({})
-limits = [2**50, 2**50, 0]  # what may be allocated besides, at each look
+from kagome.launch.allocator import FreedMemory
+limits = [2**50, 0]  # what may be allocated besides, at each look
 allocator.available_bytes = lambda: limits.pop(0)
 freed, kept = FreedMemory(least=0, environment={}), []
+assert not freed.look()  # the first pass
 def gaps():
     for _ in range(4):  # a gap between two tensors that stay is too small for a tensor of its size
         kept.append(torch.ones(10_000_000))

@@ -14,7 +14,9 @@ from kagome.config import Data, Run
 from kagome.config.toml_io import to_toml
 from kagome.errors import ConfigError
 from kagome.records.epoch import EpochRecord, JsonLines
+from kagome.records.peak_tensors import PeakTensor, PeakTensors
 from kagome.records.spans import Span
+from kagome.records.units import bytes_text
 from kagome.report.chrome_trace import write_trace
 from kagome.report.page.page import report, write_page
 from kagome.report.summary import summary, write_summary
@@ -119,6 +121,22 @@ def test_a_whole_run_has_every_section(tmp_path: Path) -> None:
     ):
         assert piece in text
     assert "Attention" not in text
+
+
+def test_the_peak_of_the_fullest_rank_is_listed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    file = folder / "summary.json"
+    values = json.loads(file.read_text())
+    held = [
+        PeakTensor(size, (3, size), "float32", f"convs.{size}", "aten.relu", "in flight") for size in (8, 9)
+    ]
+    ranks = [PeakTensors.of(held[:1], None), PeakTensors.of(held, 5000)]
+    values["memory"] = [{"predicted": None, "measured": {}, "peak_tensors": r.as_dict()} for r in ranks]
+    file.write_text(json.dumps(values))
+    text = check_page(write_page(folder))
+    told = f"tensors took {bytes_text(17)} at their peak; the allocator kept at most {bytes_text(5000)}"
+    assert f"Rank 1: {told}" in text
+    assert text.index("convs.9") < text.index("convs.8")
 
 
 def test_many_ranks_and_epochs_stay_small(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ from kagome.comm.transport.rendezvous import JoinedGroup, current, given_store, 
 from kagome.comm.watchdog import Watchdog
 from kagome.config import Parallel
 from kagome.errors import KagomeError, LaunchError
-from kagome.launch.allocator import keep_freed_memory
 from kagome.launch.environment import Ranks, environment
 from kagome.launch.finalizer import close_waiting
 from kagome.launch.threads import CpuShare, seat, threads
@@ -148,7 +147,6 @@ def open_mesh(
         # Closed like the others, although it shares the group and the memory of ``graph``: closing twice is
         # harmless.
         channels.append(weights := graph.beside())
-        keep_freed_memory()
         counts = stack.enter_context(_fitting_threads(world))
         axes = {"pipe": fitted.pipe, "graph": groups.parts // fitted.tensor, "tensor": fitted.tensor}
         lanes = (world, graph, weights, pipe)

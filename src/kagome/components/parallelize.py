@@ -167,6 +167,7 @@ class ParallelModel:
 
     Attributes:
         escape: Why a forward pass turned fast paths off; empty if none did.
+        freed: What becomes of the memory that training passes free.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class ParallelModel:
     ) -> None:
         self.model, self.scope, self.options, self.escape = model, scope, options, ""
         self._tell, self._depth, self._trained, self._undo = tell, 0, False, ExitStack()
-        self._freed = FreedMemory()
+        self.freed = FreedMemory()
 
     def __enter__(self) -> Self:
         # `fit` holds a block open over all epochs; methods of the engine that enter it again only count.
@@ -237,10 +238,10 @@ class ParallelModel:
     @contextmanager
     def running(self, epoch: int, *, training: bool, checked: bool = False) -> Iterator[ForwardPass]:
         """Enter one forward pass, with mixed precision: see :meth:`Interceptor.running`."""
+        if training:
+            self.freed.look()
         with self.scope.running(epoch, training=training, checked=checked) as forward_pass, self.cast():
             yield forward_pass
-        if training:  # backward now frees what this pass has saved
-            self._freed.look()
 
     def forward(
         self,

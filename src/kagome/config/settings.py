@@ -177,6 +177,8 @@ class Report:
     """Show a progress line."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs the extra ``tensorboard``)."""
+    memory: bool = False
+    """List a rank's largest tensors at the peak of its first epoch, which takes longer for it."""
 
     def __post_init__(self) -> None:
         check_kinds("report", self)

@@ -1,14 +1,18 @@
 """Allocator settings: freed memory stays with the process, so that the next tensor needs no fresh pages.
 
-Where it sits: ``comm.mesh`` calls :func:`keep_freed_memory` once, before the first large tensor;
-``components.parallelize`` asks :class:`FreedMemory` after each training pass. glibc returns blocks above
-32 MiB to the system when they are freed, and the next tensor of that size then costs a page fault every
-4 KiB. That is 20 ms for 51 MB, ten times the cost of writing to present pages. An epoch frees and allocates
-the same sizes again and again.
+Where it sits: ``components.parallelize`` and ``pipelining.chunk_engine`` ask :class:`FreedMemory` before each
+training pass; ``launcher`` starts ranks with :func:`merging`. glibc returns blocks above 32 MiB to the system
+when they are freed, and the next tensor of that size then costs a page fault every 4 KiB. That is 20 ms for
+51 MB, ten times the cost of writing to present pages. An epoch frees and allocates the same sizes again and
+again.
 
-The price is memory. torch asks for aligned blocks, for which glibc needs a gap that is a little larger than
-the block. So a tensor seldom fits where another of its size was, and the process may come to hold twice what
-its tensors take. A process that has become large gives large blocks back again, as plain PyTorch does.
+The price is memory, for two reasons. What set-up and the first pass free leaves holes between what lasts; so
+they run in glibc's own way. And torch asks for aligned blocks, for which glibc before 2.39 cuts a splinter of
+some bytes off both ends of a larger one. Splinters go to the thread's cache of small blocks. While they are
+there, the hole that a tensor leaves is too small for the next tensor of its size, and a process may come to
+hold twice what its tensors take. Without that cache the ends are merged again, but only a variable that is
+set before a process starts turns it off. A process that has become large gives large blocks back again, as
+plain PyTorch does.
 """
 
 from __future__ import annotations
@@ -23,6 +27,11 @@ from typing import Any, Final
 from kagome.launch.environment import environment as ranks_of
 from kagome.launch.host_memory import available_bytes
 
+TUNABLES: Final = "GLIBC_TUNABLES"
+MERGING: Final = "glibc.malloc.tcache_count=0"
+"""The setting by which no thread caches small blocks."""
+MERGES_SINCE: Final = (2, 39)
+"""The version of glibc that merges the ends of aligned blocks by itself."""
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """Names of ``mallopt``'s settings (malloc.h)."""
 LARGE: Final = 32 * 2**20
@@ -41,7 +50,7 @@ def _libc(environment: Mapping[str, str]) -> Any:
     # LD_PRELOAD may bring another allocator (jemalloc, tcmalloc),
     # whose mallopt does something else or nothing.
     chosen = any(name.startswith("MALLOC_") for name in environment)
-    chosen = chosen or bool({"GLIBC_TUNABLES", "LD_PRELOAD"} & set(environment))
+    chosen = chosen or "LD_PRELOAD" in environment or environment.get(TUNABLES, MERGING) != MERGING
     if chosen or not sys.platform.startswith("linux"):
         return None
     try:
@@ -62,16 +71,42 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
         Whether it was done; possible on Linux with glibc.
 
     Cost:
-        The process may hold twice the memory of its tensors, and does not shrink until it ends, or until
-        :class:`FreedMemory` finds it large.
+        The process may hold twice the memory of its tensors, a quarter more if it was started with
+        :func:`merging`, and does not shrink until it ends, or until :class:`FreedMemory` finds it large.
     """
     libc = _libc(environment)
     # Allocate no block with mmap, and return no free block at the heap's end.
     return libc is not None and bool(libc.mallopt(MMAP_MAX, 0) and libc.mallopt(TRIM_THRESHOLD, 2**31 - 1))
 
 
+def merging(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables to start a process with, so that it keeps hardly more than its tensors take.
+
+    Args:
+        environment: As for :func:`keep_freed_memory`.
+
+    Returns:
+        One variable; none where a user has chosen, or where the allocator needs none.
+
+    Cost:
+        Small blocks are taken from the heap, not from a thread's cache: some tens of nanoseconds each.
+    """
+    if _libc(environment) is None or not _cuts():
+        return {}
+    return {TUNABLES: MERGING}
+
+
+def _cuts() -> bool:
+    """Return whether this glibc leaves splinters."""
+    version = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
+    numbers = version.rpartition(" ")[2].split(".")[:2]
+    return all(map(str.isdecimal, numbers)) and tuple(map(int, numbers)) < MERGES_SINCE
+
+
 class FreedMemory:
-    """What becomes of the memory that this process frees: kept while the process is small, then returned.
+    """What becomes of the memory that this process frees, from one training pass to the next.
+
+    Returned until the second pass, then kept while the process is small, then returned again.
 
     Args:
         least: A process that holds fewer bytes is never large.
@@ -80,14 +115,21 @@ class FreedMemory:
 
     def __init__(self, least: int = 2**30, environment: Mapping[str, str] = os.environ) -> None:
         self._least, self._environment, self._libc = least, environment, _libc(environment)
+        self._passes = 0
 
     def look(self) -> bool:
-        """Return large blocks from now on if the process is large; tell whether that began now.
+        """Note that a training pass begins, and set what becomes of freed memory from now on.
+
+        Returns:
+            Whether large blocks are returned because the process has become large, which begins now.
 
         Cost:
-            20 microseconds, a millisecond where the process holds a GiB, and nothing once it has begun.
+            20 microseconds, a millisecond where the process holds a GiB, and nothing once it is large.
         """
-        if self._libc is None or (held := _resident()) < self._least:
+        self._passes += 1
+        if self._passes == 2:
+            keep_freed_memory(self._environment)
+        if self._libc is None or self._passes <= 2 or (held := _resident()) < self._least:
             return False
         left, ranks = available_bytes(), ranks_of(self._environment).local_size
         if left is None or SHARE * held * ranks < left + held:
@@ -98,6 +140,33 @@ class FreedMemory:
         # The pages of gaps in the heap are free at once; their addresses stay with the process.
         libc.malloc_trim(0)
         return bool(done)
+
+
+class _Counts(ctypes.Structure):
+    """``struct mallinfo2`` (malloc.h)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def freed_bytes() -> int | None:
+    """Return the bytes that this process has freed and its allocator keeps; None if it does not tell.
+
+    Pages that were returned to the system count where their addresses stay with the process.
+
+    Cost:
+        A walk over all free blocks.
+    """
+    libc = _libc(os.environ)
+    if libc is None or not hasattr(libc, "mallinfo2"):  # glibc before 2.33
+        return None
+    libc.mallinfo2.restype = _Counts
+    return int(libc.mallinfo2().fordblks)
 
 
 def _resident() -> int:

@@ -34,6 +34,7 @@ from typing import Any, Literal
 import psutil
 
 from kagome.errors import ADVICE, CommError, KagomeError, LaunchError, ResourceError
+from kagome.launch.allocator import merging
 from kagome.launch.environment import RESTARTS, STORE, Ranks, environment
 from kagome.launch.host_memory import available_bytes
 from kagome.launch.os_errors import STARVED, in_words, memory_left
@@ -553,6 +554,7 @@ def _shared_cores(nproc: int) -> Iterator[None]:
         # What the user set stays.
         os.environ.setdefault(name, share)
     os.environ[LAUNCHED] = "1"
+    os.environ.update(merging())
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,15 @@ from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.records.memory import MemoryByKind
 
 
+class Held(NamedTuple):
+    """Memory that was counted: its kind and bytes, and the first tensor that was found there."""
+
+    kind: str
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class TensorMemory:
     """Counts bytes by kind; a storage counts for the first kind that it is added to.
 
@@ -37,7 +46,13 @@ class TensorMemory:
     def __init__(self, own: int, halo: int, device: torch.device) -> None:
         self.own, self.halo, self.device = own, halo, device
         self.bytes: dict[str, int] = defaultdict(int)
-        self._seen: set[int] = set()
+        self.held: dict[int, Held] = {}
+        """What was counted, by its address in memory."""
+
+    @property
+    def total(self) -> int:
+        """The bytes of all that was counted."""
+        return sum(each.bytes for each in self.held.values())
 
     def add(self, kind: str, tensors: Iterable[Tensor], *, rows: bool = False) -> None:
         """Count the bytes of tensors under a kind.
@@ -49,9 +64,9 @@ class TensorMemory:
         """
         for tensor in tensors:
             place, size = self._lies(tensor)
-            if not size or place in self._seen:
+            if not size or place in self.held:
                 continue
-            self._seen.add(place)
+            self.held[place] = Held(kind, size, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             away = self._away(tensor, size) if rows else 0
             self.bytes["halo"] += away
             self.bytes[kind] += size - away
@@ -65,13 +80,11 @@ class TensorMemory:
         Returns:
             Address in memory -> bytes of the storage there.
         """
-        return {place: size for place, size in map(self._lies, tensors) if size and place not in self._seen}
+        return {place: size for place, size in map(self._lies, tensors) if size and place not in self.held}
 
     def _lies(self, tensor: Tensor) -> tuple[int, int]:
         """Return the address of a tensor's storage and its bytes; zeros if the tensor does not count."""
-        if tensor.device.type != self.device.type or tensor.layout != torch.strided:
-            return 0, 0
-        if tensor._is_zerotensor() or not torch._C._has_storage(tensor):  # from forward-mode derivatives
+        if tensor.device.type != self.device.type or not _dense(tensor):
             return 0, 0
         # The whole storage counts, also for a view: it stays in memory as long as any view of it does.
         storage = tensor.untyped_storage()
@@ -88,6 +101,12 @@ class TensorMemory:
             return size
         whole = self.own + self.halo
         return size // whole * self.halo if whole in tensor.shape and size % whole == 0 else 0
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Return whether a tensor has numbers of its own in memory; those of forward-mode derivatives may not."""
+    stored = tensor.layout == torch.strided and torch._C._has_storage(tensor)
+    return stored and not tensor._is_zerotensor()
 
 
 def ledger_of(scope: Interceptor, model: nn.Module, copies: Iterable[Tensor] = ()) -> TensorMemory:
@@ -143,6 +162,8 @@ class SavedMemory:
     def __init__(self, scope: Interceptor, model: nn.Module) -> None:
         self.scope, self.model = scope, model
         self.bytes: Mapping[str, int] | None = None
+        self.places: frozenset[int] = frozenset()
+        """The addresses of what autograd saves."""
 
     def __enter__(self) -> SavedMemory:
         self._saved = SavedTensors()
@@ -162,7 +183,9 @@ class SavedMemory:
             # The ledger keeps the addresses and forgets the counts, so that memory held anyway is not counted
             # again.
             ledger.bytes.clear()
-            ledger.add("activations", self._saved.take(), rows=True)
+            kept = self._saved.take()
+            self.places = frozenset(tensor.untyped_storage().data_ptr() for tensor in kept if _dense(tensor))
+            ledger.add("activations", kept, rows=True)
             for record in records:
                 ledger.add("activations", tensors_of(record), rows=True)
             self.bytes = {kind: ledger.bytes[kind] for kind in ("activations", "halo")}

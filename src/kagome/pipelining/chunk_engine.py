@@ -363,6 +363,7 @@ class ChunkEngine:
     def _passed(self, epoch: int, *, stop: bool = False) -> tuple[EpochPlan, float, bool]:
         """Run forward and backward of all chunks as the controller plans; return the mean loss."""
         self.model.train(True)
+        self.net.freed.look()
         plan = self.controller.plan()
         lost = self._gradient(epoch, plan) if plan.guess is None else self._probed(epoch, plan)
         self.activations.done()

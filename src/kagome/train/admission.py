@@ -35,6 +35,7 @@ from kagome.profile.part_size import GroupSize, PartSize, counts_of, split_count
 from kagome.records.epoch import Memory
 from kagome.records.memory import MemoryByKind, fullest, side_by_side
 from kagome.records.units import bytes_text
+from kagome.train.graph_engine import GraphEngine
 
 MANY = 8
 """The most feature slices that are measured; memory with more of them is extrapolated from two and four."""
@@ -150,7 +151,10 @@ class Admission:
         """
         engine, device = self.engine, self.engine.channel.device
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory.peak()
-        return peak, side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
+        report = side_by_side(self.predicted, engine.held(self.optimizer, best).beside(peak))
+        if isinstance(engine, GraphEngine) and engine.peak_tensors is not None:
+            report["peak_tensors"] = engine.peak_tensors.as_dict()
+        return peak, report
 
 
 def _group_sizes(offers: Sequence[RankAccount], tensor: int) -> list[GroupSize | None]:

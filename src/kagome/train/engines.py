@@ -64,6 +64,7 @@ def build_engine(
             phases=phases,
             fast=settings.model.fast,
             recompute=settings.model.recompute,
+            records_peak=settings.report.memory,
         )
     assert isinstance(part, Partition)  # stages and chunks of several vertex sets are refused with the data
     if settings.model.recompute:

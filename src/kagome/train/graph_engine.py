@@ -6,7 +6,7 @@ Where it sits: ``trainer`` tells it which epoch to train or to evaluate. It puts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -45,13 +45,15 @@ from kagome.graph.partition.sets_partition import Part, scored_rows
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.halo.resumed_rows import NOTHING
 from kagome.launch.os_errors import in_words
-from kagome.memory.tensor_bytes import SavedMemory, account, ledger_of
+from kagome.memory.live_tensors import LiveTensors, peak_of
+from kagome.memory.tensor_bytes import SavedMemory, TensorMemory, account, ledger_of
 from kagome.model.buffers import Buffers
 from kagome.model.forward_call import failed
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Criteria, step_optimizer
 from kagome.records.memory import MemoryByKind
+from kagome.records.peak_tensors import PeakTensors
 from kagome.user_frame import raised_at
 
 
@@ -69,6 +71,10 @@ class GraphEngine:
         phases: Receives the time of each phase.
         fast: Whether messages are deferred and reduced by kernels.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
+        records_peak: Whether the first epoch records what its tensors are at their peak.
+
+    Attributes:
+        peak_tensors: What the first epoch has recorded; None before, and where it records nothing.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class GraphEngine:
         phases: PhaseTimer,
         fast: bool = True,
         recompute: bool = False,
+        records_peak: bool = False,
     ) -> None:
         self.model, self.channel, self.settings, self.phases = model, channel, settings, phases
         self.criteria, self.objective = criteria, criteria.objective
@@ -125,6 +132,9 @@ class GraphEngine:
             self.forward_reuse.allowed = False  # training reads approximate rows, evaluation exact ones
         self._checked = False
         self.saved: Mapping[str, int] | None = None
+        self._saved_places: frozenset[int] = frozenset()
+        self._records_peak = records_peak
+        self.peak_tensors: PeakTensors | None = None
 
     @property
     def inputs(self) -> Mapping[str, Any]:
@@ -143,9 +153,22 @@ class GraphEngine:
 
     def held(self, optimizer: Optimizer, best: Mapping[str, Tensor] | None) -> MemoryByKind:
         """Return the memory that this rank holds, with what the first forward pass saved."""
-        ledger = ledger_of(self.scope, self.model, (best or {}).values())
+        return account(self._ledger((best or {}).values()), self.model, optimizer, self.saved)
+
+    def _ledger(self, copies: Iterable[Tensor] = ()) -> TensorMemory:
+        ledger = ledger_of(self.scope, self.model, copies)
         ledger.add("tables", [self.train_rows])
-        return account(ledger, self.model, optimizer, self.saved)
+        return ledger
+
+    @contextmanager
+    def _recording_peak(self, optimizer: Optimizer) -> Iterator[None]:
+        """Record what the tensors of the block are at their peak."""
+        before, live = self._ledger(), LiveTensors(self.channel.device, self.scope.forward.where)
+        with live:
+            yield
+        after = self._ledger()
+        account(after, self.model, optimizer, None)
+        self.peak_tensors = peak_of(live, before, after, self._saved_places)
 
     def join_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Do nothing: with one stage, this rank has all weights already."""
@@ -253,6 +276,12 @@ class GraphEngine:
             ModelError: If the loss is not finite on some rank.
             ConfigError: If the loss averages over rows by itself.
         """
+        if self._records_peak and not self._checked:
+            with self._recording_peak(optimizer):
+                return self._update(epoch, optimizer, stop)
+        return self._update(epoch, optimizer, stop)
+
+    def _update(self, epoch: int, optimizer: Optimizer, stop: bool) -> tuple[float, bool]:
         # Gradients of the last epoch are freed before the forward pass saves its activations.
         optimizer.zero_grad(set_to_none=True)
         plan = self.controller.plan()
@@ -395,7 +424,8 @@ class GraphEngine:
             self.offload.saving(),
         ):
             out = self.forward(epoch, training=True)
-        self.saved = self.saved if saved is None else saved.bytes
+        if saved is not None:
+            self.saved, self._saved_places = saved.bytes, saved.places
         # `draws` counts dropout and other random calls that handlers answered, which torch's generator does
         # not show.
         plain = unchanged[0] and self.scope.forward.draws == 0

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 from kagome.errors import shortened
 from kagome.records import memory as holdings
 from kagome.records.epoch import KINDS
+from kagome.records.peak_tensors import fullest_peak, peak_line, peak_table
 from kagome.records.spans import PHASES, SET_UP
 from kagome.records.units import bytes_text, count_text, epochs_text, metric_text, seconds_text, share_text
 from kagome.report import exchange_summary as crossings
@@ -299,7 +300,18 @@ def memory(run: RunFolder) -> Shown:
         for rank, size in enumerate(sizes[:MOST_RANKS])
     ]
     chart = bars(rows, bytes_text) if any(sizes) else ""
-    return {"chart": chart, "ranks": len(rows), "head": head, "rows": held} if chart or held else None
+    shown = {"chart": chart, "ranks": len(rows), "head": head, "rows": held, **_peak_tensors(run)}
+    return shown if chart or held else None
+
+
+def _peak_tensors(run: RunFolder) -> Mapping[str, Any]:
+    """Return the largest tensors of the rank whose tensors took most; nothing where no rank recorded them."""
+    found = fullest_peak(run.summary.get("memory") or [])
+    if found is None:
+        return {"peak": ""}
+    rank, peak = found
+    head, rows = peak_table(peak)
+    return {"peak": f"Rank {rank}: {peak_line(peak)}.", "peak_head": head, "peak_rows": rows}
 
 
 def partition(run: RunFolder) -> Shown:
