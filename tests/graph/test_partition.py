@@ -112,20 +112,6 @@ def test_one_part_is_the_graph() -> None:
     assert original(piece).tolist() == [[0, 1, 2, 0], [1, 2, 3, 3]]
 
 
-def test_one_part_shares_the_tensors_of_several_axes() -> None:
-    x, y, w = torch.rand(4, 3), torch.arange(4), torch.rand(2, 5)
-    data = Data(x=x, y=y, w=w, turned=torch.rand(3, 4).t(), edge_index=torch.tensor([[0, 1], [1, 3]]))
-    whole = extract(data, torch.zeros(4, dtype=torch.int64), 0, 1)
-    assert whole.nodes["x"].data_ptr() == x.data_ptr()
-    assert whole.edges["w"].data_ptr() == w.data_ptr()
-    assert whole.edge_index.data_ptr() == data.edge_index.data_ptr()
-    assert whole.edge_ids.tolist() == [0, 1]
-    assert whole.nodes["y"].data_ptr() != y.data_ptr()
-    assert whole.nodes["turned"].is_contiguous()
-    part = extract(data, torch.tensor([0, 0, 0, 1]), 0, 2)
-    assert part.nodes["x"].data_ptr() != x.data_ptr()
-
-
 def test_a_cut_by_hand() -> None:
     first, second = split_all(small(), torch.tensor([0, 1, 1, 0]), 2)
     assert (first.own.tolist(), first.halo.tolist(), first.send.tolist()) == ([0, 3], [2], [0])

@@ -167,11 +167,7 @@ def extract(
     # vertices     own 2 4 7    halo 1 8 3 (by owner)
     # local ids        0 1 2         3 4 5               the in-edge 8 -> 4 becomes 4 -> 1
     local = _numbers(owner.numel(), own.numpy(), halo)
-    whole = num_parts == 1
-    if whole and _lasts(data.edge_index):
-        edge_index, edge_ids = data.edge_index, torch.arange(data.edge_index.size(1))
-    else:
-        edge_index, edge_ids = (_tensor(ids) for ids in edges.edges_of(source, target, owners, part, local))
+    edge_index, edge_ids = (_tensor(ids) for ids in edges.edges_of(source, target, owners, part, local))
     attributes = attributes_of(data)
     return Partition(
         part=part,
@@ -186,23 +182,14 @@ def extract(
         send=_tensor(send),
         send_counts=tuple(sent.tolist()),
         recv_counts=tuple(received.tolist()),
-        nodes={n: v if whole and _lasts(v) else v[own] for n, v in attributes.nodes.items()},
-        edges={n: v if whole and _lasts(v) else v[edge_ids] for n, v in attributes.edges.items()},
+        nodes={name: value[own] for name, value in attributes.nodes.items()},
+        edges={name: value[edge_ids] for name, value in attributes.edges.items()},
         fingerprint=fingerprint,
         shared=attributes.shared,
         refused=attributes.refused,
         # A single part cuts nothing, so a model may have them as they are.
         unclear=attributes.unclear if num_parts == 1 else {},
     )
-
-
-def _lasts(value: Tensor) -> bool:
-    """Return whether a part with the whole graph uses the tensor as it is, without a copy of its rows.
-
-    A write in place raises the tensor's version, so that nothing computed from it is used again. Masks and
-    labels have one axis: what is derived from them asks for no version, so they are copied.
-    """
-    return value.dim() > 1 and value.is_contiguous()
 
 
 def _numbers(vertices: int, own: NDArray[np.int64], halo: NDArray[np.int64]) -> NDArray[np.int64]:
