@@ -120,6 +120,11 @@ class ChunkEngine:
         self.foreign = self.ownership.foreign()
         self.codes = self._stage_codes()
         self.inputs = self._loss_inputs(part)
+        self._train_rows = _training_rows(self.inputs)
+        loses = any(stage.output is not None for stage in self.mine)
+        scopes = {*self.chunks.scopes, *self.chunks.isolated} if loses else ()
+        # Found once: the host waits for a device to tell how many rows are marked.
+        self._loss_rows = {scope: _training_rows(scope.inputs) for scope in scopes}
         self.gradients = Gradients(
             self.ownership.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
@@ -185,7 +190,7 @@ class ChunkEngine:
 
     def _settle(self) -> None:
         """Find the sum of the loss weights; a user's loss that returns weights is called with zero scores."""
-        target = self.criteria.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
+        target = self.criteria.objective.target(self.inputs, self._train_rows)
         value = self.staging.survey.values[self.staging.graph.output]
         out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
         self._weighed.settle(target, out)
@@ -507,7 +512,7 @@ class ChunkEngine:
         out = self._out(stage_run)
         if out is None:
             return
-        rows = stage_run.scope.inputs["train_mask"].nonzero().view(-1)
+        rows = self._loss_rows[stage_run.scope]
         target, shown = self.criteria.objective.target(stage_run.scope.inputs, rows), out[rows]
         if not self._checked:
             # Real rows, which may differ from the made-up ones that were tried before the first epoch.
@@ -565,3 +570,9 @@ class ChunkEngine:
             kind = torch.float32 if self.net.options.amp else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         return self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
+
+
+def _training_rows(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the indices of the rows whose loss is trained on."""
+    rows: Tensor = inputs["train_mask"].nonzero().view(-1)
+    return rows
