@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.sparse as sp
 import torch
 
 from kagome.cli import app
@@ -105,3 +106,63 @@ def test_files_of_torch(folder: Path) -> None:
     torch.save({"model": torch.nn.Linear(2, 2)}, folder / "odd.pt")
     with pytest.raises(DataError, match=r"odd\.pt to hold a Data or HeteroData"):
         load_graph(Data(name="pt:odd.pt"))
+
+
+DBLP = """
+import torch
+from torch_geometric.nn import HeteroConv, SAGEConv
+
+
+class Build(torch.nn.Module):
+    def __init__(self, metadata, hidden, out_channels):
+        super().__init__()
+        self.table = torch.nn.Embedding(3, hidden)  # conferences have no features
+        self.one, self.two = (
+            HeteroConv({link: SAGEConv((-1, -1), width) for link in metadata[1]})
+            for width in (hidden, out_channels)
+        )
+
+    def forward(self, x_dict, edge_index_dict):
+        h = self.one({**x_dict, "conference": self.table.weight}, edge_index_dict)
+        return self.two({kind: rows.relu() for kind, rows in h.items()}, edge_index_dict)["author"]
+"""
+
+
+def dblp(raw: Path) -> None:
+    """Raw files as those of PyG's ``DBLP``: four vertex types, of which authors have labels."""
+    sizes, rng = (30, 50, 20, 3), np.random.default_rng(0)
+    starts = np.cumsum((0, *sizes))
+    whole = np.zeros((starts[-1], starts[-1]))
+    for other, degree in ((0, 3), (2, 4), (3, 1)):
+        for paper in range(sizes[1]):
+            ends = starts[other] + rng.choice(sizes[other], degree, replace=False)
+            whole[starts[1] + paper, ends] = whole[ends, starts[1] + paper] = 1
+    raw.mkdir(parents=True)
+    sp.save_npz(raw / "adjM.npz", sp.csr_matrix(whole))
+    for number, width in ((0, 5), (1, 7)):
+        sp.save_npz(raw / f"features_{number}.npz", sp.csr_matrix(rng.random((sizes[number], width))))
+    np.save(raw / "features_2.npy", rng.random((sizes[2], 4)))
+    np.save(raw / "labels.npy", rng.integers(0, 4, sizes[0]))
+    np.save(raw / "node_types.npy", np.repeat(np.arange(4), sizes))
+    authors = np.arange(sizes[0])
+    np.savez(
+        raw / "train_val_test_idx", train_idx=authors[:15], val_idx=authors[15:20], test_idx=authors[20:]
+    )
+
+
+@pytest.mark.slow
+def test_a_data_set_of_pyg_with_several_vertex_types(folder: Path) -> None:
+    dblp(folder / "data" / "DBLP" / "raw")
+    (folder / "mine.py").write_text(DBLP)
+    data = load_graph(Data(name="pyg:DBLP", root="data"))
+    assert [data[kind].num_nodes for kind in data.node_types] == [30, 50, 20, 3]
+    model = ["--model.name", "python:mine:Build", "--model.hidden", "8", "--train.epochs", "3", *QUIET]
+    losses = {}
+    for ranks in (1, 2):
+        out = f"dblp-{ranks}"
+        args = ["--data.name", "pyg:DBLP", "--data.root", "data", "--nproc", str(ranks), "--out", out]
+        assert code("train", *args, *model) == 0
+        rows = (folder / out / "metrics.jsonl").read_text().splitlines()
+        losses[ranks] = [json.loads(row)["loss"] for row in rows]
+    assert losses[2] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[1][2] < losses[1][0]

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from kagome.comm.watchdog import Watchdog
+from kagome.comm.watchdog import CallProgress, Watchdog
 from kagome.errors import CommError, ModelError
 
 WARN = 0.5
@@ -91,6 +91,21 @@ def test_a_rank_that_stopped_publishing_gives_no_sign_of_life(two):
     second.close()
     time.sleep(1.1)
     assert re.search(r"no sign of life for [1-9]\d* s", first.describe(1))
+
+
+def test_a_rank_with_arguments_of_another_layout_in_the_same_call(two):
+    first, second, _ = two
+    words = "in a call of net(...) with arguments of another layout than those of rank 0"
+    for mine, theirs, other in (
+        ((3, 1, 1), (3, 1, 2), True),
+        ((3, 1, 1), (3, 1, 1), False),
+        ((3, 1, 1), (2, 1, 2), False),  # it is behind
+        ((3, 1, 1), (3, 1, 0), False),  # it has not placed its arguments
+    ):
+        first.progress, second.progress = CallProgress(*mine), CallProgress(*theirs)
+        second.tell()  # at once, without the thread
+        assert first.seen(1).progress == theirs
+        assert (words in first.describe(1)) is other
 
 
 def test_a_rank_never_seen(two):

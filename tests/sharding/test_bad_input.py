@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,9 @@ def unfit(channel: Channel, case: str) -> str:
     def with_more(x: Tensor, edge_index: Tensor, more: Any = None) -> Tensor:
         return model(x if more is None else more, edge_index)  # type: ignore[no-any-return]
 
+    def with_number(x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x, edge_index), torch.tensor([float(channel.rank)])
+
     def run() -> None:
         with kagome.shard(model, data, log=str) as net:
             call(net, data.x, data.edge_index)
@@ -65,6 +69,7 @@ def unfit(channel: Channel, case: str) -> str:
             "by name on one": lambda: net.run(with_more, x, edges, **({"more": x} if mine else {})),
             "axes": lambda: net.run(with_more, x, edges, x if mine else x.unsqueeze(0)),
             "vector": lambda: net(x, edges).sum(1).backward(),
+            "number": lambda: net.run(with_number, x, edges),
         }
         calls[case]()
 
@@ -88,6 +93,7 @@ def unfit(channel: Channel, case: str) -> str:
         ("rows on one", ["NoneType on rank 0, a tensor of 2 axes on rank 1"]),
         ("by name on one", ["more to be of one kind", "not given on rank 0, a tensor of 2 axes on rank 1"]),
         ("axes", ["a tensor of 3 axes on rank 0, a tensor of 2 axes on rank 1"]),
+        ("number", ["outputs with own rows, or the same on all ranks; got one of shape [1] and sum"]),
         ("vector", ["RuntimeError: grad can be implicitly created only for scalar outputs"]),
     ],
 )
@@ -259,20 +265,62 @@ def test_a_graph_that_is_not_finite_is_refused(ranks: Any) -> None:
         assert "DataError: expected x to hold finite numbers; got nan in row 3" in message
 
 
-def later(channel: Channel) -> str:
-    """One rank gives an argument more in the second call, which the others do not compare."""
-    data = graph()
+def later(channel: Channel, case: str) -> tuple[str, float]:
+    """A rank's arguments differ in a later call; the error, and the seconds until it."""
+    data, mine = graph(), channel.rank == channel.size - 1
+    x, begun = data.x.clone(), time.monotonic()
+    batch = torch.stack([x, x + 1]), torch.cat([data.edge_index, data.edge_index + N], dim=1)
+
+    def forward(x: Tensor, edges: Tensor, more: Any = None) -> Tensor:
+        return model(x.flatten(0, -2), edges).view(*x.shape[:-1], -1)
+
+    model = model_of("sage")
+    more: dict[str, tuple[Any, ...]] = {
+        "one more": (x, data.edge_index, *([data.edge_attr] if mine else [])),
+        "one less": (x, data.edge_index, *([] if mine else [data.edge_attr])),
+        "other axes": (x.unsqueeze(0) if mine else x, data.edge_index),
+        "other samples": batch if mine else (x, data.edge_index),
+        "not known": (x, data.edge_index),
+        "each known": batch if mine else (x, data.edge_index),
+    }
     try:
-        with kagome.shard(model_of("gcn"), data, log=str, timeout=2) as net:
-            net(data.x, data.edge_index)
-            net(data.x, data.edge_index, *([data.edge_attr] if channel.rank else []))
+        with kagome.shard(model, data, log=str, timeout=4 if case == "each known" else 60) as net:
+            placed = net.place(data.x)
+            net.run(forward, placed if case == "not known" else x, data.edge_index)
+            if not mine:
+                more["not known"] = placed, data.edge_index
+            if case == "one less":
+                net.run(forward, x, data.edge_index)
+            if case == "each known":
+                net.run(forward, *batch)
+            begun = time.monotonic()
+            net.run(forward, *more[case])
     except kagome.KagomeError as error:
-        return str(error)
-    return "nothing"
+        return str(error), time.monotonic() - begun
+    return "nothing", 0.0
 
 
-def test_other_arguments_of_one_rank_in_a_later_call_are_named(ranks: Any) -> None:
-    first, second = ranks(2, later, spoils=True)
-    # Whichever rank's limit passes first tells of the other; rank 0 may also raise what rank 1 has told.
-    assert "by rank 1, which was last seen in" in first or "unlike earlier calls" in first
-    assert "argument 3: a tensor of 2 axes, unlike earlier calls" in second
+@pytest.mark.some(1, each="case")
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("one more", "argument 3: a tensor of 2 axes, unlike earlier calls; rank 0 has gone on"),
+        ("one less", "argument 3: a tensor of 2 axes, unlike earlier calls; rank"),
+        ("other axes", "argument 1: a tensor of 3 axes, argument 2: a tensor of 2 axes, unlike earlier"),
+        ("other samples", "the edges: those of 2 samples, unlike earlier calls"),
+        ("not known", "argument 1: a tensor of 2 axes, whose rows are to be found, unlike earlier calls"),
+    ],
+)
+def test_other_arguments_of_a_rank_in_a_later_call_are_refused_soon(
+    ranks: Any, world: int, case: str, words: str
+) -> None:
+    for found, seconds in ranks(world, later, case, spoils=True):
+        assert words in found
+        assert seconds < 30  # a wait for rows would end after 60
+
+
+def test_arguments_that_ranks_know_from_different_calls_are_named_after_the_wait(ranks: Any) -> None:
+    found = [text for text, _ in ranks(2, later, "each known", spoils=True)]
+    assert any("arguments of another layout than those of rank" in text for text in found)
+    assert "nothing" not in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -452,6 +453,70 @@ def test_a_flattened_batch_is_one_message_for_each_peer_and_layer(ranks: Any) ->
         assert four == apart
         assert four[1] == one[1] == 2 * 2 * 2  # two peers, two layers, forward and backward
         assert four[0] == 2 * 4 * four[2] * 4 * 8  # two layers, four samples, four numbers of 8 bytes
+
+
+def results(channel: Channel | None, folder: str) -> dict[str, Any]:
+    """What the methods of a net make of flattened rows: those of two sets, one with a vertex on few ranks."""
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(2)
+    few = torch.stack(
+        [torch.randint(2, (9,), generator=generator), torch.randint(N, (9,), generator=generator)]
+    )
+    sets: Any = {"few": kagome.Vertices(2), "rows": kagome.Vertices(N)}
+    graph = kagome.Graph(**sets, down=kagome.Edges("few", "rows", few))
+    x, y = torch.randn(5, 2, 4, dtype=torch.float64), torch.randn(5, N, 4, dtype=torch.float64)
+
+    class Down(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = pyg.SAGEConv((4, 4), 4)
+
+        def forward(self, few: Tensor, rows: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+            sizes = torch.tensor([[2], [N]])
+            edges = torch.cat([edges + i * sizes for i in range(5)], dim=1)
+            few, rows = few.flatten(0, 1), rows.flatten(0, 1)
+            return few * 2, self.conv((few, rows), edges).tanh()
+
+    model = Down().double()
+    with net_of(channel, model, graph) as net:
+        first, out = net(x, y, few)
+        loss = net.mean(out**2)
+        loss.backward()
+        if channel is None:
+            return grads(model) | {"loss": loss.detach(), "few": first, "out": out.detach()}
+        shown = {"few": net.gather(first, "few"), "out": net.gather(out, "rows")}
+        turned = net.gather(out.T, "rows", axis=-1)
+        net.save(out, folder, "rows")
+        for wrong in (out[1:], out[: 2 * net.own("rows").numel() + 1]):
+            with pytest.raises(ModelError, match="own rows of rows along axis 0, or as many for each sample"):
+                net.gather(wrong, "rows")
+    if turned is not None:
+        assert torch.equal(turned.T, shown["out"])
+    return grads(model) | {"loss": loss.detach(), **{k: v for k, v in shown.items() if v is not None}}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_flattened_rows_are_gathered_and_saved(ranks: Any, tmp_path: Path, world: int) -> None:
+    expected = results(None, "")
+    for rank, found in enumerate(ranks(world, results, str(tmp_path))):
+        assert {"few", "out"} <= found.keys() or rank
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=name)
+    rows = kagome.load_rows(tmp_path)
+    torch.testing.assert_close(rows, expected["out"], rtol=1e-10, atol=1e-10)
+
+
+def as_many(channel: Channel) -> str:
+    """Rows of edges, as many as those of a batch of two, under the name of vertices."""
+    edges = torch.arange(2 * N)
+    data = Data(x=torch.randn(N, 3), edge_index=torch.stack([(edges // 2 + 1) % N, edges // 2]))
+    with kagome.shard(pyg.SAGEConv(3, 3), data, log=str) as net:
+        return told(lambda: net.gather(torch.zeros(net.own("edges").numel(), 3)))
+
+
+def test_rows_of_another_set_are_no_batch(ranks: Any) -> None:
+    for found in ranks(2, as_many):
+        assert '"edges" as the set' in found
 
 
 def draws(channel: Channel) -> list[float]:

@@ -392,6 +392,45 @@ def test_pairs_of_two_sets_and_an_edge_set_without_edges(ranks: Any, world: int)
     both(ranks, world, bipartite)
 
 
+def lazy(channel: Channel | None) -> dict[str, Tensor]:
+    """Lazy layers of a ``kagome.Graph``, called with a few rows before the model is sharded."""
+    generator = torch.Generator().manual_seed(8)
+    up = torch.stack([torch.randint(n, (50,), generator=generator) for n in (19, 11)])
+    graph = kagome.Graph(
+        grid=kagome.Vertices(19),
+        mesh=kagome.Vertices(11),
+        up=kagome.Edges("grid", "mesh", up),
+        down=kagome.Edges("mesh", "grid", up.flip(0).contiguous()),
+    )
+    grid = torch.randn(19, 4, generator=generator, dtype=torch.float64)
+    mesh = torch.randn(11, 3, generator=generator, dtype=torch.float64)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = pyg.SAGEConv((-1, -1), 5), pyg.GATConv((-1, -1), 4, add_self_loops=False)
+
+        def forward(self, grid: Tensor, mesh: Tensor, up: Tensor, down: Tensor) -> Tensor:
+            return self.down((self.up((grid, mesh), up).relu(), grid), down)
+
+    torch.manual_seed(5 if channel is None else 5 + channel.rank)  # all ranks get the weights of rank 0
+    model = Both().double()
+    edge = torch.zeros(2, 1, dtype=torch.int64)
+    with torch.no_grad():
+        model(grid[:2], mesh[:2], edge, edge)
+    with net_of(channel, model, graph) as net:
+        out = net(grid, mesh, up, up.flip(0).contiguous())
+        loss = net.mean((out - 1) ** 2)
+        loss.backward()
+    return grads(model) | {"loss": loss.detach()}
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world", WORLDS)
+def test_lazy_layers_of_two_vertex_sets(ranks: Any, world: int) -> None:
+    both(ranks, world, lazy)
+
+
 def refused(channel: Channel) -> list[str]:
     """What a graph of several sets refuses, each by a message of its own."""
     said: list[str] = []

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from test_device_mesh import sample
 from test_shard import C, N, grads, graph, model_of
+from test_vertex_sets import GRID, LAYERS, Fields, Weather, Whole, hetero, weather_graph
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -141,6 +142,70 @@ def plainly() -> list[dict[str, Tensor]]:
 def test_fsdp_over_copies_of_parts(ranks: Any, after: bool, puts_off: bool) -> None:
     expected = plainly()
     for found in ranks(4, fully_sharded, after, puts_off):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def model_of_sets(kind: str) -> tuple[torch.nn.Module, Any]:
+    """A model of a grid and two meshes, whose edges are buffers, or of three vertex types with a table."""
+    torch.manual_seed(5)
+    if kind == "weather":
+        return Weather(shifted=True).double(), weather_graph()
+    return Fields(LAYERS[kind], {"paper": 5, "author": 6, "field": 7}).double(), hetero()
+
+
+def loss_of_sets(net: Any, kind: str, number: int) -> Tensor:
+    """The loss of one sample; ``net`` is a sharded model, or stands for one."""
+    if kind == "weather":
+        state = torch.randn(2, GRID, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        return net.mean(net(net.place(state, "grid", axis=1)) ** 2)  # type: ignore[no-any-return]
+    data = hetero()
+    x = {name: rows * (1 + number / 4) for name, rows in data.x_dict.items()}
+    out = net(x, data.edge_index_dict, data.edge_attr_dict)
+    return sum((net.mean(rows**2) for rows in out.values()), torch.zeros((), dtype=torch.float64))
+
+
+def fully_sharded_sets(channel: Channel, kind: str, after: bool) -> list[dict[str, Tensor]]:
+    """Two copies of as many parts as there are ranks for: weights and gradients in pieces over the copies."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "graph"))
+    (model, given), found = model_of_sets(kind), []
+    with kagome.shard(model, given, mesh=mesh["graph"], log=str) as net:
+        fully_shard(net, mesh=mesh["data"], reshard_after_forward=after)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of_sets(net, kind, 2 * step + mesh.get_local_rank("data")).backward()
+            clipped = net.clip_grad_norm_(1.0)
+            found.append({n: p.grad.full_tensor() for n, p in net.named_parameters() if p.grad is not None})
+            found[-1]["norm"] = clipped
+            assert any(p.grad is not None and p.grad.to_local().numel() < p.numel() for p in net.parameters())
+            optimizer.step()
+        found.append({n: p.full_tensor() for n, p in net.state_dict().items() if isinstance(p, DTensor)})
+    return found
+
+
+def plain_sets(kind: str) -> list[dict[str, Tensor]]:
+    (model, _), found = model_of_sets(kind), []
+    optimizer, net = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), Whole(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        for number in range(2):
+            (loss_of_sets(net, kind, 2 * step + number) / 2).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        found.append(grads(model) | {"norm": norm})
+        optimizer.step()
+    found.append({n: p.detach() for n, p in model.named_parameters()})
+    return found
+
+
+@pytest.mark.some(2, each="kind")
+@pytest.mark.parametrize(("world", "after"), [(2, True), (4, True), (4, False)])
+@pytest.mark.parametrize("kind", ["weather", "sage", "hgt"])
+def test_fsdp_over_copies_of_several_sets(ranks: Any, world: int, kind: str, after: bool) -> None:
+    expected = plain_sets(kind)
+    for found in ranks(world, fully_sharded_sets, kind, after):
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.keys() == theirs.keys()
             for name, value in theirs.items():

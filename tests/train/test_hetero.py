@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from by_hand import in_memory
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.errors import CheckError, ConfigError, DataError, KagomeError, ModelError
-from training import QUIET, losses, settings
+from training import QUIET, host_apart, losses, settings
 
 SIZES = {"paper": 41, "author": 17, "field": 3}
 WIDTHS = {"paper": 5, "author": 6, "field": 7}
@@ -325,6 +327,66 @@ def inexact(channel: Channel) -> dict[str, Any]:
             "best": summary["best_epoch"],
             "halo": [record.bytes.get("halo", 0) for record in trainer.records],
         }
+
+
+def in_float32(channel: Channel | None, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Losses of some epochs in float32, of a Trainer or of a plain loop under autocast; bytes moved."""
+    data, mine = library(), model_of(kind).float()
+    for name in ("paper", "author"):
+        data[name].x = data[name].x.float()
+    for link in LINKS:
+        data[link].edge_attr = data[link].edge_attr.float()
+    train = settings(epochs=4, check=True, amp="bf16" if given.get("amp") else "none")
+    if channel is not None:
+        parallel = Parallel(activations=given.get("activations", "auto"))
+        again = bool(given.get("recompute"))
+        with (
+            host_apart() if given.get("activations") else nullcontext(),
+            patch("kagome.components.offload.LEAST", 1),
+            Trainer(
+                mine, data, parallel=parallel, train=train, report=QUIET, fast=given["fast"], recompute=again
+            ) as trainer,
+        ):
+            summary = trainer.fit(restore_best=False)
+            return {"losses": losses(trainer), "moved": summary.get("activations_moved_bytes")}
+    optimizer = torch.optim.Adam(mine.parameters(), lr=0.01, weight_decay=5e-4)
+    paper, found = data["paper"], []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bool(given.get("amp"))):
+            out = mine(data.x_dict, data.edge_index_dict)
+        loss = functional.cross_entropy(out.float()[paper.train_mask], paper.y[paper.train_mask])
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return {"losses": found}
+
+
+@pytest.mark.some(1, each="kind")
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["rgcn", "to_hetero", "hgt"])
+def test_bf16_is_that_of_plain_pyg_under_autocast(ranks: Any, world: int, kind: str) -> None:
+    exact, wanted = (in_float32(None, kind, {"amp": amp})["losses"] for amp in (False, True))
+    assert max(abs(one - other) for one, other in zip(exact, wanted, strict=True)) > 1e-4  # it has rounded
+    for fast in (True, False):
+        for found in ranks(world, in_float32, kind, {"amp": True, "fast": fast}):
+            assert found["losses"] == pytest.approx(wanted, abs=0.02)
+            assert found["losses"] != pytest.approx(exact, abs=1e-6)
+
+
+@pytest.mark.some(1, each="kind")
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["rgcn", "hgt"])
+def test_activations_that_wait_in_host_memory(ranks: Any, world: int, kind: str) -> None:
+    """The host stands for a device of its own: what is moved there and back changes no loss."""
+    here, there = (
+        ranks(world, in_float32, kind, {"activations": way, "fast": True}) for way in ("device", "host")
+    )
+    for one, other in zip(here, there, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["moved"] is None
+        assert other["moved"] > 0
+    assert here[0]["losses"] == pytest.approx(in_float32(None, kind, {})["losses"], abs=1e-5)
 
 
 def test_codec_recompute_patience_and_callbacks(ranks: Any) -> None:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kagome.comm import serialization
 from kagome.comm.transport.timeout import Answer, SilentError, within
@@ -54,6 +54,21 @@ class _StreamWait:
     behind: torch.Event
 
 
+class CallProgress(NamedTuple):
+    """How far a rank is in the calls of a training loop of the user's own, whose arguments ranks compare.
+
+    Args:
+        call: The number of calls begun.
+        compared: The number of comparisons of arguments begun.
+        layout: The number of the arguments' layout, in the order in which ranks met them; 0 while a call
+            places its arguments, and may compare them.
+    """
+
+    call: int = 0
+    compared: int = 0
+    layout: int = 0
+
+
 @dataclass(frozen=True)
 class Seen:
     """The last state that a rank published.
@@ -64,6 +79,7 @@ class Seen:
         begun: Wall-clock time in seconds at which the rank began the action.
         alive: Wall-clock time in seconds at which the rank published this state.
         waits: Whether the rank was itself waiting for others.
+        progress: How far it was in the calls of a training loop.
     """
 
     number: int
@@ -71,6 +87,7 @@ class Seen:
     begun: float
     alive: float
     waits: bool
+    progress: CallProgress
 
 
 class Watchdog:
@@ -110,6 +127,7 @@ class Watchdog:
         # Waits of the stream in their order. Of very many the oldest go.
         self._streamed: deque[_StreamWait] = deque(maxlen=4096)
         self._stuck: tuple[_StreamWait, _Doing] | None = None
+        self.progress = CallProgress()
         self._closed, self._silent = threading.Event(), False
         self._thread: threading.Thread | None = None
         if size > 1:
@@ -149,10 +167,16 @@ class Watchdog:
             found = self._asked(lambda: self._word(key))
             if found is None:
                 return None
-            number, action, begun, alive, waits = json.loads(found)
+            number, action, begun, alive, waits, progress = json.loads(found)
         except (RuntimeError, ValueError):
             return None
-        return Seen(number, action, begun, alive, waits)
+        return Seen(number, action, begun, alive, waits, CallProgress(*progress))
+
+    def tell(self) -> None:
+        """Publish this rank's state now, for ranks that look at it more often than the thread publishes."""
+        if self._thread is not None:
+            with suppress(RuntimeError):  # the store's host has ended
+                self._asked(self._publish)
 
     def report_error(self, error: BaseException) -> None:
         """Publish the error that ends this rank, so that ranks waiting for it raise the same error."""
@@ -193,6 +217,10 @@ class Watchdog:
         # Two publications may be late on a busy host; after three the process is stopped or gone.
         if now - seen.alive > 3 * self._every:
             text += f" and has given no sign of life for {now - seen.alive:.0f} s"
+        # Ranks that know their arguments from different calls wait for rows of other sizes.
+        mine, theirs = self.progress, seen.progress
+        if mine.call == theirs.call and 0 < mine.layout != theirs.layout > 0:
+            text += f", in a call of net(...) with arguments of another layout than those of rank {self.rank}"
         return text
 
     def late(self, action: str, peers: Sequence[int]) -> list[int]:
@@ -248,7 +276,7 @@ class Watchdog:
         doing = self._present()
         age, wall = time.monotonic() - doing.since, time.time()
         # Wall-clock times, since the monotonic clocks of two hosts are unrelated.
-        record = [doing.number, doing.action, wall - age, wall, bool(doing.peers)]
+        record = [doing.number, doing.action, wall - age, wall, bool(doing.peers), self.progress]
         self._store.set(f"watch/{self.rank}", json.dumps(record))
 
     def _present(self) -> _Doing:

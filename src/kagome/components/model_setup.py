@@ -7,7 +7,7 @@ lazy layers their shapes with it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -220,20 +220,32 @@ def call_once(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 
 def few_rows(part: Part, device: torch.device) -> dict[str, Any]:
     """Return two vertices and two edges with attributes like a part's, and what all parts share."""
+    shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
     if not isinstance(part, Partition):
-        return _few_of_sets(part, device)
+        return {**few_of_sets(part, part.nodes, [each.part.edges for each in part.edges], device), **shared}
     like: dict[str, Any] = {
         name: torch.ones(2, *value.shape[1:], dtype=value.dtype, device=device)
         for name, value in (*part.nodes.items(), *part.edges.items())
     }
-    shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
     # An edge in each direction: layers may expect an undirected graph.
     edge_index = torch.tensor([[0, 1], [1, 0]], device=device)
     return {"num_nodes": 2, **shared, **like, "edge_index": edge_index}
 
 
-def _few_of_sets(part: SetsPartition, device: torch.device) -> dict[str, Any]:
-    """Return two vertices of each set, and two edges of each edge set, by the names of forward's inputs."""
+def few_of_sets(
+    part: SetsPartition,
+    nodes: Sequence[Mapping[str, Any]],
+    edges: Sequence[Mapping[str, Any]],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return two vertices of each set, and two edges of each edge set, by the names of forward's inputs.
+
+    Args:
+        part: A part, which knows the sets.
+        nodes: Attributes with a row for each vertex, of each vertex set.
+        edges: Attributes with a row for each edge, of each edge set.
+        device: Where they are made.
+    """
 
     def few(attributes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -243,9 +255,7 @@ def _few_of_sets(part: SetsPartition, device: torch.device) -> dict[str, Any]:
 
     # Between the first vertices: a learned table of the model may have one row.
     index = torch.zeros(2, 2, dtype=torch.int64, device=device)
-    edges = [{"edge_index": index, **few(each.part.edges)} for each in part.edges]
-    shared = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.shared.items()}
-    return {**by_type(part, [*map(few, part.nodes)], edges), **shared}
+    return by_type(part, [*map(few, nodes)], [{"edge_index": index, **few(each)} for each in edges])
 
 
 def model_copy(model: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from kagome.comm.channel import Channel
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.sets_partition import Part
@@ -111,6 +113,30 @@ def check_rows(out: Any, own: int, rank: int, *, beside: Literal["none", "number
             hint="return a tensor with a row a vertex, or a tuple or dict of such",
         )
     return out
+
+
+def refuse_own_values(leaves: Iterable[Tensor], channel: Channel) -> None:
+    """Refuse outputs without rows that differ between ranks: they must be those of the whole graph.
+
+    All ranks call it, after a first pass.
+
+    Raises:
+        ModelError: Naming what this rank and another one have.
+    """
+    mine: list[list[Any]] = [[list(each.shape), float(each.detach().double().sum().real)] for each in leaves]
+    told: Any = channel.gather_objects(mine, "outputs that all ranks share")
+    for rank, others in enumerate(told):
+        for (shape, total), (their_shape, theirs) in zip_longest(mine, others, fillvalue=(None, math.nan)):
+            # Equal to rounding: GPUs of several kinds may compute other last digits.
+            same = math.isclose(total, theirs, rel_tol=1e-4) or (math.isnan(total) and math.isnan(theirs))
+            if shape != their_shape or not same:
+                raise ModelError(
+                    "outputs with own rows, or the same on all ranks",
+                    f"one of shape {shape} and sum {total:.6g} here, of shape {their_shape} and sum "
+                    f"{theirs:.6g} on rank {channel.names[rank]}",
+                    where=f"rank {channel.names[channel.rank]}",
+                    hint="a mean or sum over all rows by torch, or a row a vertex",
+                )
 
 
 def forked() -> AbstractContextManager[None]:

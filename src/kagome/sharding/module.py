@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.mesh import Mesh
 from kagome.components.parallelize import ParallelModel
-from kagome.components.task import draws_of
+from kagome.components.task import draws_of, refuse_own_values
 from kagome.config import SumCodec
 from kagome.deferred.lazy_tensor import LazyTensor, now
 from kagome.errors import ModelError
@@ -202,7 +203,8 @@ class ShardedModel(ModelState):
             self._mesh.graph.report_error(error)
             raise
         if not checked:
-            self._refuse_own_numbers(out)
+            leaves = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+            refuse_own_values([each for each in leaves if not self._placer.is_rows(each)], self._mesh.graph)
         self._checked.add(training)
         forward_pass = self._parallel.scope.forward.forward_pass
         forward_pass.outlives = True
@@ -224,26 +226,6 @@ class ShardedModel(ModelState):
             return leaf
         return self._boundary.leave(leaf, forward_pass, rows=self._placer.is_rows(leaf))
 
-    def _refuse_own_numbers(self, out: Any) -> None:
-        """Refuse outputs without rows that differ between ranks. All ranks call it, after a first pass."""
-        leaves = [
-            leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and not self._placer.is_rows(leaf)
-        ]
-        mine: list[list[Any]] = [
-            [list(leaf.shape), float(leaf.detach().double().sum().real)] for leaf in leaves
-        ]
-        for other in self._mesh.graph.gather_objects(mine, "outputs that all ranks share"):
-            assert isinstance(other, list)
-            for (shape, total), (their_shape, theirs) in zip(mine, other, strict=True):
-                # Equal to rounding: GPUs of several kinds may compute other last digits.
-                if shape != their_shape or abs(total - theirs) > 1e-4 * max(abs(total), abs(theirs)):
-                    raise ModelError(
-                        "outputs with own rows, or the same on all ranks",
-                        f"one of shape {shape} and sum {total:.6g} here, of shape {their_shape} and sum "
-                        f"{theirs:.6g} on another rank",
-                        hint="a mean or sum over all rows by torch, or a row a vertex",
-                    )
-
     def refuse_unusable(self) -> None:
         """Refuse a closed net, and a model whose layers have changed since.
 
@@ -259,6 +241,10 @@ class ShardedModel(ModelState):
             )
 
         refuse_pieces(self, self._beside, self._mesh.graph, cut=bool(self._tables))
+        if isinstance(self, FSDPModule) and self._mesh.graph.size == 1:
+            # Kernels may read a table of the whole graph where it lies, as an array of NumPy. Torch does not
+            # free memory that has been one, as FSDP does after each pass.
+            self._parallel.scope.forward.fast = False
 
     def _explained(self, error: Exception) -> Exception:
         """Return the error for a first call that failed on a part."""
@@ -305,16 +291,22 @@ class ShardedModel(ModelState):
         All ranks call it. There is no gradient.
 
         Args:
-            value: Own rows, such as the model's output.
+            value: Own rows, such as the model's output; or those of a flattened batch, one sample after the
+                other.
             rows: What they belong to.
             axis: The axis of the rows.
+
+        Raises:
+            ModelError: On all ranks, if the axis has another number of rows than a rank owns.
+
+        Shapes:
+            ``[n, ...]`` -> ``[N, ...]``; of a flattened batch ``[B * n, ...]`` -> ``[B * N, ...]``.
 
         Cost:
             All rows and their ids are sent to rank 0.
         """
-        front = self._own_rows_first(value, rows, axis, "net.gather")
-        held, action = self._rows.named(rows, "net.gather"), f"gather of {rows or 'rows'}"
-        out = joined(self._mesh.graph, front, held.own, held.size, action, dst=0)
+        front, ids, count = self._own_rows_first(value, rows, axis, "net.gather")
+        out = joined(self._mesh.graph, front, ids, count, f"gather of {rows or 'rows'}", dst=0)
         return None if out is None else out.movedim(0, range(value.dim())[axis])
 
     def save(
@@ -331,7 +323,8 @@ class ShardedModel(ModelState):
         All ranks call it. :func:`kagome.load_rows` reads the files of all ranks back.
 
         Args:
-            value: Own rows, such as the model's output.
+            value: Own rows, such as the model's output; or those of a flattened batch, whose ids are those of
+                the flattened rows of the whole graph.
             folder: Where to write; made if it is not there.
             rows: What they belong to.
             axis: The axis of the rows.
@@ -341,30 +334,47 @@ class ShardedModel(ModelState):
             The file, ``rows-RANK-of-RANKS.FORMAT``, with ``ids``, ascending, and ``rows``.
 
         Raises:
-            ModelError: If the axis has another number of rows than this rank owns.
+            ModelError: On all ranks, if the axis has another number of rows than a rank owns.
             ConfigError: If there is no such format, or its package is not installed.
             DataError: If the format cannot hold the type of the rows.
         """
         refuse_format(format, "net.save")
-        front = self._own_rows_first(value, rows, axis, "net.save")
+        front, ids, _ = self._own_rows_first(value, rows, axis, "net.save")
         along = range(value.dim())[axis]
-        return written(self._mesh.graph, folder, front, self.own(rows), axis=along, format=format)
+        return written(self._mesh.graph, folder, front, ids, axis=along, format=format)
 
-    def _own_rows_first(self, value: Tensor, rows: str | None, axis: int, where: str) -> Tensor:
-        """Return own rows along axis 0, without gradient.
+    def _own_rows_first(
+        self, value: Tensor, rows: str | None, axis: int, where: str
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return own rows along axis 0, without gradient, their ids, and the number of rows of all ranks.
+
+        All ranks call it: a rank that owns no row cannot see of how many samples a flattened batch is.
 
         Raises:
-            ModelError: If there are more or fewer of them.
+            ModelError: If there are more or fewer of them on a rank.
         """
         axis, named = range(value.dim())[axis], self._rows.named(rows, where)
-        if value.size(axis) != named.count:
+        counts = {name: each.count for name, each in self._rows.items()}
+        told: Any = self._mesh.graph.gather_objects([value.size(axis), counts], where)
+        sizes, owned = zip(*told, strict=True)
+
+        def of(name: str, copies: int) -> bool:
+            return all(n == copies * own[name] for n, own in zip(sizes, owned, strict=True))
+
+        copies = max(sum(sizes) // max(sum(own[named.name] for own in owned), 1), 1)
+        others = [name for name in counts if name != named.name and of(name, 1)]
+        # Rows of another set may be as many as those of a batch of this one.
+        if not of(named.name, copies) or (copies > 1 and others):
             raise ModelError(
-                f"{named.count:,} own rows of {named.name} along axis {axis}",
+                f"{named.count:,} own rows of {named.name} along axis {axis}, or as many for each sample of "
+                "a flattened batch",
                 f"{value.size(axis):,} in shape {list(value.shape)}",
                 where=f"{where}, rank {self.rank}",
                 hint=self._other_axis(value, named.count),
             )
-        return value.detach().movedim(axis, 0).contiguous()
+        shift = named.size * torch.arange(copies, device=named.own.device)
+        ids = (named.own + shift.unsqueeze(1)).view(-1)
+        return value.detach().movedim(axis, 0).contiguous(), ids, copies * named.size
 
     def _other_axis(self, value: Tensor, count: int) -> str:
         """Return a hint for rows that lie along another axis, or are those of another set."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import Mesh
-from kagome.components.model_setup import call_once, is_lazy
+from kagome.components.model_setup import call_once, few_of_sets, is_lazy
 from kagome.config import Parallel
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import Partition
@@ -70,12 +69,15 @@ def without_edge_labels(graph: Data) -> Data:
     return rest
 
 
-def materialise_sets(model: nn.Module, graph: object, device: torch.device, *, cut: bool) -> None:
+def materialise_sets(
+    model: nn.Module, graph: object, part: SetsPartition, device: torch.device, *, cut: bool
+) -> None:
     """Let lazy layers take their shapes from a few rows of a ``HeteroData``.
 
     Args:
         model: The user's module.
         graph: The graph as the user gave it.
+        part: This rank's part, whose attributes are arguments of the model.
         device: The device of the model.
         cut: Whether the model has cut tables, whose own rows other inputs do not fit.
 
@@ -83,33 +85,23 @@ def materialise_sets(model: nn.Module, graph: object, device: torch.device, *, c
         ModelError: If a layer is lazy and the graph does not say its shape.
     """
     if isinstance(graph, HeteroData) and is_lazy(model) and not cut:
+        counts = dict(zip(part.names, part.sizes, strict=True))
+        counts |= {each.name: each.part.num_edges for each in part.edges}
+        rows = {
+            kind: {name: value for name, value in held.items() if _has_rows(name, value, counts[kind])}
+            for kind, held in Graph.attributes(graph).items()
+        }
+        nodes, edges = (
+            [rows[name] for name in names] for names in (part.names, [e.name for e in part.edges])
+        )
         # A forward that asks for other names is refused below.
         with suppress(ModelError):
-            call_once(model, _few_rows_of_sets(graph, device))
+            call_once(model, few_of_sets(part, nodes, edges, device))
     _refuse_lazy(model)
 
 
-def _few_rows_of_sets(graph: HeteroData, device: torch.device) -> dict[str, Any]:
-    """Return inputs of ones for two vertices of each type, and edges between the first ones.
-
-    They have PyG's names, as ``x_dict``, and those that a model of ``to_hetero`` has, as ``x``.
-    """
-    found: dict[str, dict[Any, Tensor]] = {}
-    counts = {kind: min(2, int(graph[kind].num_nodes or 0)) for kind in graph.node_types}
-    for kind, store in graph.node_items():
-        for name, value in store.items():
-            if store.is_node_attr(name):
-                like = torch.ones(counts[kind], *value.shape[1:], dtype=value.dtype, device=device)
-                found.setdefault(name, {})[kind] = like
-    for kind, store in graph.edge_items():
-        edges = min(1, counts[kind[0]], counts[kind[2]])
-        ends = torch.zeros(2, edges, dtype=torch.int64, device=device)
-        found.setdefault("edge_index", {})[kind] = ends
-        for name, value in store.items():
-            if name != "edge_index" and store.is_edge_attr(name):
-                like = torch.ones(edges, *value.shape[1:], dtype=value.dtype, device=device)
-                found.setdefault(name, {})[kind] = like
-    return found | {f"{name}_dict": value for name, value in found.items()}
+def _has_rows(name: str, value: object, count: int) -> bool:
+    return name != "edge_index" and isinstance(value, Tensor) and value.shape[:1] == (count,)
 
 
 def _refuse_lazy(model: nn.Module) -> None:
@@ -123,7 +115,8 @@ def _refuse_lazy(model: nn.Module) -> None:
             raise ModelError(
                 "parameters that have a shape, for a graph of several vertex sets",
                 f"{name}, whose layer waits for its first input (in_channels=-1)",
-                hint="with torch.no_grad(): model(data.x_dict, data.edge_index_dict), before kagome.shard",
+                hint="with torch.no_grad(): model(...), before kagome.shard, with what net(...) will get, or "
+                "with a few rows of each set and edges between them",
             )
 
 

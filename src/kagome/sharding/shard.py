@@ -135,7 +135,7 @@ def shard(
         if isinstance(part, Partition):
             materialise(model, part, ranks.device)
         else:
-            materialise_sets(model, graph, ranks.device, cut=bool(tables))
+            materialise_sets(model, graph, part, ranks.device, cut=bool(tables))
         for module in (model, *beside):
             broadcast_weights(module.to(ranks.device), ranks.world, tables.parameters)
         given = None if isinstance(graph, str | Path) else graph

@@ -28,7 +28,15 @@ from kagome.components.model_setup import refused_input
 from kagome.components.offload import Offload
 from kagome.components.parallelize import PartOptions, parallelize, while_attached
 from kagome.components.rank_zero import by_all
-from kagome.components.task import check_finite, check_rows, draws_of, in_float32, rows_of, scores_of
+from kagome.components.task import (
+    check_finite,
+    check_rows,
+    draws_of,
+    in_float32,
+    refuse_own_values,
+    rows_of,
+    scores_of,
+)
 from kagome.config import Parallel, Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import ModelError
@@ -293,7 +301,8 @@ class GraphEngine:
                 rows = self.train_rows
                 shown = rows_of(out, rows, self.own)
                 if not self._checked:
-                    self._refuse_own_numbers(out)
+                    leaves = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+                    refuse_own_values([each for each in leaves if each.dim() == 0], self.channel)
                     by_all(self.channel, lambda: self._check(shown, out), "check loss and metric")
                     self._weighed.settle(self.target, shown)
                 # A rank without training vertices has no loss, but takes part in backward through the token.
@@ -339,20 +348,6 @@ class GraphEngine:
         with self._without_kept():
             self.objective.check(shown, self.target, trains=True)
         self.criteria.metric.check(out)
-
-    def _refuse_own_numbers(self, out: Any) -> None:
-        """Refuse numbers beside rows that differ between ranks: they must be those of the whole graph.
-
-        All ranks call it.
-        """
-        mine = [leaf.item() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.dim() == 0]
-        found = self.channel.gather_objects(mine, "numbers beside the scores")
-        if any(each != found[0] for each in found):
-            raise ModelError(
-                "what forward returns beside rows to be the same on all ranks",
-                f"a number that differs: {found}",
-                hint="a mean or sum over all rows by torch, or a row a vertex",
-            )
 
     def _without_kept(self) -> AbstractContextManager[Any]:
         if self.channel.size == 1:

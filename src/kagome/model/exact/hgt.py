@@ -78,12 +78,14 @@ def _weighted(
     """Return the sum of messages into one vertex type, weighted by a softmax over all its in-edges."""
     # The largest score of each row over all types first: exp of a difference from it cannot overflow. It has
     # no gradient, since the softmax does not depend on it.
-    most = torch.full_like(query[..., 0], -torch.inf)
+    # Under autocast rows are in bf16, and scores and what they weigh in float32, as in PyG.
+    weighed = scores[0][1].dtype
+    most = torch.full_like(query[..., 0], -torch.inf, dtype=weighed)
     for kind, score in scores:
         ends = edges[kind][1].view(-1, 1).expand(-1, layer.heads)
         most = most.scatter_reduce(0, ends, score.detach(), "amax", include_self=True)
     # [n, H] sums of shares and [n, H, D] of messages, over the types one after the other.
-    total, out = torch.zeros_like(query[..., 0]), torch.zeros_like(query)
+    total, out = (torch.zeros_like(each, dtype=weighed) for each in (query[..., 0], query))
     for kind, score in scores:
         ends = edges[kind][1]
         share = (score - most.detach()[ends]).exp()

@@ -19,7 +19,9 @@ one rank has vertices, by chance, does not have as many as the next rank has.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +31,8 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
 
 from kagome.comm.channel import Channel
-from kagome.errors import CommError, ModelError
+from kagome.comm.watchdog import CallProgress
+from kagome.errors import ModelError
 from kagome.graph.structure.sets import Graph, edge_name
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.forward_call import as_data
@@ -79,7 +82,11 @@ class Placer:
         self._edges: dict[bytes, list[str]] = {}
         """The names of the edges of the graph in ``scope.inputs``, by a digest of their values."""
         self._attributes: WeakTensorMap[tuple[int, str]] = WeakTensorMap()
-        self._signatures: set[tuple[tuple[str, str], ...]] = set()
+        self._comparisons = Comparisons(channel)
+        self._layouts: dict[tuple[tuple[str, str], ...], int] = {}
+        """The layouts of arguments that the ranks have compared, numbered from 1."""
+        self._first = True
+        """Whether the first call runs, in which all ranks compare their arguments."""
         self._batches: WeakTensorMap[tuple[int, list[int], int]] = WeakTensorMap()
         self._graph = edges_of(given)
         self._note(given)
@@ -112,40 +119,35 @@ class Placer:
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with this rank's share of each tensor. All ranks call it."""
-        self._refuse_other_arguments(args, kwargs)
         leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor | Data)]
         # A batch in the edges says that other arguments may have rows of as many samples.
         edges = [each.get("edge_index") if isinstance(each, Data) else each for each in leaves]
         copies = [self._batch(each)[1] for each in edges if isinstance(each, Tensor)]
         self._copies = max((1, *copies))
-        placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
-        return placed, {name: self._value(name, value) for name, value in kwargs.items()}
+        with self._comparisons.call():
+            self._refuse_other_arguments(args, kwargs)
+            placed = tuple(self._value(f"argument {place + 1}", value) for place, value in enumerate(args))
+            return placed, {name: self._value(name, value) for name, value in kwargs.items()}
 
     def _refuse_other_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuse arguments that are given on some ranks alone; the ranks compare them the first time.
+        """Refuse arguments of another layout than other ranks'; they compare each layout once.
 
         Raises:
             ModelError: Naming the first that differs.
         """
         named = [*((f"argument {place + 1}", value) for place, value in enumerate(args)), *kwargs.items()]
         mine = tuple((path, _kind(value)) for path, value in named)
-        if mine in self._signatures:
+        if self._copies > 1:
+            mine = (*mine, ("the edges", f"those of {self._copies} samples"))
+        known = len(self._layouts)
+        self._first = not known
+        self._comparisons.layout = self._layouts.setdefault(mine, known + 1)
+        if len(self._layouts) == known:
             return
-        first = not self._signatures
-        self._signatures.add(mine)
-        try:
-            told: Any = self._channel.gather_objects([list(each) for each in mine], "arguments of a call")
-        except CommError as error:
-            if first:
-                raise
-            # Ranks that know their arguments from an earlier call compare none, and send none.
-            here = ", ".join(f"{path}: {kind}" for path, kind in mine)
-            raise ModelError(
-                "arguments of one kind on all ranks, in each call",
-                f"here {here}, unlike earlier calls; the others did not compare theirs ({error})",
-                where=f"net(...), rank {self._channel.rank}",
-                hint="the same arguments on all ranks; a rank without rows gives a tensor of none",
-            ) from error
+        here = ", ".join(f"{path}: {kind}" for path, kind in mine)
+        told = self._comparisons.gather(
+            [list(each) for each in mine], "arguments of a call", here=here, alone=not self._first
+        )
         each = [dict(theirs) for theirs in told]
         for path in dict.fromkeys(name for theirs in each for name in theirs):
             kinds = [theirs.get(path, "not given") for theirs in each]
@@ -170,7 +172,8 @@ class Placer:
         """Return own rows of a target: a row a vertex; of several vertex sets, its sizes say which."""
         if len(self._sets.vertices) == 1:
             return self.place(value, self._sets.vertices[0], 0)
-        return self._tensor("target", value, "")
+        with self._comparisons.call():
+            return self._tensor("target", value, "")
 
     def recognized(self, value: Tensor) -> str | None:
         """Return the set whose attribute a tensor is, ``""`` for an input of the part; None for any other."""
@@ -323,7 +326,10 @@ class Placer:
                 for copies in sorted({1, self._copies})
                 if size in (rows.count * copies, rows.size * copies)
             ]
-            told: Any = self._channel.gather_objects([mine, list(value.shape)], f"rows of {path}")
+            here = f"{path}: {_kind(value)}, whose rows are to be found"
+            told = self._comparisons.gather(
+                [mine, list(value.shape)], f"rows of {path}", here=here, alone=not self._first
+            )
             each, shapes = zip(*told, strict=True)
             self._decided[key] = self._chosen(
                 path, value, [found for found in mine if all(found in e for e in each)]
@@ -377,6 +383,96 @@ class Placer:
         return share
 
 
+# Comparisons ---------------------------------------------------------------------------------------
+
+# [Note: alone] Ranks compare each layout of arguments when they first meet it:
+#
+#     call 1   rank 0   compares with all   ─┐ the layout of the arguments, and whose rows they have
+#              rank 1   compares with all   ─┘
+#     call 2   known arguments: nothing is compared, and nothing is sent
+#     call 3   rank 0   known arguments, so it goes on and waits for rows of rank 1
+#              rank 1   new ones: it sees that rank 0 has passed call 3, and raises an error on all ranks
+#
+# How far a rank is stands in what its watchdog publishes every 2 s anyway, so no call sends a message for it.
+PAUSE: Final = 0.02
+"""Seconds between two looks at what the other ranks have published."""
+GONE: Final = 30.0
+"""Seconds without a sign of life after which a rank counts as gone."""
+
+
+class Comparisons:
+    """What ranks compare of the arguments of a model's calls: see [Note: alone].
+
+    Args:
+        channel: The channel of all ranks of the graph.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        # A rank that has the whole graph compares with nobody, and may call alone.
+        self._channel, self._watch = channel, None if channel.size == 1 else channel.watch
+        self.layout = 1
+        """The number of the layout of the present call's arguments, in the order in which ranks met them."""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Wrap the placing of the arguments of one call. All ranks call it alike."""
+        if (watch := self._watch) is None:
+            yield
+            return
+        # An error in the block leaves the layout at 0: this rank has not passed the call.
+        before = watch.progress
+        watch.progress = CallProgress(before.call + 1, before.compared)
+        yield
+        watch.progress = watch.progress._replace(layout=self.layout)
+
+    def gather(self, mine: object, action: str, *, here: str, alone: bool) -> list[Any]:
+        """Return what each rank has to say, on every rank. It runs within :meth:`call`.
+
+        Args:
+            mine: What this rank says: plain data.
+            action: The comparison, for errors.
+            here: This rank's arguments in words.
+            alone: Whether another rank may go on without comparing.
+
+        Raises:
+            ModelError: If another rank goes on without comparing.
+        """
+        if self._watch is not None:
+            self._watch.progress = self._watch.progress._replace(compared=self._watch.progress.compared + 1)
+            if alone:
+                self._refuse_alone(here)
+        return self._channel.gather_objects(mine, action)
+
+    def _refuse_alone(self, here: str) -> None:
+        """Return when all ranks compare, or when only a message to them can tell whether they do.
+
+        Raises:
+            ModelError: If a rank goes on without comparing.
+        """
+        watch, channel, names = self._watch, self._channel, self._channel.names
+        assert watch is not None
+        # The others may be waiting for this rank in the same way.
+        watch.tell()
+        mine, end = watch.progress, time.monotonic() + channel.timeout
+        waiting = [name for rank, name in enumerate(names) if rank != channel.rank]
+        while waiting and time.monotonic() < end:
+            for name in [*waiting]:
+                seen = watch.seen(name)
+                # A message to a rank that is gone, or of which nothing is known, ends in an error of its own.
+                if seen is None or time.time() - seen.alive > GONE or seen.progress.compared >= mine.compared:
+                    waiting.remove(name)
+                # It is in a later call, or has placed the arguments of this one.
+                elif (seen.progress.call, seen.progress.layout > 0) > (mine.call, False):
+                    raise ModelError(
+                        "arguments of one kind on all ranks, in each call",
+                        f"here {here}, unlike earlier calls; rank {name} has gone on with arguments of an "
+                        "earlier call",
+                        where=f"net(...), rank {names[channel.rank]}",
+                        hint="the same arguments on all ranks; a rank without rows gives a tensor of none",
+                    )
+            time.sleep(PAUSE)
+
+
 def edges_of(given: Data | HeteroData | Graph | None) -> dict[int, Tensor]:
     """Return the edges of a graph by the number of their view; none if it was read from files."""
     if given is None:
@@ -399,6 +495,8 @@ def _kind(value: Any) -> str:
         return f"a tensor of {value.dim()} axes"
     if isinstance(value, Mapping) and type(value) is dict:
         return f"a dict of {', '.join(f'{key}: {_kind(each)}' for key, each in value.items())}"
+    if isinstance(value, Data):
+        return f"a Data of {', '.join(f'{key}: {_kind(each)}' for key, each in value.to_dict().items())}"
     if type(value) in (list, tuple):
         return f"a {type(value).__name__} of {', '.join(map(_kind, value))}"
     return type(value).__name__
