@@ -42,6 +42,7 @@ from kagome.config import Parallel, Train
 from kagome.graph.partition.partition import Partition
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.intercept.active import ActiveInterceptor
+from kagome.intercept.interceptor import Interceptor
 from kagome.memory.tensor_bytes import account
 from kagome.model.split.stages import describe, links
 from kagome.model.state import state_of
@@ -120,11 +121,7 @@ class ChunkEngine:
         self.foreign = self.ownership.foreign()
         self.codes = self._stage_codes()
         self.inputs = self._loss_inputs(part)
-        self._train_rows = _training_rows(self.inputs)
-        loses = any(stage.output is not None for stage in self.mine)
-        scopes = {*self.chunks.scopes, *self.chunks.isolated} if loses else ()
-        # Found once: the host waits for a device to tell how many rows are marked.
-        self._loss_rows = {scope: _training_rows(scope.inputs) for scope in scopes}
+        self._train_rows, self._loss_rows = _training_rows(self.inputs), self._rows_of_chunks()
         self.gradients = Gradients(
             self.ownership.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
@@ -180,6 +177,13 @@ class ChunkEngine:
         kept = {name for name in part.nodes if name.endswith("_mask")} | self.criteria.objective.uses
         rows = {name: value.to(self.mesh.device) for name, value in part.nodes.items() if name in kept}
         return {**rows, **{name: value for name, value in part.shared.items() if name in kept}}
+
+    def _rows_of_chunks(self) -> dict[Interceptor, Tensor]:
+        """Return each chunk's rows for the loss; none on a rank whose stages do not compute the output."""
+        # Found once: the host waits for a device to tell how many rows are marked.
+        loses = any(stage.output is not None for stage in self.mine)
+        scopes = {*self.chunks.scopes, *self.chunks.isolated} if loses else ()
+        return {scope: _training_rows(scope.inputs) for scope in scopes}
 
     def _state_layout(self, part: Partition) -> StateLayout:
         """Return which vertices and steps this rank has, by which a checkpoint's rows are given back."""
