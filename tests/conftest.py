@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from kagome.kernels.base.kept_code import AT_ONCE
 from kagome.profile import cache, steady_times
 from pool import Pool
 
@@ -20,6 +21,8 @@ pytest_plugins = ["shorter"]
 # How long an example takes is the machine's business.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+# Small loops run as plain Python until they are compiled; tests are about the compiled ones.
+os.environ.setdefault(AT_ONCE, "1")
 
 
 def pytest_report_header() -> str:

@@ -6,11 +6,9 @@ functions at the first call of a compiled loop, which takes a second. The templa
 
 from __future__ import annotations
 
-from numba.core.registry import cpu_target
-
+from kagome.kernels.base.jit import load_compiler
 from kagome.report.rendering import environment
 
-cpu_target.typing_context.refresh()
-cpu_target.target_context.refresh()
+load_compiler()
 for name in environment().list_templates():
     environment().get_template(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -220,3 +221,27 @@ def test_the_memory_of_a_recommender(tmp_path: Path) -> None:
     assert [each["rows"] for each in held] == [500] * 4
     assert sum(each["rows"] for each in cut) == 500
     assert sum(each["learned"] for each in cut) == whole[0]["learned"]
+
+
+def test_what_a_start_imports_is_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = BENCHMARKS / "start" / "main.py"
+    done = warm.run(program, "--imported", "import graphlib, kagome.cli.ahead", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert told["modules"] >= 1
+    assert 0 <= sum(told["packages"].values()) <= told["seconds"] + 1e-3
+    monkeypatch.syspath_prepend(str(program.parent))
+    spec = importlib.util.spec_from_file_location("start_main", program)
+    assert spec is not None
+    assert spec.loader is not None
+    main = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(main)
+    row = {"phases": {"Trainer._check": [0.5, 0.75]}, "compiled": [["a", "b", 1.5]], "loaded": []}
+    found = {
+        "imports": {"launcher": told},
+        "ranks": {"warm": {"rank 0": row}},
+        "wall": {"warm": [3.0, 2.0, 4.0]},
+    }
+    shown = main.tables(found)
+    assert "| rank 0 | check of the model | 0.50 | 0.75 |" in shown
+    assert "| rank 0 | of these: 1 functions compiled | 1.50 | |" in shown
+    assert "| warm | 3.00 (2.00 to 4.00) |" in shown

@@ -103,6 +103,24 @@ def test_a_fresh_process_loads_no_torch(code):
     assert not {"torch", "torch_geometric"} & loaded_by(code)
 
 
+def test_the_command_line_loads_neither_numpy_nor_numba():
+    code = "import kagome.cli.app, kagome.launch.launcher, kagome.kernels.base.kept_code"
+    assert not {"numpy", "numba", "torch"} & loaded_by(code)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_are_forked_of_a_process_without_threads_or_collections():
+    """A lock that a thread holds would stay locked in the fork."""
+    program = (
+        "import gc, os, sys, kagome.train.preload\n"
+        "assert {'kagome.train.trainer', 'torch._dynamo', 'torch_geometric.nn'} <= set(sys.modules)\n"
+        "print(len(os.listdir('/proc/self/task')), gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "True", "True"]
+    assert "leaked" not in done.stderr  # nanobind's word for objects that were frozen until the end
+
+
 def test_no_module_of_these_packages_loads_torch():
     names = [name for name in MODULES if name.startswith(tuple(f"kagome.{each}" for each in NO_TORCH))]
     assert not {"torch", "torch_geometric"} & loaded_by(f"import {', '.join(names)}")

@@ -216,6 +216,7 @@ def test_doctor_finds_that_ranks_can_talk_here(start):
     assert code == 0, err
     assert "two local ranks    exchange rows and sums" in out
     assert "torch-geometric" in out
+    assert "first start" in out
     assert "threads a rank     1, by OMP_NUM_THREADS" in out
     assert "MISSING" not in out
 

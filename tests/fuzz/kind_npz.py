@@ -7,6 +7,7 @@ import math
 import random
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,7 @@ class Npz:
         from kagome import config
         from kagome.cli.app import _builder
         from kagome.graph.datasets.load import load_data
+        from kagome.train.data import from_run
         from kagome.train.trainer import Trainer
 
         settings = config.Run(
@@ -199,7 +201,8 @@ class Npz:
             train=config.Train(epochs=1, check=False),
             report=config.Report(page=False, trace=False, progress=False),
         )
-        with Trainer.from_settings(settings, _builder(settings.model, settings.train)) as trainer:
+        build = _builder(settings.model, settings.train)
+        with Trainer.from_settings(settings, partial(from_run, settings), build) as trainer:
             summary = trainer.fit()
         return summary, load_data(settings.data)
 

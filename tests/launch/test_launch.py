@@ -208,9 +208,9 @@ def test_a_rank_that_failed_is_told_of_though_another_left_for_a_signal(tmp_path
     assert guard.signalled() is None
     (tmp_path / "signalled-0").write_text("15")
     assert guard.signalled() == 15
-    guard.codes[1] = lambda: -signal.SIGKILL
+    guard.codes[1] = -signal.SIGKILL
     assert guard.signalled() is None
-    guard.codes[1] = lambda: -signal.SIGTERM
+    guard.codes[1] = -signal.SIGTERM
     assert guard.signalled() == 15
     (tmp_path / "failed-1").write_text(json.dumps([1, 5.0, "a bug"]))
     assert guard.signalled() is None
@@ -454,7 +454,6 @@ def quits(launcher: int) -> None:
 
 
 def test_sigquit_ends_the_launcher_with_its_code():
-    """The handler is torch's own, so nothing had noted the signal: an IndexError."""
     with pytest.raises(SystemExit) as left:
         start_local(1, quits, os.getpid())
     assert left.value.code == 128 + signal.SIGQUIT

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from kagome.config.commands import (
 )
 from kagome.config.fields import path_of
 from kagome.errors import CheckError, CheckpointError, ConfigError, KagomeError, shortened
+from kagome.kernels.base.kept_code import missing
 from kagome.launch.environment import environment
 from kagome.launch.os_errors import end_with, in_words
 from kagome.run_dir.claim import continues_run, refuse_taken
@@ -51,6 +53,8 @@ MESH_FLAGS = ("--nproc", "--parallel.graph", "--parallel.pipe", "--parallel.tens
 """Flags that make a resumed run be split anew."""
 LOADED = ("kagome.train.preload",)
 """Modules that every rank of a training imports."""
+AHEAD = ("kagome.cli.ahead",)
+"""Programs that compile loops while ranks import torch."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,6 +190,8 @@ def _train(args: list[str]) -> int:
         resume,
         command.overwrite,
         loaded=LOADED,
+        # Next to nothing to ask, and a second process that imports numba is spared.
+        beside=AHEAD if missing() else (),
         restarts=command.max_restarts,
     )
     return 0
@@ -329,6 +335,8 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
     Returns:
         The exit code.
     """
+    from kagome.graph.prepare_process import standing_by
+    from kagome.train.data import from_run
     from kagome.train.trainer import Trainer
 
     ranks = environment()
@@ -336,13 +344,16 @@ def train_rank(settings: config.Run, out: str | None, resume: str | None, overwr
         end_with(os.getppid(), signal.SIGTERM)  # torchelastic does not signal its ranks if it is killed
     # A restarted run continues in its own folder.
     folder = resume or (out if ranks.restarts else None)
-    with Trainer.from_settings(
-        settings,
-        _builder(settings.model, settings.train),
-        # A function, because rank 0 alone makes the folder, once the ranks are connected.
-        out=out or (lambda: _new_folder(settings)),
-        overwrite=overwrite or _begins_again(folder, out),
-    ) as trainer:
+    with standing_by(ranks) as standby:
+        trainer = Trainer.from_settings(
+            settings,
+            partial(from_run, settings, standby=standby),
+            _builder(settings.model, settings.train),
+            # A function, because rank 0 alone makes the folder, once the ranks are connected.
+            out=out or (lambda: _new_folder(settings)),
+            overwrite=overwrite or _begins_again(folder, out),
+        )
+    with trainer:
         values = trainer.fit(resume=_goes_on(trainer, folder))
         if trainer.mesh.rank == 0 and trainer.writer is not None:
             from kagome.report.summary import print_summary
@@ -438,7 +449,9 @@ def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
         The exit code.
     """
     from kagome.checkpoint.saved_weights import columns_of, weights_at
+    from kagome.graph.prepare_process import standing_by
     from kagome.run_dir.results import write_scores
+    from kagome.train.data import from_run
     from kagome.train.trainer import Trainer
 
     def build(part: Part, meta: Meta, channel: Channel) -> nn.Module:
@@ -448,7 +461,9 @@ def predict_rank(settings: config.Run, checkpoint: str, out: str) -> int:
         # The graph may have no labels, so the width of the output is read off the saved weights.
         return make(columns_of(weights_at(checkpoint), make) or meta.num_classes)
 
-    with Trainer.from_settings(settings, build) as trainer:
+    with standing_by(environment()) as standby:
+        trainer = Trainer.from_settings(settings, partial(from_run, settings, standby=standby), build)
+    with trainer:
         trainer.load(checkpoint)
         scores = trainer.predict()
         if trainer.mesh.rank == 0:

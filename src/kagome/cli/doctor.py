@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import psutil
 
 from kagome.errors import KagomeError
+from kagome.kernels.base.kept_code import LOOPS, SECONDS, missing
 from kagome.launch.environment import environment
 from kagome.launch.launcher import start_local
 from kagome.launch.threads import chosen, cores, local, quota
@@ -58,6 +59,7 @@ def examine() -> int:
         "CUDA devices",
         ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "none: ranks run on the CPU",
     )
+    _line("first start", _first_start())
     _line("started by", environment().source)
     _line("KAGOME_DATA", os.environ.get("KAGOME_DATA", "not set: data sets are looked up under --data.root"))
     # Under torchrun or Slurm this process is itself a rank, and two more would inherit its environment.
@@ -83,6 +85,19 @@ def talk() -> float:
     with open_mesh(timeout=60.0) as mesh:
         mine = torch.tensor([float(mesh.rank)], device=mesh.device)
         return float(mesh.graph.all_reduce(mine, action="doctor", kind="other"))
+
+
+def _first_start() -> str:
+    """Describe what the next start of a training has to compile."""
+    lacking, count = missing(), sum(map(len, LOOPS.values()))
+    if not lacking:
+        return f"the machine code of all {count} loops of a first epoch is on disk"
+    # "file: name"; most loops take about the same.
+    seconds = sum(SECONDS.get(each.partition(": ")[2], SECONDS[""]) for each in lacking)
+    return (
+        f"{len(lacking)} of {count} loops of a first epoch are not compiled yet: about {seconds:.0f} s of a "
+        "core, most of it beside other work"
+    )
 
 
 def _line(name: str, text: str) -> None:

@@ -134,10 +134,30 @@ def owners(
     return owner, None
 
 
-def main(order: str, parent: int) -> int:
-    """Call :func:`prepare` with the arguments in a line of JSON; print an expected error as another line.
+def answer(order: str) -> tuple[int, str]:
+    """Call :func:`prepare` with the arguments in a line of JSON.
 
-    Returns the exit code: :data:`SEVERAL` for a graph that is not cut here.
+    Returns:
+        An exit code, :data:`SEVERAL` for a graph that is not cut here; and for an expected error its fields
+        in a line of JSON, from which the caller makes it again.
+    """
+    asked, rest = json.loads(order)
+    try:
+        settings = config.Data(**asked)
+        data = load_graph(settings)
+        if isinstance(data, HeteroData):
+            return SEVERAL, ""
+        prepare(settings, **rest, data=data)
+    except (KagomeError, MemoryError, OSError, RuntimeError) as raised:
+        error = in_words(raised)
+        if error is None:
+            raise
+        return 1, json.dumps([type(error).__name__, error.expected, error.got, error.where, error.hint])
+    return 0, ""
+
+
+def main(order: str, parent: int) -> int:
+    """Print what :func:`answer` says of an order, and return its exit code.
 
     Args:
         order: The line of JSON with the arguments.
@@ -145,21 +165,10 @@ def main(order: str, parent: int) -> int:
             does.
     """
     end_with(parent)
-    asked, rest = json.loads(order)
-    try:
-        settings = config.Data(**asked)
-        data = load_graph(settings)
-        if isinstance(data, HeteroData):
-            return SEVERAL
-        prepare(settings, **rest, data=data)
-    except (KagomeError, MemoryError, OSError, RuntimeError) as raised:
-        error = in_words(raised)
-        if error is None:
-            raise
-        # The fields of a KagomeError, from which the caller makes it again.
-        print(json.dumps([type(error).__name__, error.expected, error.got, error.where, error.hint]))
-        return 1
-    return 0
+    code, line = answer(order)
+    if line:
+        print(line)
+    return code
 
 
 if __name__ == "__main__":

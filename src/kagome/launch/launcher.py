@@ -1,6 +1,7 @@
-"""Launcher: starts local ranks as processes of torch's elastic launcher, and ends them if one fails.
+"""Launcher: starts local ranks as processes, and ends them if one fails.
 
-Where it sits: ``cli.app`` starts local ranks here; ``environment`` tells each process which rank it is.
+Where it sits: ``cli.app`` starts local ranks here; ``rank_processes`` holds their processes, ``environment``
+tells each process which rank it is. The launcher never imports torch.
 Ranks meet through a file in a folder that only this user can open. No port is opened for that, so no other
 user can take part.
 """
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import multiprocessing
 import os
 import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +29,7 @@ from math import inf
 from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -36,6 +37,7 @@ from kagome.errors import ADVICE, CommError, KagomeError, LaunchError, ResourceE
 from kagome.launch.environment import RESTARTS, STORE, Ranks, environment
 from kagome.launch.host_memory import available_bytes
 from kagome.launch.os_errors import STARVED, in_words, memory_left
+from kagome.launch.rank_processes import Ended, RankProcesses
 from kagome.launch.threads import LAUNCHED, chosen, cores, local
 
 __all__ = ["Ranks", "environment", "start_local"]
@@ -66,6 +68,7 @@ def start_local(
     function: Callable[..., object],
     *args: object,
     loaded: Sequence[str] = (),
+    beside: Sequence[str] = (),
     restarts: int = 0,
 ) -> object:
     """Run a function on N ranks of this host and return what rank 0 returns.
@@ -81,6 +84,8 @@ def start_local(
         loaded: Modules to import once, in a process from which the ranks are then forked: torch and PyG take
             seconds to load, on as many cores as there are ranks. Use it in a process that starts ranks only
             once, because whatever the modules read from the environment stays the same.
+        beside: Modules to run as programs meanwhile, each in a process of its own that gets this process's id
+            as its argument. They speed up the start and are not waited for; whatever they print is lost.
         restarts: How often all ranks are restarted after one has failed. A fault that a user must fix is not
             retried. :attr:`kagome.launch.environment.Ranks.restarts` tells the function the number of
             restarts.
@@ -98,9 +103,9 @@ def start_local(
     if nproc < 1:
         raise LaunchError("--nproc to be a number from 1 up", f"{nproc}")
     _refuse_too_many(nproc)
-    # The environment first: the fork server takes its own when it starts, before torch is loaded here.
-    with _shared_cores(nproc):
-        method = _begin_loading(loaded)  # runs while this process loads torch
+    # The environment first: the fork server takes its own when it starts.
+    with _shared_cores(nproc), _running(beside):
+        method = _begin_loading(loaded)
         for count in range(restarts + 1):
             try:
                 return _launched(nproc, function, args, method, count)
@@ -134,57 +139,46 @@ def _refuse_too_many(nproc: int) -> None:
 
 
 def _launched(
-    nproc: int, function: Callable[..., object], args: tuple[object, ...], method: str, count: int
+    nproc: int,
+    function: Callable[..., object],
+    args: tuple[object, ...],
+    method: Literal["forkserver", "spawn"],
+    count: int,
 ) -> object:
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        PContext,
-        RunProcsResult,
-        SignalException,
-        start_processes,
-    )
-
     # Notes in the folder, each written by one side and read by the other:
     #    pid-R        rank R has started              known      the guard holds all processes
     #    failed-R     how rank R failed               stopping   the launcher was asked to end
     #    signalled-R  a signal ended rank R           done-R     rank R has its result
     with _room() as name:
-        folder = Path(name)
+        folder, ranks = Path(name), RankProcesses(method)
         guard = _Guard(nproc, folder)
-        ranks: PContext | None = None
-        ended: RunProcsResult | None = None
-        with _quiet_agent(), _signals(folder) as caught, guard:
+        ended: Ended | None = None
+        with _signals(folder), guard:
             try:
-                ranks = start_processes(
-                    "kagome",
+                ranks.start(
                     _rank_main,
-                    # The elastic agent's processes alone, without its rendezvous: local ranks need no port.
-                    args=dict.fromkeys(range(nproc), (function, args, name, os.getpid())),
-                    envs={rank: _environment(rank, nproc, folder, count) for rank in range(nproc)},
-                    logs_specs=DefaultLogsSpecs(log_dir=str(folder / "elastic")),
-                    start_method=method,
+                    (function, args, name, os.getpid()),
+                    [_environment(rank, nproc, folder, count) for rank in range(nproc)],
                 )
                 while ended is None:
-                    ended = ranks.wait(LOOK_SECONDS, LOOK_SECONDS)
-            except SignalException as error:
-                # SIGQUIT goes to torch's own handler, which does not note it: see _shared_cores.
-                number = caught[0] if caught else int(error.sigval)
-                (folder / "stopping").touch()
-                if ranks is not None:
-                    with suppress(SignalException):  # a second signal: the guard kills the ranks
-                        ranks.close(signal.SIGTERM, SAVE_SECONDS)
-                if number == signal.SIGINT:
+                    ended = ranks.wait(LOOK_SECONDS)
+            except _SignalledError as error:
+                # Ranks save after SIGTERM, whichever signal came.
+                with suppress(_SignalledError):  # a second signal: the guard kills the ranks
+                    ranks.close(signal.SIGTERM, SAVE_SECONDS)
+                if error.number == signal.SIGINT:
                     raise KeyboardInterrupt from None
-                raise SystemExit(128 + number) from None
+                raise SystemExit(128 + error.number) from None
             except (OSError, EOFError, MemoryError) as error:
+                ranks.close(signal.SIGTERM, SAVE_SECONDS)  # those that have started
                 raise _unstarted(nproc, error) from None
-        if ended.failures:
+        if ended.failed is not None:
+            guard.codes = ranks.codes()
             # A batch system may signal one rank only. The others then end because of it, which is no failure.
             if (heard := guard.signalled()) is not None:
                 raise KeyboardInterrupt if heard == signal.SIGINT else SystemExit(128 + heard)
-            rank, failure = min(ended.failures.items())
-            raise guard.failed(rank, failure.exitcode)
-        return ended.return_values[0]
+            raise guard.failed(ended.failed)
+        return ended.result
 
 
 @contextmanager
@@ -204,15 +198,7 @@ def _room() -> Iterator[str]:
 
 def _unstarted(nproc: int, error: BaseException) -> LaunchError:
     """Explain why ranks could not be started."""
-    shared = Path("/dev/shm")
-    # Queues of multiprocessing use semaphores in /dev/shm.
-    if shared.parent.exists() and not os.access(shared, os.W_OK):
-        got = "a /dev/shm that cannot be written, and ranks tell by it how they ended"
-        hint = "mount -t tmpfs tmpfs /dev/shm"
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:  # a semaphore
-        got = "a full /dev/shm, and ranks tell by it how they ended"
-        hint = "remove what is left over there, or mount -o remount,size=64M /dev/shm"
-    elif isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         got, hint = f"a process that may open no more files ({error.strerror})", "ulimit -n 1024"
     elif isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         got, hint = "no memory for them", "fewer ranks, or a larger ulimit -v"
@@ -244,7 +230,7 @@ def _environment(rank: int, nproc: int, folder: Path, count: int) -> dict[str, s
     return {name: str(value) for name, value in own.items()}
 
 
-def _begin_loading(modules: Sequence[str]) -> str:
+def _begin_loading(modules: Sequence[str]) -> Literal["forkserver", "spawn"]:
     """Return the start method for ranks.
 
     If there are modules to load, start the process to fork ranks from.
@@ -256,6 +242,27 @@ def _begin_loading(modules: Sequence[str]) -> str:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["kagome.launch.fork", *modules])
     forkserver.ensure_running()
     return "forkserver"
+
+
+@contextmanager
+def _running(modules: Sequence[str]) -> Iterator[None]:
+    """Run modules as programs during the block, and kill those that still run after it."""
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for module in modules
+    ]
+    try:
+        yield
+    finally:
+        # They may have work left that only a later start needs.
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: str, launcher: int) -> object:
@@ -270,7 +277,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
     while not (folder / "known").exists():
         if _ended(launcher):
             raise SystemExit(128 + signal.SIGTERM)
-        time.sleep(0.01)  # the exit code of a rank that died earlier would be lost, and a peer blamed
+        time.sleep(0.01)  # begin together: what all ranks refuse is to be reported as one failure
     try:
         result = function(*args)
     except SystemExit as error:
@@ -296,7 +303,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
             _wait_for_all(folder)
         raise SystemExit(1) from None
     if (folder / "stopping").exists() or _ended(launcher):
-        raise SystemExit(128 + signal.SIGTERM)  # the agent takes no result any more: do not wait for its kill
+        raise SystemExit(128 + signal.SIGTERM)  # the launcher takes no result any more
     _write(folder / f"done-{rank}", 0)
     return result if rank == 0 else None
 
@@ -304,8 +311,7 @@ def _rank_main(function: Callable[..., object], args: tuple[object, ...], name: 
 def _wait_for_all(folder: Path) -> None:
     """Wait a moment so that other ranks with the same error can note it before the launcher ends them."""
     until = time.monotonic() + ALIKE_SECONDS
-    # Their errors come within milliseconds of each other, but the
-    # agent ends all ranks at the first exit code.
+    # Their errors come within milliseconds of each other, but the first exit code ends all ranks.
     while time.monotonic() < until and len(list(folder.glob("failed-*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
 
@@ -319,7 +325,8 @@ class _Guard:
     killed: set[int] = field(default_factory=set)
     stopped: dict[int, float] = field(default_factory=dict)
     """Times since when ranks are stopped; infinite once that was reported."""
-    codes: dict[int, Callable[[], int | None]] = field(default_factory=dict)
+    codes: dict[int, int | None] = field(default_factory=dict)
+    """Exit codes, once all ranks have ended."""
 
     def __enter__(self) -> _Guard:
         self._stop = threading.Event()
@@ -330,20 +337,22 @@ class _Guard:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._kill()  # after a second Ctrl-C the agent leaves ranks running
+        self._kill()  # after a second Ctrl-C some may still run
 
-    def failed(self, rank: int, code: int) -> _FailedError:
+    def failed(self, rank: int) -> _FailedError:
         """Return the error of the rank that failed first, and whether a user must fix it."""
         noted = [_read(path) for path in self.folder.glob("failed-*")]
-        return _FailedError(self.blame(rank, code), mistake=any(note[3] for note in noted if len(note) > 3))
+        return _FailedError(
+            self.blame(rank, self.codes[rank] or 0), mistake=any(note[3] for note in noted if len(note) > 3)
+        )
 
     def signalled(self) -> int | None:
         """Return the signal that some rank received and all ended for; None if anything else ended a rank."""
         found = [_read(path) for path in self.folder.glob("signalled-*")]
         if not found or any(self.folder.glob("failed-*")):
             return None
-        fine = (None, 0, -signal.SIGTERM, *SIGNALLED)  # the agent ends remaining ranks with SIGTERM
-        return min(found) if all(code_of() in fine for code_of in self.codes.values()) else None
+        fine = (None, 0, -signal.SIGTERM, *SIGNALLED)  # the launcher ends remaining ranks with SIGTERM
+        return min(found) if all(code in fine for code in self.codes.values()) else None
 
     def blame(self, rank: int, code: int) -> LaunchError:
         """Return the error that says which rank failed first.
@@ -357,10 +366,10 @@ class _Guard:
         # (text, mistake) of all notes: a single entry if all ranks failed alike.
         noted, alike = set(notes), {(note[2], *note[3:4]) for note in notes.values()}
         failures = [(*note[:3], who) for who, note in notes.items()]
-        exits = {who: code_of() for who, code_of in self.codes.items()} | {rank: code}
+        exits = {**self.codes, rank: code}
         for who, ended in exits.items():
-            # A rank that wrote no note, and that neither the agent
-            # (SIGTERM) nor the guard ended, died by itself.
+            # A rank that wrote no note, and that neither the launcher (SIGTERM) nor the guard ended, died by
+            # itself.
             silent = ended not in (None, 0, -signal.SIGTERM) and who not in noted | self.killed
             if silent:
                 failures.append((0, 0.0, _ending(ended or 0), who))
@@ -390,7 +399,6 @@ class _Guard:
         while not self._stop.wait(0.25 if known else 0.02):
             pids = self._pids()
             if len(pids) == self.nproc and not known:
-                self._remember(pids)
                 (self.folder / "known").touch()
                 known = True
             # All ranks are ending: they have SAVE_SECONDS, and none of it is a failure.
@@ -418,11 +426,6 @@ class _Guard:
                 text = f"kagome: rank {rank} is stopped, and the others wait for it: kill -CONT {pid}"
                 print(text, file=sys.stderr, flush=True)
 
-    def _remember(self, pids: dict[int, int]) -> None:
-        # Called once, while all ranks live: active_children() reaps exit codes, which the agent needs later.
-        children = {child.pid: child for child in multiprocessing.active_children()}
-        self.codes = {rank: _code(children[pid]) for rank, pid in pids.items() if pid in children}
-
     def _kill(self) -> None:
         for rank, pid in self._pids().items():
             if psutil.pid_exists(pid):
@@ -435,10 +438,6 @@ def _trace(error: BaseException) -> str:
     own = error.__traceback__
     lines = traceback.format_exception(type(error), error, own and own.tb_next)  # without our own frame
     return "".join(lines).rstrip()
-
-
-def _code(child: object) -> Callable[[], int | None]:
-    return lambda: getattr(child, "exitcode", None)
 
 
 def _ending(code: int) -> str:
@@ -477,8 +476,6 @@ def _read(path: Path) -> Any:
 def _die_with(launcher: int) -> None:
     """Have this process receive SIGTERM if the launcher is killed.
 
-    torch asked for SIGINT, which is ignored here.
-
     The parent of a forked rank is the process it was forked from, which lives as long as its ranks do.
     """
     if sys.platform != "linux":
@@ -512,32 +509,33 @@ def _ended(pid: int, *, wait: bool = False) -> bool:
         os.close(handle)
 
 
-@contextmanager
-def _signals(folder: Path) -> Iterator[list[int]]:
-    """Turn Ctrl-C, SIGHUP and SIGTERM into one SIGTERM for the ranks; restore the handlers afterwards."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+class _SignalledError(Exception):
+    """A signal that ends the launcher has arrived."""
 
-    caught: list[int] = []
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the launcher got signal {number}")
+        self.number = number
+
+
+@contextmanager
+def _signals(folder: Path) -> Iterator[None]:
+    """Turn the signals that end a process into an exception; restore the handlers afterwards."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        # The exception of torch's own handlers, so that one `except` serves both.
-        caught.append(number)
+        # The guard sees by the note that ranks which end now have not failed.
         (folder / "stopping").touch()
-        raise SignalException(f"the launcher got signal {number}", sigval=signal.SIGTERM)
+        raise _SignalledError(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield caught  # only the main thread may set handlers, so the caller's stay
+        yield  # only the main thread may set handlers, so the caller's stay
         return
-    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-    # The agent sets a handler for SIGQUIT (see _shared_cores), which is undone here too.
-    quit_before = signal.getsignal(signal.SIGQUIT)
+    numbers = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
     before = [signal.signal(number, stop) for number in numbers]
     try:
-        yield caught
+        yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-        signal.signal(signal.SIGQUIT, quit_before)
 
 
 @contextmanager
@@ -549,7 +547,6 @@ def _shared_cores(nproc: int) -> Iterator[None]:
     before = dict(os.environ)
     # A numba.py or torch.py in the current folder must not be imported in place of the package.
     os.environ["PYTHONSAFEPATH"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # with ours it would replace our handlers
     given = chosen(os.environ)
     share = str(local(nproc) if given is None else given)
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -561,22 +558,3 @@ def _shared_cores(nproc: int) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Silence the agent: it would print a rank's traceback, which the LaunchError reports better."""
-    names = [
-        name
-        for name in logging.root.manager.loggerDict
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
-    ]
-    loggers = [logging.getLogger(name) for name in names]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, state in zip(loggers, before, strict=True):
-            logger.disabled = state

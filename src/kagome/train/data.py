@@ -30,7 +30,9 @@ from kagome.graph.partition.partition import Partition, extract, fingerprint
 from kagome.graph.partition.sets_partition import Part
 from kagome.graph.partition.store import Meta
 from kagome.graph.prepare import owners, prepare
+from kagome.graph.prepare_process import Standby
 from kagome.graph.structure.validate import validate
+from kagome.kernels.first_calls import call_sums
 from kagome.launch.host_memory import available_bytes
 from kagome.train.host_parts import HostParts, Look, Offer
 from kagome.train.sets_source import from_hetero
@@ -252,11 +254,20 @@ def refuse_other_weights(folder: str | Path, meta: Meta, method: str) -> None:
         )
 
 
-def from_run(settings: config.Run, channel: Channel) -> tuple[Part, Meta]:
+def from_run(settings: config.Run, channel: Channel, standby: Standby | None = None) -> tuple[Part, Meta]:
     """Return this rank's part of the graph of a run of the command line, as its model takes it."""
     method, seed, reuse = settings.cut(channel.size)
     several = partial(from_hetero, settings=settings, channel=channel)
-    found = from_settings(settings.data, channel, method=method, seed=seed, reuse=reuse, several=several)
+    found = from_settings(
+        settings.data,
+        channel,
+        method=method,
+        seed=seed,
+        reuse=reuse,
+        several=several,
+        standby=standby,
+        width=settings.model.hidden,
+    )
     return for_model(settings.model.name, *found)
 
 
@@ -268,6 +279,8 @@ def from_settings(
     seed: int,
     reuse: bool = False,
     several: Callable[[HeteroData], tuple[Part, Meta]] | None = None,
+    standby: Standby | None = None,
+    width: int = 1,
 ) -> tuple[Part, Meta]:
     """Return this rank's part of a graph named by settings; see the module docstring.
 
@@ -279,6 +292,9 @@ def from_settings(
         reuse: Take the parts from the user's cache if nothing that decides them has changed; store them
             there.
         several: Takes the part of a graph of several vertex sets, which each rank loads; None refuses one.
+        standby: The process that loads and cuts the graph if this is the first rank of its host; None starts
+            one.
+        width: Width of the model's hidden rows, for which kernels are made ready by ranks that wait.
 
     Raises:
         KagomeError: The error that loading or partitioning raised, on every rank.
@@ -301,10 +317,14 @@ def from_settings(
     # The first rank of each host makes or finds the parts of its host; the others read what it offers.
     first = hosts.index(host) == channel.rank
     with ExitStack() as stack:
-        source = HostParts(settings, method, seed, channel.size, cache.opened(reuse)) if first else None
+        source = None
+        if first:
+            source = HostParts(settings, method, seed, channel.size, cache.opened(reuse), standby)
         # All hosts partition alike: within the least free memory of any, by the partitioner of cached parts.
         facts = channel.gather_objects(source and source.look(), "look for kept parts", [Look])
         seen = [fact for fact in facts if isinstance(fact, Look)]
+        if source is None and channel.device.type == "cpu":
+            call_sums(width)  # there is time for it until the parts are made
         made = source and source.make(stack, seen)
         offers = channel.gather_objects(made, "load and cut the graph", [Offer])
         for offer in offers:

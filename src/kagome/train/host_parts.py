@@ -7,18 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from kagome import config, errors
@@ -29,6 +22,7 @@ from kagome.graph.partition.cache import Cache
 from kagome.graph.partition.choice import SHARE, is_auto, metis_bytes
 from kagome.graph.partition.store import PAGE, Meta, load_meta
 from kagome.graph.prepare import SEVERAL
+from kagome.graph.prepare_process import Standby, prepared_by
 from kagome.launch.host_memory import available_bytes
 from kagome.storage import temporary
 
@@ -62,6 +56,7 @@ class HostParts:
         seed: The partitioner's seed.
         count: The number of parts.
         kept: The user's cache, if it is to be used.
+        standby: The process that makes the parts; None starts one.
     """
 
     settings: config.Data
@@ -69,6 +64,7 @@ class HostParts:
     seed: int
     count: int
     kept: Cache | None
+    standby: Standby | None = None
     _key: str | None = None
     _found: tuple[Path, Meta] | None = None
 
@@ -168,55 +164,19 @@ class HostParts:
             "reuse": self.kept is not None and self._key is None,
         }
         order = json.dumps([dataclasses.asdict(self.settings), asked])
-        # -P: import nothing from the current folder.
-        command = [sys.executable, "-P", "-m", "kagome.graph.prepare", order, str(os.getpid())]
-        with _unwinding():
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=_environment()
-            )
-        if done.returncode == 0:
+        code, line = prepared_by(self.standby, order)
+        if code == 0:
             return None
-        if done.returncode == SEVERAL:
+        if code == SEVERAL:
             raise SeveralSets
-        lines = done.stdout.decode(errors="replace").strip().splitlines()
         try:
-            # `kagome.graph.prepare` prints an error of Kagome as JSON in its last line.
-            leaf, expected, got, where, hint = json.loads(lines[-1])
+            # An error of Kagome is told as JSON.
+            leaf, expected, got, where, hint = json.loads(line)
             kind: type[KagomeError] = getattr(errors, leaf)
             return kind(expected, got, where=where, hint=hint)
-        except (IndexError, ValueError):
+        except ValueError:
             return PartitionError(
                 "the process that loads and cuts the graph to end with code 0",
-                f"code {done.returncode}",
+                f"code {code}",
                 hint="see its message above; with too little memory, kagome partition on a larger machine",
             )
-
-
-def _environment() -> dict[str, str]:
-    """Return an environment in which another process imports the same Kagome as this one."""
-    place = str(Path(errors.__file__).parents[1])
-    # Because of -P the other process does not search the current folder. If Kagome was imported from there,
-    # as in a checkout that is not installed, its place has to be passed on.
-    spec = PathFinder.find_spec("kagome", [entry for entry in sys.path if entry not in ("", os.getcwd())])
-    if spec is not None:
-        return dict(os.environ)
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": place if not known else f"{known}{os.pathsep}{place}"}
-
-
-@contextmanager
-def _unwinding() -> Iterator[None]:
-    """Make SIGTERM end the block in order: the other process, and files that are half written."""
-    # Python only sets signal handlers in the main thread.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-with suppress(Exception):
+from kagome.launch.gc import uncollected
+
+with suppress(Exception), uncollected():
+    import kagome.kernels.cpu.dispatch
     import kagome.model.zoo
     import kagome.train.trainer  # noqa: F401
+    from kagome.kernels.base.jit import load_compiler
+
+    # Each rank would do it at its first kernel, and so would the process that cuts the graph.
+    load_compiler()

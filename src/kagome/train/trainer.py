@@ -146,11 +146,11 @@ class Trainer:
 
     @classmethod
     def from_settings(
-        cls, settings: config.Run, build: Build, *, out: Out = None, overwrite: bool = False
+        cls, settings: config.Run, take: Source, build: Build, *, out: Out = None, overwrite: bool = False
     ) -> Trainer:
         """Make the command line's Trainer: data by name, one part a rank, the model built from that part."""
         trainer = cls.__new__(cls)
-        trainer._open(settings, partial(source.from_run, settings), build, Wishes(), out, overwrite)
+        trainer._open(settings, take, build, Wishes(), out, overwrite)
         return trainer
 
     @as_written

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from kagome.graph.structure.kernels import Floats, Ints, Longs
-from kagome.kernels.base.jit import compiled
+from kagome.kernels.base.jit import compiled, exact
 
 
+@exact
 @compiled
 def read_by(source: Longs, target: Longs, owner: Ints, parts: int) -> tuple[Longs, Longs, int]:
     """Return which parts read each vertex without owning it, as one bit per part.
@@ -42,6 +43,7 @@ def read_by(source: Longs, target: Longs, owner: Ints, parts: int) -> tuple[Long
     return readers, in_edges, cut
 
 
+@exact
 @compiled
 def halo_counts(readers: Longs, parts: int) -> Longs:
     """Return for each part the number of rows that it reads and others own.
@@ -58,6 +60,7 @@ def halo_counts(readers: Longs, parts: int) -> Longs:
     return count
 
 
+@exact
 @compiled
 def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, Longs]:
     """Return the vertices that a part reads and others own, and the number from each owner.
@@ -82,6 +85,7 @@ def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, 
     return halo, counts
 
 
+@exact
 @compiled
 def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
     """Return the positions in ``own`` of the rows that each peer reads, and the number of rows for each peer.
@@ -107,6 +111,7 @@ def sent_by(readers: Longs, own: Longs, parts: int) -> tuple[Longs, Longs]:
     return send, counts
 
 
+@exact
 @compiled
 def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs) -> tuple[Longs, Longs]:
     """Return the in-edges of a part in local ids, in the order of the whole list.
@@ -139,6 +144,7 @@ def edges_of(source: Longs, target: Longs, owner: Ints, part: int, local: Longs)
     return edge_index, edge_ids
 
 
+@exact
 @compiled
 def shared(one: Longs, other: Longs) -> tuple[int, int]:
     """Return the number of distinct values of a sorted list, and how many of them are also in the other."""
@@ -155,6 +161,7 @@ def shared(one: Longs, other: Longs) -> tuple[int, int]:
     return count, both
 
 
+@exact
 @compiled
 def squeeze(ordered: Longs) -> int:
     """Move the distinct values of a sorted list to its front, and return their number."""
@@ -166,6 +173,7 @@ def squeeze(ordered: Longs) -> int:
     return count
 
 
+@exact
 @compiled
 def sort_rows(indptr: Longs, indices: Ints) -> None:
     """Sort each vertex's neighbours in place."""
@@ -173,6 +181,7 @@ def sort_rows(indptr: Longs, indices: Ints) -> None:
         indices[indptr[v] : indptr[v + 1]].sort()
 
 
+@exact
 @compiled
 def simple(indptr: Longs, indices: Ints) -> tuple[Longs, Longs]:
     """Return sorted neighbour lists without duplicates, in the 64-bit integers that METIS reads.
@@ -197,6 +206,7 @@ def simple(indptr: Longs, indices: Ints) -> tuple[Longs, Longs]:
     return start, short
 
 
+@exact
 @compiled
 def both_ways(keys: Longs, n: int) -> Longs:
     """Return every edge in both directions, sorted by source, then target.

@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kagome.kernels.base.jit import compiled
+from kagome.kernels.base.jit import compiled, exact, inlined
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
+@exact
 @compiled
 def adjacency(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Ints]:
     """Return the neighbours of every vertex in both directions, without self-loops but with duplicates.
@@ -95,21 +96,21 @@ def stream(indptr: Longs, indices: Ints, order: Longs, weight: Floats, owner: Lo
         edges[best] += weight[v]
 
 
-@compiled
+@inlined
 def _count(near: Floats, indptr: Longs, indices: Ints, owner: Longs, v: int) -> None:
     near[:] = 0
     for k in range(indptr[v], indptr[v + 1]):
         near[owner[indices[k]]] += 1
 
 
-@compiled
+@inlined
 def _over(load: Floats, bounds: Floats, q: int, vertices: float, edges: float) -> float:
     """Return how far part q would exceed its bounds, relative to them, with these additions."""
     full = float((load[0, q] + vertices) / bounds[0, q]), float((load[1, q] + edges) / bounds[1, q])
     return max(0.0, full[0] - 1) + max(0.0, full[1] - 1)
 
 
-@compiled
+@inlined
 def _target(near: Floats, load: Floats, bounds: Floats, p: int, weight: float, repair: bool) -> int:
     """Return the part with most neighbours that can take a vertex of p, or -1 if none can.
 
@@ -131,7 +132,7 @@ def _target(near: Floats, load: Floats, bounds: Floats, p: int, weight: float, r
     return best
 
 
-@compiled
+@inlined
 def _move(load: Floats, owner: Longs, v: int, to: int, weight: float) -> None:
     load[0, owner[v]] -= 1
     load[1, owner[v]] -= weight

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kagome.errors import DataError
+from kagome.kernels.base.jit import exact
 from kagome.kernels.base.thread_pool import compiled, roomy, share
 
 LARGEST = 2**31 - 1
@@ -298,6 +299,7 @@ def turned(pointer: Any, column: Any, edge: Any, rows: int) -> tuple[Any, Any, A
     return start, other, which
 
 
+@exact
 @compiled
 def _counted(major: Any, minor: Any, pointer: Any, fill: Any, column: Any, edge: Any) -> None:
     # A counting sort: count the entries of each row, turn the counts into offsets, and place the edges.
@@ -315,6 +317,7 @@ def _counted(major: Any, minor: Any, pointer: Any, fill: Any, column: Any, edge:
         edge[k] = e
 
 
+@exact
 @roomy
 def _ordered(
     low: int, high: int, own: int, begin: Any, end: Any, column: Any, edge: Any, middle: Any
@@ -348,6 +351,7 @@ def _ordered(
         middle[i] = split
 
 
+@exact
 @compiled
 def _transposed(pointer: Any, column: Any, edge: Any, start: Any, fill: Any, other: Any, which: Any) -> None:
     for k in range(column.size):

@@ -10,23 +10,20 @@ order, so results do not depend on the number of threads.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from math import prod
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
 import torch
-from numba.core.compiler_lock import global_compiler_lock
-from numba.extending import register_jitable
 from torch import Tensor
+
+from kagome.kernels.base.jit import alone
 
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
@@ -65,26 +62,7 @@ def _compiled(loop: Loop, arrays: bool, *, fused: bool = True) -> Loop:
     # numpy's error model: a division by zero gives inf or NaN, as in torch, and the loop has no branch for
     # it.
     made = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast, _nrt=arrays)(loop)
-    # A numba dispatcher calls its ``compile`` for each new combination of argument types.
-    made.compile = partial(_alone, made, made.compile)
-    return cast(Loop, made)
-
-
-def _alone(made: Any, compile_it: Callable[..., Any], types: Any) -> Any:
-    """Compile while no other process does: ranks that start together load the first one's machine code."""
-    place = Path(made.stats.cache_path) / f"{made.py_func.__module__}.{made.py_func.__qualname__}.lock"
-    # Take numba's own lock first, so that no thread holds the file lock while it waits for a compiling
-    # thread.
-    with global_compiler_lock, ExitStack() as held:
-        with suppress(OSError):  # a folder that is not writable has no other process to wait for
-            place.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(place.open("w")), fcntl.LOCK_EX)
-        return compile_it(types)
-
-
-def inlined(loop: Loop) -> Loop:
-    """Mark a function that compiled loops call; it is compiled with them."""
-    return cast(Loop, register_jitable(loop))
+    return cast(Loop, alone(made))
 
 
 def array(t: Tensor) -> Any:

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kagome.kernels.base.thread_pool import inlined
+from kagome.kernels.base.jit import inlined
 
 LINE = 64
 """Bytes in one cache line."""

@@ -15,8 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from kagome.kernels.base.csr import CsrLayout, Structure
+from kagome.kernels.base.jit import inlined
 from kagome.kernels.base.reference import TINY
-from kagome.kernels.base.thread_pool import array, compiled, inlined, share
+from kagome.kernels.base.thread_pool import array, compiled, share
 from kagome.kernels.cpu.edges import sum_edges
 from kagome.kernels.cpu.exp import exponential
 from kagome.kernels.cpu.prefetch import ahead_of, fetch

@@ -16,7 +16,8 @@ import torch
 from numba.extending import register_jitable
 from torch import Tensor
 
-from kagome.kernels.base.thread_pool import array, inlined, spread, strict
+from kagome.kernels.base.jit import inlined
+from kagome.kernels.base.thread_pool import array, spread, strict
 from kagome.kernels.cpu.prefetch import SMALL, fetch
 from kagome.kernels.quantize.ops import FIRST, LEAST_SPAN, SECOND, columns
 

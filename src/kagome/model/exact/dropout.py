@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kagome.kernels.base.thread_pool import compiled, inlined, spread
+from kagome.kernels.base.jit import PlainFirst, inlined
+from kagome.kernels.base.thread_pool import compiled, spread
 from kagome.model.exact.scope import Args, Func, Kwargs, argument
 
 # The constants of splitmix64: the increment 2^64 / golden ratio, and the two factors of its finaliser.
@@ -150,6 +151,10 @@ def _drop_rows(
             out[i, j] = x[i, j] * (scale if number < limit else none)
 
 
+_PLAIN_FIRST: Final = PlainFirst(_drop_rows, 1 << 26)
+"""Plain PyTorch needs about a second for so many entries, and gives the same bits."""
+
+
 @cache
 def _on_gpu() -> Callable[..., Any] | None:
     """Return the Triton kernel of dropout; None without Triton."""
@@ -168,6 +173,9 @@ def _scaled(x: Tensor, ids: Tensor, key: int, p: float, first: int = 0) -> Tenso
         dropped: Tensor = drop(x, ids, key, limit, scale, first)
         return dropped
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return plain_scaled(x, ids, key, p, first)
+    # It is not compiled before that is worth it.
+    if _PLAIN_FIRST.takes(x.numel()):
         return plain_scaled(x, ids, key, p, first)
     out = torch.empty_like(x)
     number = np.float32 if x.dtype == torch.float32 else np.float64
