@@ -26,6 +26,7 @@ from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.components.parallelize import PartOptions, parallelize
 from kagome.graph.partition.partition import extract
 from kagome.kernels import ops
+from kagome.kernels.base import reference
 from kagome.kernels.base.csr import Structure
 from kagome.kernels.quantize import ops as quantize
 from kagome.model.exact.dropout import dropout
@@ -90,6 +91,9 @@ def _halves(on: torch.device) -> Iterator[Row]:
     edge[1, :5000] = 7
     s, far = Structure(edge[0].to(on), edge[1].to(on), 512, 512), Structure(edge[0], edge[1], 512, 512)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        # Without Triton, on the tests' fake device, a hub's 5,000 rows are added one after the other.
+        plain = ops._module(on.type, dtype) is reference and dtype == torch.float32
+        loose = LOOSE[dtype] * (4 if plain else 1)
         for shape in ((3,), (64,), (100,), (8, 16)):
             x = torch.randn(512, *shape).to(dtype)
             weight = torch.rand(20_000, 8).to(dtype) if len(shape) == 2 else torch.rand(20_000).to(dtype)
@@ -97,7 +101,7 @@ def _halves(on: torch.device) -> Iterator[Row]:
                 found = ops.sum_rows(s.by_target, x.to(on), None if w is None else w.to(on))
                 wanted = ops.sum_rows(far.by_target, x.double(), None if w is None else w.double())
                 error = float((found.double().cpu() - wanted).norm() / wanted.norm())
-                row = {"name": f"{name} {shape} {str(dtype)[6:]}", "ok": error < LOOSE[dtype], "error": error}
+                row = {"name": f"{name} {shape} {str(dtype)[6:]}", "ok": error < loose, "error": error}
                 if not row["ok"] or shape == (8, 16):
                     yield row
         a, b = torch.randn(512, 8).to(dtype), torch.randn(512, 8).to(dtype)

@@ -57,6 +57,9 @@ def epochs(visit: Visit) -> Iterator[Row]:
 def compiled_epochs(visit: Visit) -> Iterator[Row]:
     """PyG under ``torch.compile`` on the made graph. A first call compiles for up to some minutes."""
     size = _made(visit.small)
+    if torch.cuda.is_available() and not (torch.version.cuda or torch.version.hip):
+        yield {"name": "(skipped)", "why": "torch.compile has no compiler for the tests' fake device"}
+        return
     for name in ("GCN", "Transformer", "GAT", "MeshGraphNet"):
         if visit.left() < 60:
             yield {"name": "(out of time)", "at": name}
@@ -148,15 +151,18 @@ def profile(visit: Visit) -> Iterator[Row]:
     if not torch.cuda.is_available():
         yield {"name": "(skipped)", "why": "there is no GPU to profile"}
         return
+    size = _made(visit.small) if visit.small else Size(2**18, 5_000_000, 128)
     for name in ("GCN", "GAT", "MeshGraphNet"):
-        data = made.dataset(2**18, 5_000_000, 128, 47, edge=made.reads_edges(name))
-        model = made.model(name, 128, 128, 47, layers=5 if name == "MeshGraphNet" else 3)
+        data = made.dataset(size.vertices, size.edges, 128, 47, edge=made.reads_edges(name))
+        model = made.model(name, 128, size.hidden, 47, layers=5 if name == "MeshGraphNet" else 3)
         settings = Train(epochs=3, eval_every=10**6, check=False)
         with kagome.Trainer(model, data, train=settings) as trainer:
             trainer.fit()
             with trainer.engine.net:
                 took = timing.seconds(lambda t=trainer: t.engine.train(4, t.optimizer), warm=1, repeats=3)
-                activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+                activities = [torch.profiler.ProfilerActivity.CPU]
+                if torch.version.cuda or torch.version.hip:  # not of the tests' fake device
+                    activities.append(torch.profiler.ProfilerActivity.CUDA)
                 with torch.profiler.profile(activities=activities) as found:
                     trainer.engine.train(5, trainer.optimizer)
                     torch.cuda.synchronize()

@@ -20,14 +20,15 @@ def waits(visit: Visit) -> Iterator[Row]:
         yield {"name": "(skipped)", "why": "torch watches waits on a GPU only"}
         return
     for name in made.NAMES:
-        yield _counted(name, name, Parallel())
-    yield _counted("chunks, history", "GCN", Parallel(chunks=4))
-    yield _counted("chunks, exact", "GCN", Parallel(chunks=4, cross_chunk="exact"))
-    yield _counted("decoupled", "GCN", Parallel(decouple=True))
+        yield _counted(name, name, Parallel(), visit.small)
+    yield _counted("chunks, history", "GCN", Parallel(chunks=4), visit.small)
+    yield _counted("chunks, exact", "GCN", Parallel(chunks=4, cross_chunk="exact"), visit.small)
+    yield _counted("decoupled", "GCN", Parallel(decouple=True), visit.small)
 
 
-def _counted(label: str, name: str, parallel: Parallel) -> Row:
-    data = made.dataset(4096, 60_000, 32, 5, edge=made.reads_edges(name))
+def _counted(label: str, name: str, parallel: Parallel, small: bool) -> Row:
+    vertices, count = (256, 3000) if small else (4096, 60_000)
+    data = made.dataset(vertices, count, 32, 5, edge=made.reads_edges(name))
     settings = Train(epochs=4, eval_every=10**6, check=False)
     try:
         with kagome.Trainer(

@@ -136,6 +136,41 @@ def test_one_rank_has_no_thread():
     watch.close()
 
 
+class Event:
+    """An event of a stream; it occurs when a test says so."""
+
+    def __init__(self, occurred: bool) -> None:
+        self.occurred = occurred
+
+    def query(self) -> bool:
+        return self.occurred
+
+
+def test_a_wait_of_the_stream_is_told_while_the_host_reads_a_result(two):
+    first, second, lines = two
+    first.doing("epoch 3: weights")
+    second.report_error(ModelError("a row a vertex", "there is none", hint="return one"))
+    second.close()
+    behind = [Event(True), Event(False), Event(False)]
+    came = Event(False)
+    for number, (before, after) in enumerate(zip([Event(True), came, Event(False)], behind, strict=True)):
+        first.streamed(f"halo forward of conv{number}", [1], before, after)
+    time.sleep(2 * WARN)
+    assert not lines  # the stream computes
+    came.occurred = True
+    until(lambda: lines)
+    assert "'halo forward of conv1'" in lines[0][1]
+    assert "for rank 1, which was last seen in 'its start'" in lines[0][1]
+    assert "rank 1 ended with: " in lines[0][1]
+    assert "a row a vertex" in lines[0][1]
+    # Peers see that it waits, so that it is not the one to blame.
+    assert first.late("halo forward of conv1", [0]) == []
+    for event in behind:
+        event.occurred = True
+    until(lambda: "epoch 3: weights" in first.describe(0))
+    assert len(lines) == 1
+
+
 def test_the_thread_ends_at_close(two):
     first, _, _ = two
     first.close()

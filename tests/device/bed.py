@@ -60,6 +60,7 @@ def _work(rank: int, port: int, connection: Connection) -> None:
     nccl.start(made)
     launches.start()
     _mine.append((made, Waits(made)))
+    gc.freeze()  # each call collects, which should not walk all that was imported
     folder = Path(tempfile.gettempdir(), f"kagome-bed-{port}")
     folder.mkdir(exist_ok=True)
     done: Counter[int] = Counter()

@@ -16,7 +16,7 @@ from kagome.planner.stages.plan import StagePlan
 
 ONE, TWO = "towers.0 towers.1 towers.1.0#2 towers.1.1#2", "towers.2 towers.2.0#2 towers.2.1#2"
 TOP = "join act layers.0 act#2 layers.1 act#3 out"
-PLANS: dict[str, tuple[str, int, StagePlan | None]] = {
+PLANS: dict[str, tuple[str, int, StagePlan | str | None]] = {
     "towers": (
         "multimodal",
         4,
@@ -30,6 +30,7 @@ PLANS: dict[str, tuple[str, int, StagePlan | None]] = {
     ),
     "replicas": ("uno", 4, plan_of(8, (ONE, 1, 2), (TWO, 1, 4), (TOP, 2, 8))),
     "chain": ("uno", 2, None),
+    "searched": ("uno", 2, "auto"),
 }
 
 
@@ -91,7 +92,7 @@ def test_the_check_of_a_loop(devices):
     assert "split over 2 and whole equal" in there[0]
 
 
-def dag(name: str, plan: StagePlan | None, updates: int = 2) -> dict[str, Any]:
+def dag(name: str, plan: StagePlan | str | None, updates: int = 2) -> dict[str, Any]:
     """Some updates of a pipeline of a DAG."""
     torch.set_default_dtype(torch.float64)
     try:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from bed import without_gpus
-from runs import Run, trainer
+from runs import Run, foreseen_once, trainer
 
 SAVED, ALL = 2, 4
 
 
 def epochs(run: Run, until: int, out: Path | None, resume: Path | None) -> list[float | None]:
-    with trainer(run, out=out, overwrite=resume is None and out is not None) as it:
+    with foreseen_once(), trainer(run, out=out, overwrite=resume is None and out is not None) as it:
         it.fit(until, resume=resume)
         return [record.loss for record in it.records]
 
@@ -21,13 +23,14 @@ def interrupted(run: Run, folder: Path) -> dict[str, list[float | None]]:
     """The losses of a run in one go, and of those that stop and go on, on either device."""
     found = {"whole": epochs(run, ALL, None, None)}
     epochs(run, SAVED, folder / "there", None)
+    if os.environ["RANK"] == "0":  # no rank goes on before all have met again
+        shutil.copytree(folder / "there", folder / "moved")
     with without_gpus():
         epochs(run, SAVED, folder / "here", None)
     found["on the device"] = epochs(run, ALL, folder / "there", folder / "there")
     found["from the CPU"] = epochs(run, ALL, folder / "here", folder / "here")
-    epochs(run, SAVED, folder / "there", None)
     with without_gpus():
-        found["to the CPU"] = epochs(run, ALL, folder / "there", folder / "there")
+        found["to the CPU"] = epochs(run, ALL, folder / "moved", folder / "moved")
     return found
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from test_cut_tables import CUT, D, bpr, fed, made
 from test_shard import N, net_of
-from test_tables import CUT, D, bpr, fed, made
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -20,7 +20,7 @@ def products(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
             do not count.
 
     Shapes:
-        ``[3]``, float64, on the CPU.
+        ``[3]``, float64, where the gradients are.
     """
     found: Tensor | None = None
     for parameter, other in pairs:
@@ -30,8 +30,8 @@ def products(pairs: Iterable[tuple[nn.Parameter, Tensor | None]]) -> Tensor:
         mine = parameter.grad.double().view(-1)
         its = torch.zeros_like(mine) if other is None else other.double().view(-1)
         sums = torch.stack([mine @ mine, its @ its, mine @ its])
-        found = sums if found is None else found + sums  # on the device, which is waited for once
-    return torch.zeros(3, dtype=torch.float64) if found is None else found.cpu()
+        found = sums if found is None else found + sums
+    return torch.zeros(3, dtype=torch.float64) if found is None else found
 
 
 def agreement(exact: float, other: float, both: float) -> tuple[float, float]:

@@ -140,7 +140,11 @@ def open_mesh(
     try:
         if store is not None and ranks.size > 1:
             # Before the channels, whose first exchanges may already wait for a late rank.
-            watch = Watchdog(_of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, log=log)
+            # Told before the time limit: nccl's own watchdog then ends the process, and names no rank.
+            tells = min(10.0, timeout / 4)
+            watch = Watchdog(
+                _of_this_mesh(store, ranks.rank), ranks.rank, ranks.size, log=log, warn_after=tells
+            )
         world, graph, pipe = groups.open(
             channels, watch, shared_memory=fitted.shared_memory, late=fitted.max_age > 0
         )

@@ -152,10 +152,15 @@ class PeerGroup:
         others = [peer for peer in range(self.size) if peer != self.rank]
         awaited = sorted({peer for peer, _ in works if peer is not None}) or others
         names = [self.names[peer] for peer in awaited]
+        streams = self.watch is not None and not self._gloo and self.device.type != HOST.type
         with nullcontext() if self.watch is None else self.watch.waiting(action, names):
             for place, (peer, work) in enumerate(works[:asked]):
                 try:
+                    before = _marked(self.device) if streams else None
                     self._wait(work, begun, collective=peer is None)
+                    if before is not None and self.watch is not None:
+                        # The host goes on; the stream waits between the two.
+                        self.watch.streamed(action, names, before, _marked(self.device))
                 except RuntimeError as error:
                     left = [p for p, _ in works[place:] if p is not None]
                     fault = self._fault(error, left or others, action, collective=peer is None)
@@ -214,3 +219,10 @@ class PeerGroup:
 
     def _elsewhere(self, action: str, peer: int) -> bool:
         return self.watch is not None and bool(self.watch.late(action, [self.names[peer]]))
+
+
+def _marked(device: torch.device) -> torch.Event:
+    """Return an event that occurs when the device's current stream comes to this point."""
+    event = torch.Event(device)
+    event.record()
+    return event

@@ -1,6 +1,10 @@
 """Watchdog: publishes what every rank is doing, so that a long wait can name the late rank and its action.
 
 Where it sits: ``Channel`` reports its waits here and asks which rank to blame; ``open_mesh`` creates it.
+
+With nccl the host does not wait for its peers. Its stream does, and the host where it next reads a result.
+``Channel`` therefore hands over an event before and one behind each wait of the stream, and the thread asks
+which have occurred.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +25,7 @@ from kagome.comm.transport.timeout import Answer, SilentError, within
 from kagome.errors import CommError, KagomeError
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Store
 
 NAMED_PEERS = 4
@@ -36,6 +42,16 @@ class _Doing:
     action: str
     since: float
     peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _StreamWait:
+    """A wait of the device's stream: it is in it between two events."""
+
+    action: str
+    peers: tuple[int, ...]
+    before: torch.Event
+    behind: torch.Event
 
 
 class CallProgress(NamedTuple):
@@ -107,7 +123,10 @@ class Watchdog:
         self._log, self._every, self._warn_after = log, every, warn_after
         self._frame = "its start"
         self._now = _Doing(0, self._frame, time.monotonic(), ())
-        self._warned = -1
+        self._warned: float | None = None
+        # Waits of the stream in their order. Of very many the oldest go.
+        self._streamed: deque[_StreamWait] = deque(maxlen=4096)
+        self._stuck: tuple[_StreamWait, _Doing] | None = None
         self.progress = CallProgress()
         self._closed, self._silent = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -133,6 +152,11 @@ class Watchdog:
         finally:
             # Restore the earlier action with its own start time: the wait was a part of it.
             self._now = _Doing(self._now.number + 1, self._frame, before.since, ())
+
+    def streamed(self, action: str, peers: Sequence[int], before: torch.Event, behind: torch.Event) -> None:
+        """Mark the device's stream as waiting in ``action`` for ``peers`` between two events."""
+        # Events and not the operation itself, which would keep the tensors of the exchange.
+        self._streamed.append(_StreamWait(action, tuple(peers), before, behind))
 
     def seen(self, rank: int) -> Seen | None:
         """Return the last state that a rank published; None if there is none or the store is silent."""
@@ -249,24 +273,40 @@ class Watchdog:
             self._warn()
 
     def _publish(self) -> None:
-        doing = self._now  # read once: another thread replaces it
+        doing = self._present()
         age, wall = time.monotonic() - doing.since, time.time()
         # Wall-clock times, since the monotonic clocks of two hosts are unrelated.
         record = [doing.number, doing.action, wall - age, wall, bool(doing.peers), self.progress]
         self._store.set(f"watch/{self.rank}", json.dumps(record))
 
+    def _present(self) -> _Doing:
+        """Return what this rank is doing: the wait of its stream, if that is what the host waits for."""
+        doing = self._now  # read once: another thread replaces it
+        while self._streamed and self._streamed[0].behind.query():
+            self._streamed.popleft()
+        if doing.peers or not self._streamed or not self._streamed[0].before.query():
+            return doing
+        first = self._streamed[0]
+        if self._stuck is None or self._stuck[0] is not first:
+            # The stream came here since the last look. When, no event says without a wait for it.
+            self._stuck = first, _Doing(doing.number, first.action, time.monotonic(), first.peers)
+        return self._stuck[1]
+
     def _warn(self) -> None:
-        doing = self._now
+        doing = self._present()
         waited = time.monotonic() - doing.since
-        # The number tells one wait from the next, so each long wait is reported once.
-        if not doing.peers or waited < self._warn_after or self._warned == doing.number:
+        # Its begin tells one wait from the next, so each long wait is reported once.
+        if not doing.peers or waited < self._warn_after or self._warned == doing.since:
             return
-        self._warned = doing.number
+        self._warned = doing.since
         # If all peers wait in the same action, no single one is to blame, so all are described.
         late = self.late(doing.action, doing.peers) or list(doing.peers)
         names = " and for ".join(self.describe(peer) for peer in late[:NAMED_PEERS])
         more = f" and for {len(late) - NAMED_PEERS} others" if len(late) > NAMED_PEERS else ""
-        self._log(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}")
+        # With nccl nobody raises the error that ended a peer: the host waits for its stream.
+        error = self.reported()
+        why = "" if error is None else f"; rank {error.told_by} ended with: {' '.join(str(error).split())}"
+        self._log(f"rank {self.rank} has waited {waited:.0f} s in '{doing.action}' for {names}{more}{why}")
 
 
 def _own_client(store: Store) -> Store:

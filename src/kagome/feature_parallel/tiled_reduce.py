@@ -2,7 +2,7 @@
 
 Where it sits: ``deferred.sliced_reduce`` uses it where ``memory_gib`` is set. All ranks have the same chunks,
 in the same order. Rows stay in host memory; the rows of a chunk are copied to the device, and its result is
-copied back.
+copied back. The host waits for the device once a chunk and pass.
 
 ::
 
@@ -11,7 +11,8 @@ copied back.
     device                                sum over the in-edges of chunk j
 
 Backward takes the chunks in reverse. The gradients of rows that chunk j reads first are complete once chunk j
-is done. They are sent to their owners while chunk j - 1 is summed.
+is done. The host adds them up while the device sums chunk j - 1, and they travel to their owners meanwhile or
+during the sum of chunk j - 2.
 
 Source: NeutronTP, PVLDB 18(2), section 4.2 and algorithm 1.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from kagome.comm.exchange import Exchange, Work
-from kagome.comm.transport.device import HOST
+from kagome.comm.transport.device import HOST, HostCopy, to_host
 from kagome.errors import ConfigError, ModelError
 from kagome.feature_parallel.all_to_all import (
     GATHER,
@@ -88,6 +90,16 @@ class DestinationChunk:
     writes: RowBlock
     edges: Tensor
     structure: Structure
+
+    @cached_property
+    def reads_on_host(self) -> Tensor:
+        """``reads`` in the host's memory, where the rows rest: copied once."""
+        return self.reads.to(HOST)
+
+    @cached_property
+    def brings_on_host(self) -> Tensor:
+        """The rows of ``brings`` in the host's memory."""
+        return self.brings.all.to(HOST)
 
     def working(self, width: int, itemsize: int, room: WorkingMemory) -> int:
         """Return the bytes on the device at a time: rows read and written, edges, weights, their gradient."""
@@ -161,10 +173,11 @@ def largest(chunks: Sequence[DestinationChunk], width: int, itemsize: int, room:
     """Return the largest working memory of any chunk, with the exchanges of the chunks next to it."""
     found = 0
     for place, chunk in enumerate(chunks):
-        # While a chunk is summed, the rows of the next one arrive and the results of the last one leave.
-        coming = chunks[place + 1].brings if place + 1 < len(chunks) else None
+        # While a chunk is summed, the rows of the next one arrive and the results of the last one leave. In
+        # backward the former leave, on a GPU those of the chunk after it, and the latter arrive.
         going = chunks[place - 1].writes if place else None
-        beside = travelling(coming, going, width, itemsize)
+        after = [travelling(each.brings, going, width, itemsize) for each in chunks[place + 1 : place + 3]]
+        beside = max(after, default=travelling(None, going, width, itemsize))
         found = max(found, chunk.working(width, itemsize, room) + beside)
     return found
 
@@ -289,9 +302,17 @@ class Hop:
         heads = weight.size(1)
         return rows.view(rows.size(0), heads, rows.size(1) // max(heads, 1))
 
-    def moved(self, tensor: Tensor, ids: Tensor) -> Tensor:
-        """Copy the rows with these indices to the device."""
-        return tensor.index_select(0, ids.to(tensor.device)).to(self.device, non_blocking=True)
+    def moved(self, rows: Tensor, ids: Tensor, ids_on_host: Tensor) -> Tensor:
+        """Copy some rows to the device, from there or from the host, without a wait of the host."""
+        if rows.device == self.device:
+            return rows.index_select(0, ids)
+        picked = rows.new_empty(ids.numel(), *rows.shape[1:], pin_memory=True)
+        torch.index_select(rows, 0, ids_on_host, out=picked)
+        return picked.to(self.device, non_blocking=True)
+
+    def read(self, rows: Tensor, chunk: DestinationChunk) -> Tensor:
+        """Copy the rows that a chunk reads to the device."""
+        return self.moved(rows, chunk.reads, chunk.reads_on_host)
 
 
 class TileBound:
@@ -371,19 +392,18 @@ class _Hop(torch.autograd.Function):
         going: tuple[RowBlock, Work] | None = None
         for place, chunk in enumerate(chunks):
             if coming is not None:
-                part[chunk.brings.all.to(part.device)] = coming.wait().to(part.device)
-                more = place + 1 < len(chunks)
+                came, more = to_host(coming.wait()), place + 1 < len(chunks)
                 coming = hop.split(rows, chunks[place + 1].brings, SPLIT) if more else None
+                part[chunk.brings_on_host] = came.wait()
             comes = chunks[place + 1].brings if coming is not None else None
             hop.gauge.moving = travelling(comes, going and going[0], hop.mine, rows.itemsize)
-            x = hop.moved(part, chunk.reads)
+            x = hop.read(part, chunk)
             if hop.factor is not None:
-                x.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
-            w = None if weight is None else hop.moved(weight, chunk.edges)
-            s = None if hop.scale is None else hop.scale[chunk.begin : chunk.end].to(hop.device)
+                x.mul_(hop.factor.index_select(0, chunk.reads).view(-1, 1))
+            w = None if weight is None else weight.index_select(0, chunk.edges)
+            s = None if hop.scale is None else hop.scale[chunk.begin : chunk.end]
             found = ops.sum_rows(chunk.structure.by_target, hop.shaped(x, w), w, s).flatten(1)
             hop.gauge.note(x, w, found, *walked(chunk.structure.by_target))
-            found = found.to(out.device)
             if not hop.last:
                 out[chunk.begin : chunk.end] = found
                 continue
@@ -402,15 +422,11 @@ class _Hop(torch.autograd.Function):
         hop: Hop = ctx.hop
         weight, part = ctx.saved_tensors
         chunks, g = hop.chunks, grads[0].contiguous()
-        to_rows = ctx.needs_input_grad[0]
-        rests = HOST if hop.first else g.device
-        lies = g.new_zeros(hop.edge_layout.rows.total, hop.mine, device=rests) if to_rows else None
-        g_rows = g.new_zeros(hop.own(SPLIT), hop.cut.width) if hop.first and to_rows else lies
+        returned = _Returned(hop, g) if ctx.needs_input_grad[0] else None
         g_weight = torch.zeros_like(weight) if ctx.weight_grad else None
         # The transposed pipeline, from the last chunk to the first: gradients of the results arrive, and
         # those of the rows return.
         coming = hop.split(g, chunks[-1].writes, GATHER_BACK) if hop.last and chunks else None
-        going: tuple[RowBlock, Work] | None = None
         for place in reversed(range(len(chunks))):
             chunk = chunks[place]
             if coming is not None:
@@ -419,14 +435,14 @@ class _Hop(torch.autograd.Function):
             else:
                 mine = g[chunk.begin : chunk.end]
             comes = chunks[place - 1].writes if coming is not None else None
+            going = None if returned is None else returned.going
             hop.gauge.moving = travelling(comes, going and going[0], hop.mine, g.itemsize)
-            mine = mine.to(hop.device)
             if hop.scale is not None:
                 mine = mine * hop.scale[chunk.begin : chunk.end].to(mine).view(-1, 1)
             mine = mine.contiguous()
-            w = None if weight is None else hop.moved(weight, chunk.edges)
+            w = None if weight is None else weight.index_select(0, chunk.edges)
             shaped = hop.shaped(mine, w)
-            if lies is not None:
+            if returned is not None:
                 # out_i = s_i sum_j w_ij f_j x_j        g_j = f_j sum_i w_ij (s_i g_i)
                 #
                 # ``mine`` is s_i g_i already. A hop has weights w or factors f, never both: f replaces
@@ -434,26 +450,64 @@ class _Hop(torch.autograd.Function):
                 back = ops.sum_rows(chunk.structure.by_source, shaped, w)
                 back = back.flatten(1)[: chunk.reads.numel()]
                 if hop.factor is not None:
-                    back.mul_(hop.moved(hop.factor, chunk.reads).view(-1, 1))
+                    back.mul_(hop.factor.index_select(0, chunk.reads).view(-1, 1))
                 hop.gauge.note(mine, w, back, *walked(chunk.structure.by_source))
-                lies.index_add_(0, chunk.reads.to(lies.device), back.to(lies.device))
+                returned.add(chunk, back)
+                del back
             if g_weight is not None:
-                x = hop.shaped(hop.moved(part, chunk.reads), w)
+                x = hop.shaped(hop.read(part, chunk), w)
                 # [rows, heads, columns]: the gradient of w_ij for a head is the dot product over its columns.
                 x3, g3 = (t if t.dim() == 3 else t.unsqueeze(1) for t in (x, shaped))
                 dots = ops.dot_edges(chunk.structure.by_target, g3.contiguous(), x3.contiguous())
                 hop.gauge.note(mine, w, x, dots, *walked(chunk.structure.by_target))
-                g_weight[chunk.edges] = dots.view(-1, *weight.shape[1:]).to(g_weight.device)
-            # No earlier chunk reads the rows that this one brings, and the later ones are done: their
-            # gradients are complete.
-            if hop.first and lies is not None:
-                assert g_rows is not None
-                _laid(g_rows, going)
-                whole = lies[chunk.brings.all.to(lies.device)].to(hop.device)
-                going = chunk.brings, hop.gather(whole, chunk.brings, SPLIT_BACK)
-        if hop.first and g_rows is not None:
-            _laid(g_rows, going)
-        return g_rows, g_weight, torch.zeros_like(grads[1]), None
+                g_weight[chunk.edges] = dots.view(-1, *weight.shape[1:])
+        return None if returned is None else returned.all(), g_weight, torch.zeros_like(grads[1]), None
+
+
+class _Returned:
+    """The gradients of the rows that chunks read, which add up where the rows rest.
+
+    Args:
+        hop: The sum.
+        g: The gradient of its result.
+    """
+
+    def __init__(self, hop: Hop, g: Tensor) -> None:
+        self._hop, total = hop, hop.edge_layout.rows.total
+        self._lies = g.new_zeros(total, hop.mine, device=HOST if hop.first else g.device)
+        self._rows = g.new_zeros(hop.own(SPLIT), hop.cut.width) if hop.first else self._lies
+        self._arriving: tuple[DestinationChunk, HostCopy] | None = None
+        self.going: tuple[RowBlock, Work] | None = None
+        """The complete gradients that travel to their owners."""
+
+    def add(self, chunk: DestinationChunk, back: Tensor) -> None:
+        """Add what a chunk gives back: where it comes from a device, at the next chunk, when it is there."""
+        if not self._hop.first:
+            self._lies.index_add_(0, chunk.reads, back)
+            return
+        arriving = chunk, to_host(back)
+        self._settle()
+        self._arriving = arriving
+        if arriving[1].event is None:
+            self._settle()
+
+    def all(self) -> Tensor:
+        """Return the gradients of the hop's rows, once all have come."""
+        self._settle()
+        if self._hop.first:
+            _laid(self._rows, self.going)
+        return self._rows
+
+    def _settle(self) -> None:
+        if self._arriving is None:
+            return
+        (chunk, copy), self._arriving = self._arriving, None
+        self._lies.index_add_(0, chunk.reads_on_host, copy.wait())
+        # No earlier chunk reads the rows that this one brings, and the later ones are done: their gradients
+        # are complete.
+        _laid(self._rows, self.going)
+        whole = self._hop.moved(self._lies, chunk.brings.all, chunk.brings_on_host)
+        self.going = chunk.brings, self._hop.gather(whole, chunk.brings, SPLIT_BACK)
 
 
 def refuse_second_derivative() -> None:

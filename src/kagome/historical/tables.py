@@ -242,15 +242,16 @@ class Tables:
 
         Call it after an exact pass was kept.
         """
-        found = []
+        mine = torch.zeros(2, dtype=torch.float64, device=self.device)
         for table in self.sites.values():
             if table.written == self.passes and table.known:
                 new, old = self.last(table), self.current(table)
-                length = float(new.norm())
-                if length > 0:
-                    found.append(float((new - old).norm()) / length)
-        # A sum and a count, since parts and stages have unequal numbers of sites.
-        mine = torch.tensor([sum(found), float(len(found))], dtype=torch.float64, device=self.device)
+                length = new.norm().double()
+                there = length > 0
+                # A sum and a count, since parts and stages have unequal numbers of sites. Both stay on the
+                # device, which the host waits for once.
+                share = torch.where(there, (new - old).norm().double() / length, 0.0)
+                mine += torch.stack([share, there.double()])
         moved, sites = world.all_reduce(mine, action="drift", kind="statistics").tolist()
         return float(moved / max(sites, 1))
 

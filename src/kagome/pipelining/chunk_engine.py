@@ -42,6 +42,7 @@ from kagome.config import Parallel, Train
 from kagome.graph.partition.partition import Partition
 from kagome.halo.resumed_rows import NOTHING, ResumedRows
 from kagome.intercept.active import ActiveInterceptor
+from kagome.intercept.interceptor import Interceptor
 from kagome.memory.tensor_bytes import account
 from kagome.model.split.stages import describe, links
 from kagome.model.state import state_of
@@ -120,6 +121,7 @@ class ChunkEngine:
         self.foreign = self.ownership.foreign()
         self.codes = self._stage_codes()
         self.inputs = self._loss_inputs(part)
+        self._train_rows, self._loss_rows = _training_rows(self.inputs), self._rows_of_chunks()
         self.gradients = Gradients(
             self.ownership.parameters, mesh.weights, codec=parallel.codec_weights, pieces=True
         )
@@ -176,6 +178,13 @@ class ChunkEngine:
         rows = {name: value.to(self.mesh.device) for name, value in part.nodes.items() if name in kept}
         return {**rows, **{name: value for name, value in part.shared.items() if name in kept}}
 
+    def _rows_of_chunks(self) -> dict[Interceptor, Tensor]:
+        """Return each chunk's rows for the loss; none on a rank whose stages do not compute the output."""
+        # Found once: the host waits for a device to tell how many rows are marked.
+        loses = any(stage.output is not None for stage in self.mine)
+        scopes = {*self.chunks.scopes, *self.chunks.isolated} if loses else ()
+        return {scope: _training_rows(scope.inputs) for scope in scopes}
+
     def _state_layout(self, part: Partition) -> StateLayout:
         """Return which vertices and steps this rank has, by which a checkpoint's rows are given back."""
         ids = part.own if self.chunks.tables is None else self.chunks.tables.ids
@@ -185,7 +194,7 @@ class ChunkEngine:
 
     def _settle(self) -> None:
         """Find the sum of the loss weights; a user's loss that returns weights is called with zero scores."""
-        target = self.criteria.objective.target(self.inputs, self.inputs["train_mask"].nonzero().view(-1))
+        target = self.criteria.objective.target(self.inputs, self._train_rows)
         value = self.staging.survey.values[self.staging.graph.output]
         out = torch.zeros(target.y.size(0), *value.shape, dtype=value.dtype, device=self.mesh.device)
         self._weighed.settle(target, out)
@@ -508,7 +517,7 @@ class ChunkEngine:
         out = self._out(stage_run)
         if out is None:
             return
-        rows = stage_run.scope.inputs["train_mask"].nonzero().view(-1)
+        rows = self._loss_rows[stage_run.scope]
         target, shown = self.criteria.objective.target(stage_run.scope.inputs, rows), out[rows]
         if not self._checked:
             # Real rows, which may differ from the made-up ones that were tried before the first epoch.
@@ -566,3 +575,9 @@ class ChunkEngine:
             kind = torch.float32 if self.net.options.amp else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         return self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")
+
+
+def _training_rows(inputs: Mapping[str, Any]) -> Tensor:
+    """Return the indices of the rows whose loss is trained on."""
+    rows: Tensor = inputs["train_mask"].nonzero().view(-1)
+    return rows

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from kagome.adaptive.gradient_probe import products
 from kagome.comm.channel import Channel
 from kagome.comm.serialization import ObjectError, pack
+from kagome.comm.transport.device import to_device
 from kagome.errors import CheckpointError
 from kagome.model.buffers import Buffers
 from kagome.model.sparse_buffers import laid_out
@@ -116,7 +117,8 @@ class ParameterOwnership:
         pairs = zip(parameters, others or [None] * len(parameters), strict=True)
         # By owner, so that a shared weight, which several ranks train, enters the sum once.
         found = products(pair for pair in pairs if self.of[names[id(pair[0])]] == self.mine)
-        found = self.pipe.all_reduce(found.to(self.pipe.device), action="norm of gradients", kind="weights")
+        found = to_device(found, self.pipe.device)
+        found = self.pipe.all_reduce(found, action="norm of gradients", kind="weights")
         one, other_, both = found.tolist()
         return one, other_, both
 

@@ -17,7 +17,7 @@ import torch
 from kagome.comm.all_reduce import AllReduceWork
 from kagome.comm.channel import Channel
 from kagome.comm.stats import KINDS, Traffic
-from kagome.comm.transport.device import to_device
+from kagome.comm.transport.device import HOST, to_device
 from kagome.errors import CommError, ModelError
 from kagome.records.epoch import EpochRecord
 
@@ -76,6 +76,8 @@ class EpochTimer:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
+        # Through the host's memory: a device would be waited for, to copy numbers that the host has.
+        self._counts = channel.control if channel.size > 1 else Channel(None, HOST)
         self._seconds, self._traffic = 0.0, Traffic()
         self._pending: deque[PendingEpoch] = deque()
 
@@ -109,8 +111,8 @@ class EpochTimer:
         columns: tuple[Mapping[str, float], ...] = (spent.bytes, spent.waited, spent.under_way, uncoded)
         rows = [[column.get(kind, 0) for kind in KINDS] for column in columns]
         # float64 holds byte counts exactly up to 2**53; float32 would round above 16 MiB.
-        mine = to_device(torch.tensor(rows, dtype=torch.float64), self.channel.device)
-        counts = self.channel.start_all_reduce(mine.view(-1), action=f"costs, epoch {epoch}", kind="other")
+        mine = to_device(torch.tensor(rows, dtype=torch.float64), self._counts.device)
+        counts = self._counts.start_all_reduce(mine.view(-1), action=f"costs, epoch {epoch}", kind="other")
         self._pending.append(PendingEpoch(EpochRecord(epoch, loss, None, None, seconds, {}), counts))
 
     def scored(self, train: float | None, val: float | None, *, best_epoch: int) -> None:

@@ -32,6 +32,7 @@ class Library:
         self._c.fake_gpu_take.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
         self._c.fake_gpu_start(ctypes.c_int(count), ctypes.c_uint64(capacity))
         self._watch: Any = None
+        self.stuck = False
 
     def device(self) -> int:
         """The calling thread's current device."""
@@ -51,6 +52,12 @@ class Library:
         kept = Watch() if told is None else Watch(lambda kind, name: told(kind.decode(), name.decode()))
         self._c.fake_gpu_watch(kept)
         self._watch = kept  # only now may the one before go
+
+    def stick(self, block: Callable[[], object]) -> None:
+        """Let no event occur that is recorded from now on, and call ``block`` in each wait of the host."""
+        self._c.fake_gpu_stick()
+        self.stuck = True
+        self.watch(lambda kind, name: block() and None)
 
     def take(self) -> dict[str, int]:
         """What was counted since the last call: ``launch:...``, ``copy:...`` and ``wait:...``."""

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
@@ -152,7 +153,9 @@ bool lies_pinned(const void* at_) {
 }
 
 // ------------------------------------------------------------------------------------------------ streams, events
-// Operators have ended when they return, so a stream is only a number and an event only a time.
+// Operators have ended when they return, so a stream is only a number and an event only a time. The streams can be
+// stuck, behind a message that never comes: events that were recorded since then do not occur.
+std::atomic<Clock::rep> stuck_since{std::numeric_limits<Clock::rep>::max()};
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return CUDA; }
   Device exchangeDevice(Device d) const override {
@@ -186,7 +189,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     *static_cast<Clock::time_point*>(*event) = Clock::now();
   }
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || static_cast<Clock::time_point*>(event)->time_since_epoch().count() <= stuck_since.load();
+  }
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream&) const override { waits("synchronize", "stream"); }
   void synchronizeEvent(void*) const override { waits("synchronize", "event"); }
@@ -622,6 +627,7 @@ int fake_gpu_select(int i) {
 }
 void fake_gpu_wait(const char* kind, const char* name) { waits(kind, name); }
 void fake_gpu_watch(Watch told) { watch = told; }
+void fake_gpu_stick() { stuck_since = Clock::now().time_since_epoch().count(); }
 // What was counted since the last call, as lines of "times<tab>what", up to `room` bytes; returns the bytes it takes.
 size_t fake_gpu_take(char* text, size_t room) {
   std::lock_guard<std::mutex> hold(lock);

@@ -15,7 +15,10 @@ What it holds to. Where NCCL would hang, or write where it must not, it raises:
 * a group that is made beside one with a device is split from it, by all ranks of that one.
 
 ``wait`` waits for the operation. NCCL's lets the host go on and makes the current stream wait, so what a rank
-begins next starts at the same point on either.
+begins next starts at the same point on either. Where a peer has died, that makes a difference. With
+``FakeNCCL.aborts`` it is as there: the host goes on until it next waits for the device, and is held there.
+Events behind the operation do not occur. At the time limit NCCL's watchdog ends the process by SIGABRT, and
+names no rank.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import ctypes
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -40,6 +44,8 @@ UNKNOWN = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64, torc
 TEXT = 160
 """Bytes of a collective's name that ranks compare."""
 TAGS = 2**20
+MOMENT = 2.0
+"""With ``aborts``, seconds after which an operation is taken for one that never ends."""
 
 
 class FakeNCCLError(RuntimeError):
@@ -62,6 +68,10 @@ class Work:
         """
         if timeout is not None:
             self.group.library.wait("synchronize", "nccl wait with a limit")  # NCCL blocks the host then
+        if self.group.aborts:
+            if not self.group.library.stuck and not self.done.wait(MOMENT):
+                self._stick()
+            return True
         if not self.done.wait(self.group.limit.total_seconds()):
             raise FakeNCCLError(
                 f"{self.what} on rank {self.group.rank()} has not ended within {self.group.limit}: "
@@ -70,6 +80,19 @@ class Work:
         if self.error is not None:
             raise FakeNCCLError(f"{self.what}: {type(self.error).__name__}: {self.error}") from self.error
         return True
+
+    def _stick(self) -> None:
+        """Go on as NCCL's host does, with a stream that waits."""
+        self.group.library.stick(self.done.wait)
+
+        def abort() -> None:
+            if not self.done.wait(self.group.limit.total_seconds() - MOMENT):
+                limit = self.group.limit.total_seconds()
+                text = f"Watchdog caught collective operation timeout: {self.what} ran for {limit:g} s"
+                print(text, file=sys.stderr, flush=True)
+                os.abort()
+
+        threading.Thread(target=abort, daemon=True).start()
 
     def is_completed(self) -> bool:
         """Whether the operation has ended."""
@@ -99,6 +122,8 @@ class _Stream:
                     body()
             except BaseException as error:
                 work.error = error
+                if work.group.aborts:
+                    return  # gloo sees that a peer is gone; on the device its kernel waits on
             self.running = ""
             work.done.set()
             del item, work, body  # what an operation keeps alive is free once it has ended
@@ -155,6 +180,8 @@ class FakeNCCL(ProcessGroup):
 
     Options = SimpleNamespace
     library: Library
+    aborts = False
+    """Whether a peer's death ends the process as with NCCL; see above."""
     supports_splitting = True
     supports_coalescing = True
 

@@ -165,6 +165,40 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy in the host's memory that may still be on its way.
+
+    Args:
+        copy: The copy.
+        event: Occurs when the device has made it; None if it is there already.
+    """
+
+    copy: Tensor
+    event: torch.Event | None = None
+
+    def wait(self) -> Tensor:
+        """Wait for the copy, and for nothing that the device was told after it."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.copy
+
+
+def to_host(tensor: Tensor) -> HostCopy:
+    """Begin to copy a tensor to the host, which goes on until it waits for the copy.
+
+    A tensor of the host is not copied.
+    """
+    if tensor.device.type == HOST.type:
+        return HostCopy(tensor)
+    # Into pinned memory, without which the host would wait here.
+    copy = torch.empty_like(tensor, device=HOST, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    event = torch.Event(tensor.device)
+    event.record()
+    return HostCopy(copy, event)
+
+
 def _identity(device: torch.device) -> str:
     """Return the address of a GPU, by which nccl also recognises two ranks on one GPU."""
     if device.type == HOST.type:
