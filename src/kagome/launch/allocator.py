@@ -143,7 +143,7 @@ class FreedMemory:
 
 
 class _Counts(ctypes.Structure):
-    """``struct mallinfo2`` (malloc.h)."""
+    """The counts that ``mallinfo2`` returns (malloc.h)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

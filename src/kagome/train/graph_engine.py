@@ -276,24 +276,20 @@ class GraphEngine:
             ModelError: If the loss is not finite on some rank.
             ConfigError: If the loss averages over rows by itself.
         """
-        if self._records_peak and not self._checked:
-            with self._recording_peak(optimizer):
-                return self._update(epoch, optimizer, stop)
-        return self._update(epoch, optimizer, stop)
-
-    def _update(self, epoch: int, optimizer: Optimizer, stop: bool) -> tuple[float, bool]:
-        # Gradients of the last epoch are freed before the forward pass saves its activations.
-        optimizer.zero_grad(set_to_none=True)
-        plan = self.controller.plan()
-        value, stops = (self._gradient if plan.guess is None else self._probed)(epoch, plan, stop)
-        check_finite(value, epoch)
-        self.controller.observe(epoch, plan, value)
-        # Gradients are sums over all ranks by now, and equal on all of them, so each rank clips by the same
-        # norm and makes the same step.
-        with self.phases.phase("optimizer", epoch):
-            if self.settings.clip is not None:
-                nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
-            step_optimizer(optimizer)
+        recording = self._recording_peak(optimizer) if self._records_peak and not self._checked else None
+        with recording or nullcontext():
+            # Gradients of the last epoch are freed before the forward pass saves its activations.
+            optimizer.zero_grad(set_to_none=True)
+            plan = self.controller.plan()
+            value, stops = (self._gradient if plan.guess is None else self._probed)(epoch, plan, stop)
+            check_finite(value, epoch)
+            self.controller.observe(epoch, plan, value)
+            # Gradients are sums over all ranks by now, and equal on all of them, so each rank clips by the
+            # same norm and makes the same step.
+            with self.phases.phase("optimizer", epoch):
+                if self.settings.clip is not None:
+                    nn.utils.clip_grad_norm_(self.gradients.parameters, self.settings.clip)
+                step_optimizer(optimizer)
         return value, stops > 0
 
     def _probed(self, epoch: int, plan: EpochPlan, stop: bool) -> tuple[float, float]:
