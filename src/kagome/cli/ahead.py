@@ -36,6 +36,7 @@ def cut() -> None:
     edges.simple(indptr, indices)
     readers, _, _ = edges.read_by(source, target, owner, parts)
     edges.halo_counts(readers, parts)
+    edges.sent_counts(readers, owner, parts)
     edges.halo_of(readers, owner, 0, parts)
     edges.sent_by(readers, own, parts)
     edges.edges_of(source, target, owner, 0, source)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +131,7 @@ class RankProcesses:
             return
         # The pipe ends without a result if rank 0 has failed.
         with self._results, suppress(EOFError):
-            self._result = self._results.recv()
+            self._result = pickle.loads(self._results.recv_bytes())
 
 
 def _run(
@@ -144,6 +145,7 @@ def _run(
     os.environ.update(environment)
     result = function(*args)
     if results is not None:
-        # Blocks until the launcher reads what the pipe cannot hold.
-        results.send(result)
+        # As bytes: the pipe's own pickler would pass tensors by shared memory, of which this process hands
+        # out the descriptor as long as it lives. This waits until the launcher reads what no pipe can hold.
+        results.send_bytes(pickle.dumps(result))
         results.close()

@@ -77,6 +77,7 @@ def sent_counts(readers: Longs, owner: Ints, parts: int) -> Longs:
     return count
 
 
+@exact
 @compiled
 def halo_of(readers: Longs, owner: Ints, part: int, parts: int) -> tuple[Longs, Longs]:
     """Return the vertices that a part reads and others own, and the number from each owner.

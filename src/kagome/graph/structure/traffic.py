@@ -15,9 +15,10 @@ from __future__ import annotations
 import numpy as np
 
 from kagome.graph.structure.kernels import Floats, Longs
-from kagome.kernels.base.jit import compiled
+from kagome.kernels.base.jit import compiled, exact
 
 
+@exact
 @compiled
 def lists(source: Longs, target: Longs, num_nodes: int) -> tuple[Longs, Longs]:
     """Return the targets of each vertex's out-edges, without self-loops, ascending and without duplicates.

@@ -22,7 +22,7 @@ LOOPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "graph/structure/kernels.py": ("adjacency", "mend"),
         "graph/structure/edges.py": (
             *("read_by", "halo_counts", "halo_of", "sent_by", "edges_of", "shared", "squeeze"),
-            *("sort_rows", "simple"),
+            *("sort_rows", "simple", "sent_counts"),
         ),
         "kernels/base/csr.py": ("_counted", "_ordered", "_transposed"),
         "kernels/cpu/spmm.py": ("_sum.locals.loop",),
