@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import kagome
-from kagome.cli.app import main
+from kagome.cli.app import _ranks, main
 from kagome.comm.channel import Channel
+from kagome.config import Run
 from kagome.errors import ConfigError, PartitionError, PlanError
 from kagome.graph.partition.store import load_meta
 from kagome.planner.candidates import Candidate, parts, ranked
@@ -155,6 +156,13 @@ def test_a_run_with_parts_of_other_sizes_is_the_same(
     share = sum(each["own"] for each in every[:slices]) / whole["own"]
     first, second = parallel["part_weights"]
     assert share == pytest.approx(first / (first + second), abs=0.1)
+
+
+def test_weights_say_how_many_ranks_start() -> None:
+    for parallel, ranks in (({}, None), ({"pipe": 2}, 4), ({"tensor": 3}, 6)):
+        weights = {"part_weights": (2.0, 1.0)}
+        assert _ranks(Run(parallel=kagome.Parallel(**parallel, **weights))) == (ranks or 2)
+    assert _ranks(Run()) is None
 
 
 def test_what_weights_do_not_fit_is_refused(tmp_path: Path) -> None:

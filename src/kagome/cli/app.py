@@ -236,9 +236,9 @@ def _ranks(settings: config.Run) -> int | None:
     """Return the number of ranks that the mesh settings give; None if they leave it open."""
     parallel = settings.parallel
     if parallel.tensor > 1:
-        return (parallel.graph or 1) * parallel.pipe * parallel.tensor
-    # A saved partition has as many parts as it has; without one, ranks decide.
-    parts = parallel.graph or _parts(settings.data.partition)
+        return (parallel.graph or len(parallel.part_weights) or 1) * parallel.pipe * parallel.tensor
+    # Weights say how many parts there are, and so does a saved partition; without them, ranks decide.
+    parts = parallel.graph or len(parallel.part_weights) or _parts(settings.data.partition)
     return parts if parts is None and parallel.pipe == 1 else (parts or 1) * parallel.pipe
 
 
