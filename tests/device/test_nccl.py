@@ -14,12 +14,15 @@ SHORT, LONG = timedelta(seconds=3), timedelta(seconds=60)
 
 
 def joined(eager: bool = True, device: int | None = None, limit: timedelta = LONG) -> int:
-    """Make the default group; return this rank."""
+    """Make the default group; its limit counts once all ranks are there. Return this rank."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["KAGOME_STORE"], world)
     torch.cuda.set_device(rank if device is None else device)
     bound = torch.device("cuda", torch.cuda.current_device()) if eager else None
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=limit, device_id=bound)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, timeout=LONG, device_id=bound)
+    # Ranks may start seconds apart on a busy machine, which the limit of a hang does not count.
+    dist.group.WORLD.gloo.barrier().wait()
+    dist.group.WORLD.limit, dist.group.WORLD.gloo_limit = limit, 2 * limit
     return rank
 
 

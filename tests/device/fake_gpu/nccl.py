@@ -144,12 +144,12 @@ class _Send:
         self._asked = self.group.gloo.recv([self.ready], self.peer, 2 * self.number)
 
     def finish(self) -> None:
-        self._asked.wait(self.group.limit)
+        self._asked.wait(self.group.gloo_limit)
         if int(self.ready) != self.tensor.nbytes:
             raise FakeNCCLError(f"rank {self.peer} expects {int(self.ready)} bytes of {self}")
         if self.tensor.nbytes:
             sent = self.group.gloo.send([on_host(self.tensor)], self.peer, 2 * self.number + 1)
-            sent.wait(self.group.limit)
+            sent.wait(self.group.gloo_limit)
 
 
 class _Receive:
@@ -172,7 +172,7 @@ class _Receive:
 
     def finish(self) -> None:
         for work in self._works:
-            work.wait(self.group.limit)
+            work.wait(self.group.gloo_limit)
 
 
 class FakeNCCL(ProcessGroup):
@@ -188,6 +188,7 @@ class FakeNCCL(ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, options: Any) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self.limit = rank, size, options._timeout
+        self.gloo_limit = 2 * self.limit  # ``Work.wait`` ends first, and tells a hang from a failure
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._name, self._desc = "", ""
         self._streams: dict[str, _Stream] = {}
@@ -198,7 +199,7 @@ class FakeNCCL(ProcessGroup):
         parent = getattr(options, "split_from", None)
         if parent is not None:
             parent.perform_nocolor_split(self.device)
-        self.gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, self.limit)
+        self.gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, self.gloo_limit)
 
     def _refuse_one_device(self, store: Store) -> None:
         mine = f"{os.uname().nodename} {self.device}"
@@ -297,7 +298,7 @@ class FakeNCCL(ProcessGroup):
         text = name.encode()[:TEXT].ljust(TEXT)
         mine = torch.cat([torch.tensor(list(text)), torch.tensor(list(sizes), dtype=torch.int64)])
         found = [torch.empty_like(mine) for _ in range(self._size)]
-        self.gloo.allgather([found], [mine]).wait(self.limit)
+        self.gloo.allgather([found], [mine]).wait(self.gloo_limit)
         return [(bytes(each[:TEXT].tolist()).decode().rstrip(), each[TEXT:].tolist()) for each in found]
 
     # ---- collectives
@@ -308,7 +309,7 @@ class FakeNCCL(ProcessGroup):
         reduce = getattr(op, "reduceOp", op)
 
         def body() -> None:
-            self.gloo.allreduce([on_host(tensor)], reduce, self.limit).wait(self.limit)
+            self.gloo.allreduce([on_host(tensor)], reduce, self.gloo_limit).wait(self.gloo_limit)
 
         what = f"all-reduce of {list(tensor.shape)} {tensor.dtype}"
         return self._collective(what, [tensor], body if tensor.numel() else lambda: None)
@@ -319,7 +320,7 @@ class FakeNCCL(ProcessGroup):
         source = int(getattr(root, "rootRank", root))
 
         def body() -> None:
-            self.gloo.broadcast(on_host(tensor), source, self.limit).wait(self.limit)
+            self.gloo.broadcast(on_host(tensor), source, self.gloo_limit).wait(self.gloo_limit)
 
         what = f"broadcast of {list(tensor.shape)} {tensor.dtype} from {source}"
         return self._collective(what, [tensor], body if tensor.numel() else lambda: None)
@@ -346,7 +347,7 @@ class FakeNCCL(ProcessGroup):
                     kept.append(on_host(inputs[peer]))
                     works.append(self.gloo.send([kept[-1]], peer, tag))
             for work in works:
-                work.wait(self.limit)
+                work.wait(self.gloo_limit)
 
         sizes = [tensor.nbytes for tensor in inputs]
         return self._collective("all-to-all", [*outputs, *inputs], body, sizes)
