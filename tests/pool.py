@@ -250,6 +250,12 @@ def _join(store: dist.Store, rank: int, world: int) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # DTensor keeps the meshes of operators it has met, and takes an equal mesh for the same one: the next
+        # generation's gradients would be gathered by groups that are gone.
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def _failure(error: BaseException) -> bytes:

@@ -506,7 +506,11 @@ def test_any_plan_s_file_can_be_trained_by(tmp_path: Path) -> None:
         cut = Parallel(plan=str(file))
         assert {name: getattr(cut, name) for name in each.settings} == each.settings
         assert cut.fit(each.ranks).pipe == each.settings.get("pipe", 1)
-    assert {name for each in found.fitting for name in each.settings} == set(plan_io.KINDS) - {"decouple"}
+    # Weights of parts are for hosts of unlike speed: see test_unequal_hosts.
+    assert {name for each in found.fitting for name in each.settings} == set(plan_io.KINDS) - {
+        "decouple",
+        "part_weights",
+    }
 
 
 def test_a_script_gets_what_the_command_prints(tmp_path: Path) -> None:
