@@ -195,7 +195,7 @@ def _slots(held: dict[str, Any], names: list[str]) -> PutBack:
 
 def _class(kind: type) -> PutBack:
     # Counters as class attributes. vars() of a class is read-only, hence setattr.
-    before = {k: v for k, v in vars(kind).items() if _is_plain(v) and not k.startswith("__")}
+    before = {k: v for k, v in list(vars(kind).items()) if _is_plain(v) and not k.startswith("__")}
 
     def put_back() -> bool:
         changed = [name for name, value in before.items() if vars(kind).get(name) is not value]

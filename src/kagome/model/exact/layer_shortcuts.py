@@ -111,8 +111,9 @@ _STAND_INS: dict[str, tuple[Callable[..., Any], Callable[..., Callable[..., Any]
 def with_shortcuts(module: Any, scope: LayerScope) -> Settings:
     """Return the module's own methods that use a name of the table, with the replacement in place."""
     found: Settings = []
-    # Methods of base classes too: a user's subclass of GCNConv calls ``gcn_norm`` in PyG's own forward.
-    for name in {n for kind in type(module).__mro__ for n in vars(kind) if kind is not nn.Module}:
+    # Methods of base classes too: a user's subclass of GCNConv calls ``gcn_norm`` in PyG's own forward. Names
+    # are listed first: another thread's ``deepcopy`` may add ``__slotnames__`` to a class meanwhile.
+    for name in {n for kind in type(module).__mro__ if kind is not nn.Module for n in list(vars(kind))}:
         method = getattr(type(module), name, None)
         if not isinstance(method, FunctionType) or name in ("__init__", "__call__"):
             continue
@@ -130,13 +131,8 @@ def with_shortcuts(module: Any, scope: LayerScope) -> Settings:
 def _with_globals(module: nn.Module, method: FunctionType, replaced: dict[str, Any]) -> Any:
     """Return a module's method with some of its global names replaced; the globals stay as they are."""
     # Setting the global itself would change PyG for all models of the process.
-    copy = FunctionType(
-        method.__code__,
-        {**method.__globals__, **replaced},
-        method.__name__,
-        method.__defaults__,
-        method.__closure__,
-    )
+    names = {**method.__globals__, **replaced}
+    copy = FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     copy.__kwdefaults__ = method.__kwdefaults__
     return MethodType(copy, module)
 

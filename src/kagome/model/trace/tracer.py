@@ -319,7 +319,8 @@ class Tracer(fx.Tracer):
             undo.append(partial(_restore, before))
             _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
             for table in {id(table): table for table in (*tables, *users)}.values():
-                old = {name: value for name, value in table.items() if id(value) in wrappers}
+                # A list, made at once: another thread's first warning adds a name to a module.
+                old = {name: value for name, value in list(table.items()) if id(value) in wrappers}
                 undo.append(partial(table.update, old))
                 table.update({name: wrappers[id(value)] for name, value in old.items()})
             put(builtins, "len", self._length(len))
