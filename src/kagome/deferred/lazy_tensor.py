@@ -67,7 +67,7 @@ class Versioned:
         )
 
     def noted(self) -> Sequence[Tensor | None]:
-        """Return the tensors whose versions are noted by the expression itself."""
+        """Return the tensors whose versions are noted; each expression has its own."""
         raise NotImplementedError
 
     def check(self) -> None:
