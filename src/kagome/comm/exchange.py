@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -143,6 +143,9 @@ class BytesRequest:
 class Work(ABC):
     """Rows that were requested and will be waited for, as torch's ``Work``."""
 
+    lent: bool = False
+    """Whether :meth:`borrow` has lent rows in another rank's memory, which end with the block."""
+
     @abstractmethod
     def wait(self) -> Tensor:
         """Wait for the rows and return them. A second call returns at once."""
@@ -161,10 +164,16 @@ class DeferredWork(Work):
 
     Args:
         compute: The function, called once.
+        lend: Lends the rows for a block of code in its place; by default they are those of ``compute``.
     """
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        compute: Callable[[], Tensor],
+        lend: Callable[[], AbstractContextManager[Tensor]] | None = None,
+    ) -> None:
         self._compute: Callable[[], Tensor] | None = compute
+        self._lend = lend
         self.rows: Tensor | None = None
         """The rows; None before the first wait."""
 
@@ -173,9 +182,19 @@ class DeferredWork(Work):
         if self._compute is not None:
             # The function is dropped because it may hold what was sent: a message, a table, a clone of the
             # rows.
-            self.rows, self._compute = self._compute(), None
+            self.rows, self._compute, self._lend = self._compute(), None, None
         assert self.rows is not None
         return self.rows
+
+    @contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """Lend the rows for a block of code, once, or yield those that were waited for."""
+        if self._lend is None:
+            yield self.wait()
+            return
+        lend, self._compute, self._lend = self._lend, None, None
+        with lend() as rows:
+            yield rows
 
 
 class BytesWork(Protocol):

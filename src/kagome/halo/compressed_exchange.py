@@ -81,8 +81,11 @@ class StaleExchange:
         if state.mode.chooses:
             stale_rows.settle()  # the notes received with it say which rows come next
         late = replace(request, site=replace(site, late=True, whole=synchronous))
-        work = self.inner.start(rows, late)
-        return DeferredWork(lambda: stale_rows.receive(work, site.epoch, synchronous=synchronous))
+        given = self.inner.start(rows, late), site.epoch
+        return DeferredWork(
+            lambda: stale_rows.receive(*given, synchronous=synchronous),
+            lambda: stale_rows.reading(*given, synchronous=synchronous),
+        )
 
     def _synchronous(self, epoch: int) -> bool:
         """Return whether this epoch waits for rows that might be late."""
@@ -107,7 +110,7 @@ class StaleExchange:
         """
         all_stale_rows = self.state.rows.all_stale_rows
         if self.state.mode.waits and site.key in all_stale_rows:
-            all_stale_rows[site.key].settle()
+            all_stale_rows[site.key].expire(site.epoch)
         if site.epoch != self._epoch:
             self._epoch = site.epoch
             for stale_rows in all_stale_rows.values():
