@@ -209,6 +209,10 @@ class CompressedExchange:
         """Receive what is still in transit. The rows that are read do not change."""
         self.known.settle()
 
+    def keep(self) -> None:
+        """Settle, and borrow no memory of other ranks any more: at their end they wait until it is free."""
+        self.known.keep()
+
     def forget(self, resumed_rows: ResumedRows = NOTHING) -> None:
         """Drop all rows of earlier epochs, because weights were changed from outside. All ranks call it.
 

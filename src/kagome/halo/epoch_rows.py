@@ -138,6 +138,11 @@ class EpochRows:
         for stale_rows in self.all_stale_rows.values():
             stale_rows.settle()
 
+    def keep(self) -> None:
+        """Receive what is still in transit, and borrow no memory of other ranks any more."""
+        for stale_rows in self.all_stale_rows.values():
+            stale_rows.keep()
+
     def forget(self, resumed_rows: ResumedRows) -> None:
         """Drop all rows of earlier epochs except those restored from a checkpoint. All ranks call it."""
         self.settle()  # a message that is not received would block later ones

@@ -70,6 +70,14 @@ class StaleRows:
             self.in_flight = None
             self._take(in_flight, epoch)
 
+    def keep(self) -> None:
+        """Receive what is still in transit, and copy rows that are in another rank's memory."""
+        self.settle()
+        if self.rows is not None and self._is_lent:
+            rows = self.rows.clone()
+            self._drop()
+            self.rows = rows
+
     def expire(self, epoch: int) -> None:
         """Receive what is in transit in an epoch that waits, and drop rows that no later one may read."""
         self.settle()
@@ -129,13 +137,8 @@ class StaleRows:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save, after receiving what is still in transit."""
-        self.settle()
-        rows = self.rows
-        if rows is not None and self._is_lent:
-            rows = rows.clone()  # the checkpoint may be written after the sender has its memory back
-            self._drop()
-            self.rows = rows
-        state = {"rows": rows, "epoch": self.epoch, "drift": self.drift, "oldest": self.oldest}
+        self.keep()  # the state may be written after the sender has its memory back
+        state = {"rows": self.rows, "epoch": self.epoch, "drift": self.drift, "oldest": self.oldest}
         return {**state, "mean": self._mean, "weight": self._weight, "sample": self._sample}
 
     def load_state_dict(self, state: State) -> None:

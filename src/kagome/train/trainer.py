@@ -300,6 +300,7 @@ class Trainer:
             while self.epoch < epochs and self._one_epoch(loop):
                 pass
         self.engine.forward_reuse.drop()
+        self.engine.exchange.keep()
         self.timer.drop()
         if self.writer is not None and self.epoch:
             self._save()
