@@ -30,7 +30,6 @@ from kagome.checkpoint.saved_weights import give_alike
 from kagome.comm.channel import Channel
 from kagome.comm.mesh import open_mesh
 from kagome.components.model_setup import input_notes, set_up_model, unlabelled
-from kagome.components.parallelize import PartOptions
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config import Loss as LossName, Metric as MetricName, Parallel, Report, Train
 from kagome.config.fields import check_kind
@@ -56,7 +55,7 @@ from kagome.train.admission import Admission
 from kagome.train.callbacks import Callbacks
 from kagome.train.engines import build_engine
 from kagome.train.graph_engine import GraphEngine
-from kagome.train.host_forecast import host_forecast
+from kagome.train.host_forecast import forecast_of
 from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
 from kagome.train.sets_source import refuse_target
@@ -281,7 +280,8 @@ class Trainer:
         self._check()
         if self.part.nodes:
             with self.spans.phase("check"):
-                self._log(*self.admission.predict(self.part, self.world), *self._forecast())
+                self._log(*self.admission.predict(self.part, self.world))
+                self._log(*forecast_of(self.engine, self.part, self.channel, self.settings))
             self._log(*self.engine.take_notes())
             self.part = without_attributes(self.part)  # the engine holds its own inputs
             self.scored = scored_rows(self.part)
@@ -313,14 +313,6 @@ class Trainer:
         values = self._finish(set_up)
         self._callbacks.call("on_fit_end", values)
         return values
-
-    def _forecast(self) -> tuple[str, ...]:
-        """Return what late or sampled rows are forecast to cost on one host."""
-        engine, settings = self.engine, self.settings
-        if not isinstance(engine, GraphEngine):
-            return ()  # the rows of stages are not measured one by one
-        options = PartOptions.of(settings.train, fast=engine.fast, recompute=engine.recompute)
-        return host_forecast(engine.model, self.part, self.channel, settings.parallel, options)
 
     def last_weights(self) -> dict[str, Tensor]:
         """Return a copy of the weights after the last epoch, as a state dict. All ranks call it.
@@ -530,10 +522,8 @@ class Trainer:
     def _save(self) -> None:
         if self.writer is None:
             return
-        with (
-            self.spans.phase("checkpoint", self.epoch),
-            self.engine.joined(self.optimizer, self._best.weights),
-        ):
+        joined = self.engine.joined(self.optimizer, self._best.weights)
+        with self.spans.phase("checkpoint", self.epoch), joined:
             path = checkpoint.save(
                 self.writer.checkpoints,
                 self._best.place(
