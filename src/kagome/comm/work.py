@@ -88,12 +88,11 @@ class ChannelWork(Work):
             self.channel.finish(self)
         self.works, self.kept = [], []
         # A message without room in the peer's memory has come by a socket, into its own place.
-        lying, self.lent = coming.lying, coming.lying is not None
-        found = (coming.place if lying is None else lying).view(self.rows.dtype).view(self.rows.shape)
-        del lying
-        self.rows = self.rows[:0]
+        self.lent = coming.lying is not None
+        found = coming.place if coming.lying is None else coming.lying
+        like, self.rows = self.rows, self.rows[:0]
         try:
-            yield found
+            yield found.view(like.dtype).view(like.shape)
         finally:
             coming.give_back()
 

@@ -85,7 +85,7 @@ def host_forecast(
     sent = each * max(account.rows for account in accounts)
     exact = sent / LOCAL
     asked = exact * passes(late=late, share=share) / passes()
-    names = [*["late rows"][:late], *["sampled rows"][: share < 1]]
+    names = [name for name, set_so in (("late rows", late), ("sampled rows", share < 1)) if set_so]
     return (
         f"{' and '.join(names)}: exact rows are forecast to be faster here, because all ranks are on one host "
         f"and hand rows over in its memory: {seconds_text(exact)} an epoch for {bytes_text(sent)} of rows, "
