@@ -111,7 +111,7 @@ def test_of_three_ranks_each_copies_what_it_reads_and_drops_it(holding: Any) -> 
     for after, settled, peak, _ in holding(3, LATE):
         assert after <= 2 * ROUND * (EXCHANGES + 2) + SLACK
         assert after + 2 * (EXCHANGES - 1) <= settled <= after + 2 * EXCHANGES + SLACK, "one copy, if received"
-        assert peak <= after + 2 * 4 + SLACK
+        assert peak <= max(after + 2 * 4, settled) + SLACK
 
 
 def test_by_sockets_rows_in_transit_have_one_buffer_at_each_end(holding: Any) -> None:
@@ -124,9 +124,10 @@ def test_by_sockets_rows_in_transit_have_one_buffer_at_each_end(holding: Any) ->
 
 def test_coded_late_rows_travel_as_bytes_alone(holding: Any) -> None:
     """With bf16, half of what exact ones take, and no buffer of decoded rows before they are read."""
-    for after, _, peak, _ in holding(2, {**LATE, "codec": "bf16"}):
+    for after, settled, peak, _ in holding(2, {**LATE, "codec": "bf16"}):
         assert after <= 0.5 * ROUND * (EXCHANGES + 2) + SLACK
-        assert peak <= after + 4 + SLACK
+        assert settled <= after + 0.5 * EXCHANGES + SLACK, "an evaluation decodes nothing"
+        assert peak <= max(after + 4, settled) + SLACK
 
 
 def test_sampled_rows_keep_nothing_and_are_not_copied_whole_to_be_sent(holding: Any) -> None:

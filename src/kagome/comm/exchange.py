@@ -150,6 +150,10 @@ class Work(ABC):
     def wait(self) -> Tensor:
         """Wait for the rows and return them. A second call returns at once."""
 
+    def receive(self) -> bool:
+        """Receive messages that take less memory than the rows, as bytes; return whether these are such."""
+        return False
+
     @contextmanager
     def borrow(self) -> Iterator[Tensor]:
         """Wait for the rows and lend them for a block of code, which neither keeps nor changes them.
@@ -199,6 +203,9 @@ class DeferredWork(Work):
 
 class BytesWork(Protocol):
     """Bytes in transit that arrive segment by segment."""
+
+    def wait(self) -> Tensor:
+        """Wait until all have arrived; :meth:`parts` yields them after that, too."""
 
     def parts(self, expected: SegmentSizes) -> Iterator[tuple[int, int, Tensor]]:
         """Yield a rank, the number of its segment and the segment's bytes, each as soon as it has arrived."""

@@ -219,4 +219,28 @@ def incoming_rows(
             arrived(rows, [notes[peer] for peer in range(len(sizes))])
         return rows
 
-    return DeferredWork(decoded)
+    return EncodedWork(decoded, work)
+
+
+class EncodedWork(DeferredWork):
+    """Rows that are decoded at the first wait.
+
+    Args:
+        decoded: The function that decodes them.
+        work: The bytes in transit.
+    """
+
+    def __init__(self, decoded: Callable[[], Tensor], work: BytesWork) -> None:
+        super().__init__(decoded)
+        self._work: BytesWork | None = work
+
+    def receive(self) -> bool:
+        """Receive the bytes, and decode nothing: late rows stay short until they are read."""
+        if self._work is not None:
+            self._work.wait()
+        return True
+
+    def wait(self) -> Tensor:
+        """Return the rows; the first call decodes them and drops their bytes."""
+        rows, self._work = super().wait(), None
+        return rows

@@ -70,6 +70,11 @@ class StaleRows:
             self.in_flight = None
             self._take(in_flight, epoch)
 
+    def arrive(self) -> None:
+        """Receive what is still in transit, encoded rows as they are: they are decoded when they are read."""
+        if self.in_flight is not None and not self.in_flight[0].receive():
+            self.settle()
+
     def keep(self) -> None:
         """Receive what is still in transit, and copy rows that are in another rank's memory."""
         self.settle()
