@@ -110,7 +110,7 @@ def test_of_three_ranks_each_copies_what_it_reads_and_drops_it(holding: Any) -> 
     """All is twice as much: rows for two peers."""
     for after, settled, peak, _ in holding(3, LATE):
         assert after <= 2 * ROUND * (EXCHANGES + 2) + SLACK
-        assert after + 2 * (EXCHANGES - 1) <= settled <= after + 2 * EXCHANGES + SLACK, "one copy, if received"
+        assert after + 2 * (EXCHANGES - 1) <= settled <= after + 2 * EXCHANGES + SLACK, "one copy"
         assert peak <= max(after + 2 * 4, settled) + SLACK
 
 

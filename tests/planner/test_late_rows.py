@@ -107,9 +107,7 @@ def test_a_run_by_the_planner_says_why_it_takes_exact_rows(
         return ranked([parts(2, loads, RATES, ONE, 0.0, late=old) for old in (True, False)], ONE)
 
     monkeypatch.setattr(planning, "planned", made_up)
-    settings = Run(
-        data=Source(name="sbm:vertices=60"), parallel=Parallel(plan="auto", allow=("stale",))
-    )
+    settings = Run(data=Source(name="sbm:vertices=60"), parallel=Parallel(plan="auto", allow=("stale",)))
     found, _ = chosen(settings, 2, _builder(settings.model, settings.train))
     assert asked[0].allow == ("stale",)
     assert (found.parallel.graph, found.parallel.max_age) == (2, 0)

@@ -44,6 +44,7 @@ from kagome.profile.contention import crowding
 from kagome.profile.synthetic_graphs import GraphSize
 from kagome.train.data import for_model, from_data
 
+
 def here(ranks: int, rate: float, kept: MeasurementCache | None = None) -> Cluster:
     """Describe the machine at hand as a cluster.
 

@@ -87,8 +87,8 @@ def host_forecast(
     asked = exact * passes(late=late, share=share) / passes()
     names = [name for name, set_so in (("late rows", late), ("sampled rows", share < 1)) if set_so]
     return (
-        f"{' and '.join(names)}: exact rows are forecast to be faster here, because all ranks are on one host "
-        f"and hand rows over in its memory: {seconds_text(exact)} an epoch for {bytes_text(sent)} of rows, "
+        f"{' and '.join(names)}: exact rows are forecast to be faster here, as all ranks are on one host and "
+        f"hand rows over in its memory: {seconds_text(exact)} an epoch for {bytes_text(sent)} of rows, "
         f"{seconds_text(asked)} as asked for; what they gain they gain between hosts",
     )
 
