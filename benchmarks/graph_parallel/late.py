@@ -103,7 +103,7 @@ def spread(values: Sequence[float]) -> list[float]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as Markdown, a line a place and way."""
     lines = [
-        "| ranks | rows | an epoch | of exact rows' | peak memory, a rank | sent an epoch | told at the start |",
+        "| ranks | rows | an epoch | of exact rows' | peak memory, a rank | sent an epoch | told at start |",
         "|---" * 7 + "|",
     ]
     for one in rows:
@@ -122,9 +122,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", type=float, nargs="*", default=[], help="Mbit/s of emulated hosts' links")
     parser.add_argument("--model", default="sage")
-    parser.add_argument(
-        "--epochs", type=int, default=12, help=f"{SETTLED} and the last do not count"
-    )
+    parser.add_argument("--epochs", type=int, default=12, help=f"{SETTLED} and the last do not count")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="a rank")
     parser.add_argument("--fresh", action="store_true", help="run again what is there")
