@@ -12,6 +12,7 @@ rows a message has, ``encoded_message`` writes and reads its bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -180,6 +181,6 @@ class EncodedExchange:
         # what is sent.
         shape = sum(plan.received.counts), width
         zeros = partial(torch.zeros, shape, dtype=dtype, device=rows.device)
-        buffer = zeros if plan.ground is None else plan.ground.clone
+        buffer: Callable[[], Tensor] = zeros if plan.ground is None else plan.ground.clone
         arrived = None if selection is None else partial(selection.arrived, epoch=site.epoch)
         return incoming_rows(work, plan.received, width, dtype, buffer, arrived)
