@@ -86,6 +86,24 @@ def test_two_ranks_against_one(tmp_path: Path) -> None:
     assert all(0 <= share <= 1 for share in row["hidden_share"].values())
 
 
+@pytest.mark.slow
+def test_late_and_sampled_rows_beside_exact_ones(tmp_path: Path) -> None:
+    program = BENCHMARKS / "graph_parallel" / "late.py"
+    run(program, tmp_path)
+    (row,) = read(tmp_path / "results_late.json")["rows"]
+    assert row["place"] == "one host"
+    assert set(row["seconds"]) == set(row["peak_memory_bytes"]) == {"exact", "late", "sampled"}
+    assert row["of_exact"]["exact"] == [1.0, 1.0, 1.0]
+    assert row["bytes_per_epoch"]["late"] == row["bytes_per_epoch"]["exact"]
+    assert row["bytes_per_epoch"]["sampled"] < row["bytes_per_epoch"]["exact"]
+    assert row["said"] == {"exact": False, "late": True, "sampled": True}
+    assert "| one host | late |" in (tmp_path / "results_late.md").read_text()
+    kept = sorted(path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("late-*/summary.json"))
+    run(program, tmp_path)
+    again = sorted(path.stat().st_mtime_ns for path in (tmp_path / "runs").glob("late-*/summary.json"))
+    assert (len(kept), again) == (3, kept)  # resumed from its folders, not run again
+
+
 def test_dgl_is_imported_or_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SINGLE))
     monkeypatch.setitem(sys.modules, "dgl", None)  # as where it is not installed

@@ -236,9 +236,12 @@ def late(channel: Channel, name: CodecName, direction: int) -> None:
     for epoch in range(1, 6):
         case = Case(size, direction=direction, epoch=epoch)
         begun = case.begin(way)
-        with begun.borrow() as rows:
-            came.append(rows.clone())
-        assert torch.equal(begun.wait(), came[-1])
+        if epoch % 2:
+            with begun.borrow() as rows:
+                came.append(rows.clone())
+        else:
+            came.append(begun.wait())
+            assert begun.wait() is came[-1]
         assert way.known.oldest == min(epoch - 1, 1)
     for epoch, rows in enumerate(came, start=1):
         of = Case(size, direction=direction, epoch=max(epoch - 1, 1))

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
+from kagome.comm.exchange import Work
 from kagome.errors import CommError
 from kagome.halo.staleness import SAMPLE, StaleRows
 
 
-class Begun:
-    """Rows under way; it counts the waits."""
+class Begun(Work):
+    """Rows under way, which may lie in another rank's memory; it counts the waits and what is given back."""
 
-    def __init__(self, rows: Tensor) -> None:
-        self.rows, self.waits = rows, 0
+    def __init__(self, rows: Tensor, *, lends: bool = False) -> None:
+        self.rows, self.lends, self.waits, self.returned = rows, lends, 0, 0
 
     def wait(self) -> Tensor:
         self.waits += 1
         return self.rows
 
-    def borrow(self):
-        return nullcontext(self.wait())
+    @contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        self.lent = self.lends
+        yield self.wait()
+        self.returned += 1
+        if self.lends:
+            self.rows.fill_(torch.nan)  # the sender packs other rows there
 
 
 def sent(epoch: float, count: int = 3, width: int = 2) -> Begun:
@@ -49,6 +56,76 @@ def test_the_first_epoch_waits_and_later_ones_read_the_last():
     assert [begun[epoch].waits for epoch in range(1, 6)] == [1, 1, 1, 1, 0]
     assert stale_rows.in_flight is not None
     assert stale_rows.in_flight[1] == 5
+
+
+def lent(epoch: float) -> Begun:
+    return Begun(sent(epoch).rows, lends=True)
+
+
+def test_one_copy_of_the_rows_is_kept_and_none_once_they_are_read():
+    stale_rows = StaleRows("conv1.x", 1)
+    for epoch in range(1, 5):
+        with stale_rows.reading(lent(epoch), epoch, synchronous=False) as rows:
+            assert float(rows[0, 0]) == max(epoch - 1, 1)
+            assert stale_rows.rows is rows
+        # The first epoch's rows are those of the second; later ones are in transit when they have been read.
+        assert (stale_rows.rows is None) == (epoch > 1)
+    stale_rows.settle()
+    assert float(stale_rows.rows[0, 0]) == 4
+
+
+def test_what_is_lent_is_given_back_once_read_and_not_before():
+    stale_rows, begun = StaleRows("conv1.x", 1), {}
+    for epoch in range(1, 6):
+        begun[epoch] = lent(epoch)
+        with stale_rows.reading(begun[epoch], epoch, synchronous=epoch == 4) as rows:
+            assert float(rows[0, 0]) == [1, 1, 2, 4, 4][epoch - 1]
+        stale_rows.settle()  # an evaluation: rows stay where they lie
+        assert [begun[each].returned for each in sorted(begun)] == [1] * (epoch - 1) + [0]
+    stale_rows.forget()
+    assert begun[5].returned == 1
+    assert stale_rows.rows is None
+
+
+def test_who_keeps_rows_or_saves_them_has_a_copy():
+    stale_rows = StaleRows("conv1.x", 1)
+    kept = [stale_rows.receive(lent(epoch), epoch, synchronous=False) for epoch in range(1, 5)]
+    assert [float(rows[0, 0]) for rows in kept] == [1, 1, 2, 3]
+    state = stale_rows.state_dict()
+    assert float(state["rows"][0, 0]) == 4
+    stale_rows.forget()
+    assert float(state["rows"][0, 0]) == 4
+    other = StaleRows("conv1.x", 1)
+    other.load_state_dict(state)
+    assert epochs_of(other, [5])[0] == [4]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_epochs_that_wait_drop_what_will_be_too_old(limit):
+    stale_rows, begun = StaleRows("conv1.x", limit), [lent(1), lent(2)]
+    for epoch, work in enumerate(begun, 1):
+        stale_rows.receive(work, epoch, synchronous=False)
+    for epoch in (3, 4):
+        stale_rows.expire(epoch)
+        assert (stale_rows.rows is None) == (epoch + 1 - 2 > limit)
+    assert [work.returned for work in begun] == [1, 1]
+    assert epochs_of(stale_rows, [5, 6])[0] == [5, 5]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.4])
+def test_drift_goes_on_from_a_state_with_and_without_rows(smoothing):
+    """The sample of rows that were dropped is in the state; checkpoints of before have the rows alone."""
+    one = StaleRows("conv1.x", 1, smoothing)
+    epochs_of(one, [1, 2, 3])
+    state = one.state_dict()
+    older = {name: value for name, value in state.items() if name != "sample"}
+    found = []
+    for each in (state, older, {**state, "rows": None}):
+        other = StaleRows("conv1.x", 1, smoothing)
+        other.load_state_dict(each)
+        other.receive(sent(6), 6, synchronous=True)
+        found.append(other.drift)
+    assert found == [pytest.approx(0.5)] * 3
 
 
 def test_age_counts_from_the_epoch_in_which_rows_were_sent():

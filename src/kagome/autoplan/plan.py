@@ -38,14 +38,11 @@ from kagome.model.decouple.decouple import decouple
 from kagome.model.forward_call import told
 from kagome.objective.optimizers import trained
 from kagome.planner.candidates import Candidate, Plans
-from kagome.planner.cluster import GIB, Cluster
+from kagome.planner.cluster import GIB, LOCAL, Cluster
 from kagome.profile.cache import MeasurementCache, opened
 from kagome.profile.contention import crowding
 from kagome.profile.synthetic_graphs import GraphSize
 from kagome.train.data import for_model, from_data
-
-LOCAL = 4e9
-"""Rough bandwidth between ranks of one host in bytes per second: two copies through shared memory."""
 
 
 def here(ranks: int, rate: float, kept: MeasurementCache | None = None) -> Cluster:
@@ -288,6 +285,10 @@ def chosen(
     # Someone who asked for 8 ranks and sees 4 wants to know why.
     fewer = f" {_fewer(best, found.fitting, ranks)}" if best.ranks < ranks else ""
     print(f"kagome: {best.name}: {best.reason}.{fewer}", file=sys.stderr)
+    # Someone who has allowed late rows and gets none wants to know that, too.
+    late = next(((one, why) for one, why in found.refused if "max_age" in one.settings), None)
+    if late is not None:
+        print(f"kagome: {late[0].name} is not taken: {late[1]}.", file=sys.stderr)
     mesh: dict[str, Any] = dict(best.settings)
     parallel = replace(cut, plan="manual", allow=(), **mesh)
     return replace(settings, parallel=parallel), found

@@ -93,6 +93,7 @@ def _counts(value: Any) -> bool:
 # `goes` and `comes` are about the rows of the next epoch: bits of each row where bits are fitted, a mask
 # where rows are skipped.
 _NEXT: Final = {"goes": 1, "comes": 1}
+_LINE: Final = {"epoch": _place, "drift": _drift, "oldest": _count, "weight": _number}
 ON_HOST: Final = frozenset((*_NEXT, "when", "epochs", "state step"))
 """Names of tensors that the host reads, whatever device the rows are on; the last is an optimizer's."""
 FORMS: Final[Mapping[str, tuple[EntryForm, ...]]] = {
@@ -101,11 +102,8 @@ FORMS: Final[Mapping[str, tuple[EntryForm, ...]]] = {
         EntryForm(plain={"synchronous": _flag}),  # of earlier checkpoints
     ),
     "line": (
-        EntryForm(
-            may={"rows": 2, "mean": 2},
-            plain={"epoch": _place, "drift": _drift, "oldest": _count, "weight": _number},
-            alike=("rows", "mean"),
-        ),
+        EntryForm(may={"rows": 2, "mean": 2, "sample": 1}, plain=_LINE, alike=("rows", "mean")),
+        EntryForm(may={"rows": 2, "mean": 2}, plain=_LINE, alike=("rows", "mean")),  # of earlier checkpoints
     ),
     "selection": (
         EntryForm(),

@@ -22,7 +22,7 @@ from kagome.comm.exchange import ExchangeRequest, Op, SegmentSizes, swap_counts
 from kagome.comm.peers import PeerGroup
 from kagome.comm.stats import KINDS, Kind
 from kagome.comm.transport.device import HOST
-from kagome.comm.transport.process_group import Transport
+from kagome.comm.transport.process_group import IncomingMessage, Transport
 from kagome.comm.transport.routes import Route
 from kagome.comm.work import ChannelWork, SendWork
 from kagome.errors import CommError, KagomeError
@@ -417,14 +417,18 @@ class Channel(PeerGroup):
         ``fill``, if given, writes each part just before it is sent. ``segments``, if given, holds the byte
         counts of the segments that go to each peer and come from it; each segment is a message of its own.
         """
-        received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]))
+        # Rows of this host's ranks stay in their memory until they are waited for, late ones for an epoch.
+        # Only then is a buffer made, and none where they are borrowed.
+        place = torch.device("meta") if self._all_near(recv_counts) else parts[0].device
+        received = parts[0].new_empty((sum(recv_counts), *parts[0].shape[1:]), device=place)
         # received   [ from rank 0 | from rank 1 | ... ]   ``slots`` are views that messages arrive in
         # parts      [ to rank 0 ], [ to rank 1 ], ...     the one for this rank is copied, not sent
         slots = torch.split(received, list(recv_counts))
         if fill is not None:
             # This rank's own part is not streamed, so one call writes all its segments.
             fill(self.rank, 0)
-        slots[self.rank].copy_(parts[self.rank])
+        if recv_counts[self.rank]:
+            slots[self.rank].copy_(parts[self.rank])
         pending = ChannelWork(received, self, action, kind, kept=parts)
         sent_bytes = [part.nbytes for peer, part in enumerate(parts) if peer != self.rank]
         self._add(kind, sum(sent_bytes), sum(map(bool, sent_bytes)))
@@ -446,7 +450,18 @@ class Channel(PeerGroup):
             fault = self._fault(error, [] if peer is None else [peer], action, collective=peer is None)
             raise fault from error.with_traceback(None)
         pending.begun = time.monotonic()  # no computation overlaps with posting, so it does not count
+        if all(isinstance(work, IncomingMessage) for _, work in pending.works):
+            pending.kept = []  # all that is sent lies in shared memory
         return pending
+
+    def _all_near(self, recv_counts: Sequence[int]) -> bool:
+        """Return whether all rows to receive come from ranks whose memory this rank reads."""
+        transport = self._transport
+        return (
+            transport is not None
+            and any(recv_counts)
+            and all(transport.shares_memory_with(peer) for peer, count in enumerate(recv_counts) if count)
+        )
 
 
 def _cut(tensors: Sequence[Tensor], segments: SegmentSizes) -> list[Sequence[Tensor]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -143,9 +143,16 @@ class BytesRequest:
 class Work(ABC):
     """Rows that were requested and will be waited for, as torch's ``Work``."""
 
+    lent: bool = False
+    """Whether :meth:`borrow` has lent rows in another rank's memory, which end with the block."""
+
     @abstractmethod
     def wait(self) -> Tensor:
         """Wait for the rows and return them. A second call returns at once."""
+
+    def receive(self) -> bool:
+        """Receive messages that take less memory than the rows, as bytes; return whether these are such."""
+        return False
 
     @contextmanager
     def borrow(self) -> Iterator[Tensor]:
@@ -161,10 +168,16 @@ class DeferredWork(Work):
 
     Args:
         compute: The function, called once.
+        lend: Lends the rows for a block of code in its place; by default they are those of ``compute``.
     """
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        compute: Callable[[], Tensor],
+        lend: Callable[[], AbstractContextManager[Tensor]] | None = None,
+    ) -> None:
         self._compute: Callable[[], Tensor] | None = compute
+        self._lend = lend
         self.rows: Tensor | None = None
         """The rows; None before the first wait."""
 
@@ -173,13 +186,26 @@ class DeferredWork(Work):
         if self._compute is not None:
             # The function is dropped because it may hold what was sent: a message, a table, a clone of the
             # rows.
-            self.rows, self._compute = self._compute(), None
+            self.rows, self._compute, self._lend = self._compute(), None, None
         assert self.rows is not None
         return self.rows
+
+    @contextmanager
+    def borrow(self) -> Iterator[Tensor]:
+        """Lend the rows for a block of code, once, or yield those that were waited for."""
+        if self._lend is None:
+            yield self.wait()
+            return
+        lend, self._compute, self._lend = self._lend, None, None
+        with lend() as rows:
+            yield rows
 
 
 class BytesWork(Protocol):
     """Bytes in transit that arrive segment by segment."""
+
+    def wait(self) -> Tensor:
+        """Wait until all have arrived; :meth:`parts` yields them after that, too."""
 
     def parts(self, expected: SegmentSizes) -> Iterator[tuple[int, int, Tensor]]:
         """Yield a rank, the number of its segment and the segment's bytes, each as soon as it has arrived."""

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kagome.comm.exchange import SegmentSizes, Work
 from kagome.comm.stats import Kind
+from kagome.comm.transport.device import HOST
 from kagome.comm.transport.process_group import IncomingMessage, TorchWork
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ class ChannelWork(Work):
     """An exchange in progress; ``wait`` returns its rows.
 
     Args:
-        rows: Buffer in which the rows arrive; it must not be read before ``wait``.
+        rows: Buffer in which the rows arrive; it must not be read before ``wait``. On the meta device where
+            all of them lie in other ranks' memory until then: a buffer is made if they are copied.
         channel: The channel on which the exchange was started.
         action: Name of the operation, for error messages.
         kind: Traffic kind that its time is counted under.
@@ -81,10 +84,15 @@ class ChannelWork(Work):
             return
         (coming,) = whole
         coming.lends = True
-        rows = self.wait()
-        self.rows = rows[:0]  # never filled if the rows were lent from the peer's memory
+        with self.channel.timed(self.kind):
+            self.channel.finish(self)
+        self.works, self.kept = [], []
+        # A message without room in the peer's memory has come by a socket, into its own place.
+        self.lent = coming.lying is not None
+        found = coming.place if coming.lying is None else coming.lying
+        like, self.rows = self.rows, self.rows[:0]
         try:
-            yield rows if coming.lying is None else coming.lying.view(rows.dtype).view(rows.shape)
+            yield found.view(like.dtype).view(like.shape)
         finally:
             coming.give_back()
 
@@ -102,6 +110,7 @@ class ChannelWork(Work):
             CommError: If a peer was late or its connection was lost.
         """
         channel = self.channel
+        self._allocate()
         slots = [
             slot.split(list(each))
             for slot, each in zip(self.rows.split([sum(each) for each in expected]), expected, strict=True)
@@ -139,10 +148,23 @@ class ChannelWork(Work):
 
     def arrived(self) -> Tensor:
         """Wait for the rows like :meth:`wait`, without timing: for callers that already time the phase."""
+        self._allocate()
         if self.works:
             self.channel.finish(self)
             self.works, self.kept = [], []
         return self.rows.to(self.channel.device)
+
+    def _allocate(self) -> None:
+        """Make the buffer of messages that lie in other ranks' memory, unless it is there."""
+        if not self.rows.is_meta:
+            return
+        self.rows = torch.empty_like(self.rows, device=HOST)
+        whole = self.rows.view(-1).view(torch.uint8)
+        for _, work in self.works:
+            if isinstance(work, IncomingMessage):
+                # Its place was a view of a buffer without memory, at the same offset.
+                first = work.place.storage_offset()
+                work.place = whole[first : first + work.place.numel()]
 
 
 @dataclass

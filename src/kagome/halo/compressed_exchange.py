@@ -81,8 +81,11 @@ class StaleExchange:
         if state.mode.chooses:
             stale_rows.settle()  # the notes received with it say which rows come next
         late = replace(request, site=replace(site, late=True, whole=synchronous))
-        work = self.inner.start(rows, late)
-        return DeferredWork(lambda: stale_rows.receive(work, site.epoch, synchronous=synchronous))
+        given = self.inner.start(rows, late), site.epoch
+        return DeferredWork(
+            lambda: stale_rows.receive(*given, synchronous=synchronous),
+            lambda: stale_rows.reading(*given, synchronous=synchronous),
+        )
 
     def _synchronous(self, epoch: int) -> bool:
         """Return whether this epoch waits for rows that might be late."""
@@ -107,7 +110,7 @@ class StaleExchange:
         """
         all_stale_rows = self.state.rows.all_stale_rows
         if self.state.mode.waits and site.key in all_stale_rows:
-            all_stale_rows[site.key].settle()
+            all_stale_rows[site.key].expire(site.epoch)
         if site.epoch != self._epoch:
             self._epoch = site.epoch
             for stale_rows in all_stale_rows.values():
@@ -205,6 +208,10 @@ class CompressedExchange:
     def settle(self) -> None:
         """Receive what is still in transit. The rows that are read do not change."""
         self.known.settle()
+
+    def keep(self) -> None:
+        """Settle, and borrow no memory of other ranks any more: at their end they wait until it is free."""
+        self.known.keep()
 
     def forget(self, resumed_rows: ResumedRows = NOTHING) -> None:
         """Drop all rows of earlier epochs, because weights were changed from outside. All ranks call it.

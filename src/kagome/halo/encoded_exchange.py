@@ -12,6 +12,7 @@ rows a message has, ``encoded_message`` writes and reads its bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -97,9 +98,9 @@ class EncodedExchange:
         if codec.exact and selection is None:
             return way.start(rows, request)
         index, feedback = request.index, state.settings.error_feedback
-        # A selection compares the rows with those sent before, and feedback adds to them: both need them in
-        # the order of sending.
-        if selection is not None or feedback:
+        # A selection may compare the rows with those sent before, and feedback adds to them: both need them
+        # in the order of sending.
+        if feedback or (selection is not None and selection.compares):
             rows, index = request.selected(rows), None
         if feedback:
             rows = self._with_residual(rows, site)
@@ -175,8 +176,11 @@ class EncodedExchange:
             # With few bits the error of a draw may exceed the row itself; accumulated, it would diverge.
             keep = lost.norm(dim=1, keepdim=True) < rows.norm(dim=1, keepdim=True)
             self.state.rows.residuals[site.key] = torch.where(keep, lost, 0.0), site.epoch
-        # Rows that are not received: the last ones known if the selection has them, else zeros.
-        count = sum(plan.received.counts)
-        buffer = rows.new_zeros(count, width) if plan.ground is None else plan.ground.clone()
+        # Rows that are not received: the last ones known if the selection has them, else zeros. Made when
+        # the bytes are decoded: late ones travel as bytes alone. Not ``rows.new_zeros``, which would keep
+        # what is sent.
+        shape = sum(plan.received.counts), width
+        zeros = partial(torch.zeros, shape, dtype=dtype, device=rows.device)
+        buffer: Callable[[], Tensor] = zeros if plan.ground is None else plan.ground.clone
         arrived = None if selection is None else partial(selection.arrived, epoch=site.epoch)
-        return incoming_rows(work, plan.received, buffer, arrived)
+        return incoming_rows(work, plan.received, width, dtype, buffer, arrived)

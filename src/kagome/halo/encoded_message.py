@@ -193,7 +193,9 @@ def read(layout: MessageLayout, peer: int, segment: int, message: Tensor, out: T
 def incoming_rows(
     work: BytesWork,
     layout: MessageLayout,
-    rows: Tensor,
+    width: int,
+    dtype: torch.dtype,
+    buffer: Callable[[], Tensor],
     arrived: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
 ) -> Work:
     """Return the rows of encoded messages in transit, which the first wait decodes as they arrive.
@@ -201,12 +203,14 @@ def incoming_rows(
     Args:
         work: The bytes in transit.
         layout: Layout of the messages.
-        rows: Buffer for the decoded rows; rows that are not sent keep their values.
+        width: Columns of the rows.
+        dtype: Number type of the rows.
+        buffer: Makes the buffer for the decoded rows; rows that are not sent keep its values.
         arrived: Called with the rows and each peer's notes once they have arrived.
     """
 
     def decoded() -> Tensor:
-        sizes = layout.segments(rows.size(1), rows.dtype)
+        sizes, rows = layout.segments(width, dtype), buffer()
         notes: dict[int, Tensor] = {}
         for peer, segment, part in work.parts(sizes):
             noted = read(layout, peer, segment, part, rows)
@@ -215,4 +219,28 @@ def incoming_rows(
             arrived(rows, [notes[peer] for peer in range(len(sizes))])
         return rows
 
-    return DeferredWork(decoded)
+    return EncodedWork(decoded, work)
+
+
+class EncodedWork(DeferredWork):
+    """Rows that are decoded at the first wait.
+
+    Args:
+        decoded: The function that decodes them.
+        work: The bytes in transit.
+    """
+
+    def __init__(self, decoded: Callable[[], Tensor], work: BytesWork) -> None:
+        super().__init__(decoded)
+        self._work: BytesWork | None = work
+
+    def receive(self) -> bool:
+        """Receive the bytes, and decode nothing: late rows stay short until they are read."""
+        if self._work is not None:
+            self._work.wait()
+        return True
+
+    def wait(self) -> Tensor:
+        """Return the rows; the first call decodes them and drops their bytes."""
+        rows, self._work = super().wait(), None
+        return rows

@@ -136,7 +136,12 @@ class EpochRows:
     def settle(self) -> None:
         """Receive what is still in transit. The rows that are read do not change."""
         for stale_rows in self.all_stale_rows.values():
-            stale_rows.settle()
+            stale_rows.arrive()
+
+    def keep(self) -> None:
+        """Receive what is still in transit, and borrow no memory of other ranks any more."""
+        for stale_rows in self.all_stale_rows.values():
+            stale_rows.keep()
 
     def forget(self, resumed_rows: ResumedRows) -> None:
         """Drop all rows of earlier epochs except those restored from a checkpoint. All ranks call it."""

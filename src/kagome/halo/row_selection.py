@@ -57,8 +57,11 @@ class SelectionPlan:
 class Selection(Protocol):
     """The choice of rows of one site in one direction."""
 
+    compares: bool
+    """Whether a plan looks at the rows, which are then copied in the order of sending."""
+
     def plan(self, request: ExchangeRequest, rows: Tensor) -> SelectionPlan:
-        """Return the content of this epoch's exchange; ``rows`` are in the order of sending."""
+        """Return the content of this epoch's exchange; ``rows`` are in the order of sending if compared."""
 
     def arrived(self, rows: Tensor, notes: Sequence[Tensor], epoch: int) -> None:
         """Keep the rows of an exchange that has ended, and the notes of its messages."""
@@ -85,6 +88,8 @@ class SampledRows:
         rank: This rank's number.
         codec: Codec of the rows.
     """
+
+    compares = False
 
     def __init__(self, share: float, seed: int, rank: int, codec: Codec) -> None:
         self.share, self.seed, self.rank, self.codec = share, seed, rank, codec
@@ -148,6 +153,8 @@ class Skip:
         limit: Maximum age in epochs of a row when it is read.
         codec: Codec of the rows.
     """
+
+    compares = True
 
     def __init__(self, share: float, limit: int, codec: Codec) -> None:
         self.share, self.limit, self.codec = share, limit, codec
@@ -239,6 +246,8 @@ class Fit:
         codec: The codec whose bits are distributed.
         reads: Number of edges that read each row that is sent, as reported by the readers.
     """
+
+    compares = True
 
     def __init__(self, codec: Codec, reads: Tensor) -> None:
         self.codec, self.reads = codec, reads.double()

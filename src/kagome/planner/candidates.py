@@ -19,7 +19,8 @@ from typing import Any
 
 from kagome.errors import PlanError
 from kagome.planner.cluster import Cluster
-from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, summed
+from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, passes, summed
+from kagome.records.units import seconds_text
 from kagome.schedule.simulator import Simulation
 
 Setting = int | bool | str | tuple[float, ...]
@@ -154,7 +155,8 @@ def parts(
         decoupled: Whether the model is decoupled.
         onebit: Whether rows of other parts are encoded at one bit per number.
         halved: Whether gradients of weights are summed in bf16.
-        late: Whether rows of other parts are those of the epoch before, so that transfers overlap with it.
+        late: Whether rows of other parts are those of the epoch before, so that transfers between hosts
+            overlap with it.
         weights: The weights of the parts that the loads are cut by; () if the parts are alike.
     """
     # A row is encoded at one end and decoded at the other, forward and backward: each rank does half of both
@@ -178,9 +180,12 @@ def parts(
     compute = max(busy) * (rates.uneven if parts > 1 else 1.0)
     most, halo = halos(coded, loads, parts)
     # Rows that are in flight while a rank computes cost no time, except for the tenth that HIDES leaves. Late
-    # rows have the whole epoch to arrive, others only until the layer that reads them.
-    comes = most / link
-    waits = comes - HIDES * min(comes, compute * (1.0 if late else rates.meanwhile)) + sums / link
+    # rows have the whole epoch to arrive, others only until the layer that reads them. Within a host late
+    # rows hide no more than others, and each is one pass through memory more.
+    comes, near = most / link, cluster.one_host(parts)
+    waits = comes - HIDES * min(comes, compute * (1.0 if late and not near else rates.meanwhile))
+    waits += comes * (passes(late=late) / passes() - 1) if near else 0.0
+    waits += sums / link
     # A rank sends its messages one after another: parts - 1 of them at each meeting.
     waits += cluster.latency * (parts - 1) * (rates.meetings + ROUNDS * len(rates.weights))
     settings = settings_of(decoupled, graph=parts)
@@ -268,12 +273,14 @@ def ranked(
 ) -> Plans:
     """Rank the candidates that fit by predicted time, give each a reason, and refuse the others.
 
-    The time of an inexact candidate counts ``WORTH`` times.
+    The time of an inexact candidate counts ``WORTH`` times. Late rows within one host are refused.
 
     Raises:
         PlanError: If no candidate fits.
     """
-    lacking = [(one, one.lacks(cluster)) for one in candidates]
+    idle = [(one, why) for one in candidates if (why := _late_in_vain(one, candidates, cluster))]
+    vain = {id(one) for one, _ in idle}
+    lacking = [(one, one.lacks(cluster)) for one in candidates if id(one) not in vain]
     fitting = sorted(
         (one for one, lack in lacking if lack is None),
         # An inexact plan ranks first only if it is faster by more than the error of a prediction.
@@ -303,7 +310,22 @@ def ranked(
         _with_reason(one if place < DRAWN else replace(one, run=None), fitting)
         for place, one in enumerate(fitting)
     ]
-    return Plans(tuple(told), tuple(refused), facts or {})
+    return Plans(tuple(told), (*idle, *refused), facts or {})
+
+
+def _late_in_vain(one: Candidate, candidates: Sequence[Candidate], cluster: Cluster) -> str:
+    """Return why late rows gain nothing in a candidate; empty if they may, or if none are late."""
+    if "max_age" not in one.settings or not cluster.one_host(one.ranks):
+        return ""
+    waiting = {name: value for name, value in one.settings.items() if name != "max_age"}
+    other = next((each for each in candidates if each.settings == waiting), None)
+    if other is None:
+        return ""
+    return (
+        f"late rows gain nothing among ranks of one host, which hand rows over in memory: "
+        f"{seconds_text(one.epoch_seconds)} an epoch, {seconds_text(other.epoch_seconds)} with rows that "
+        "are waited for"
+    )
 
 
 def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:

@@ -18,6 +18,8 @@ from kagome.storage import text_files
 EXTRA: Final = ("latency", "crowded", "cores")
 """Fields that a cluster's file may leave out."""
 NEEDED: Final = "name, hosts, devices, memory, speed, inside, between"
+LOCAL: Final = 4e9
+"""Rough bandwidth between ranks of one host in bytes per second: two copies through shared memory."""
 DEVICES: Final = 65_536
 """Most devices of a cluster: plans are made for each number of ranks up to it."""
 LIMITS: Final[Mapping[str, tuple[float, float]]] = {
@@ -137,10 +139,14 @@ class Cluster:
         found = tuple(float(f"{speed / slowest:.3g}") for speed in speeds)
         return found if max(found) > 1 else ()
 
+    def one_host(self, ranks: int) -> bool:
+        """Return whether so many consecutive ranks are on one host."""
+        return ranks <= self.devices
+
     def bandwidth(self, ranks: int) -> float:
         """Return the bytes per second of one of several consecutive ranks: within a host, or across hosts."""
         # All ranks wait for the slowest link, so one link between hosts decides for all.
-        return min(self._of_hosts(self.inside if ranks <= self.devices else self.between, ranks))
+        return min(self._of_hosts(self.inside if self.one_host(ranks) else self.between, ranks))
 
     @staticmethod
     def load(file: Path | str) -> Cluster:

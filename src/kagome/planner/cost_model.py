@@ -145,6 +145,26 @@ def halos(rates: CostRates, loads: Sequence[Load], parts: int) -> tuple[float, f
     return most, sum(each) if len(each) == parts else each[0] * parts
 
 
+def passes(*, late: bool = False, share: float = 1.0) -> float:
+    """Return how often rows pass through memory on their way to a rank of the same host.
+
+    Between ranks of one host nothing travels while they compute: the ranks themselves pack rows into memory
+    that both see, and read them there. So late and sampled rows hide nothing, and pass through memory more
+    often.
+
+    Args:
+        late: Whether rows are read one epoch after they are packed.
+        share: The share of rows that is sampled.
+    """
+    # Exact rows are packed and read. By the next epoch late ones have left the caches: that is a pass more.
+    #
+    #     exact      pack, read                                                            2
+    #     late       pack, leave the caches, read                                          3
+    #     sampled    zeros for all rows, read; of a share: encode, lay down, fetch,
+    #                decode, scatter into the zeros                                        2 + 5 share
+    return 2.0 + late + (5.0 * share if share < 1 else 0.0)
+
+
 def computing(rates: CostRates, rows: float, edges: float, exchanged: float = 0.0) -> float:
     """Return the seconds of an epoch on the measured machine for numbers of rows, edges, exchanged rows."""
     return rates.seconds + rates.row * rows + rates.edge * edges + rates.exchanged * exchanged

@@ -35,6 +35,7 @@ from kagome.sharding.module import ShardedModel
 from kagome.sharding.parts import materialise_sets, part_of, whole_of_one_set
 from kagome.sharding.pipelined import PipelinedModel
 from kagome.sharding.rows.cut_tables import refuse_uncuttable, tables_in
+from kagome.train.host_forecast import host_forecast
 
 
 @as_written
@@ -144,6 +145,8 @@ def shard(
             return _in_stages(model, part, ranks, fitted, train, given, stack, fast=fast, log=log)
         exchange, steps = exchange_of(fitted, ranks, seed, log)
         options = PartOptions.of(train, ranks.device, fitted, fast=fast, recompute=recompute)
+        for note in host_forecast(model, part, ranks.graph, fitted, options):
+            log(note)
         net = parallelize(model, part, exchange, options)
         tables.place(net.scope)
         stack.enter_context(net)

@@ -55,6 +55,7 @@ from kagome.train.admission import Admission
 from kagome.train.callbacks import Callbacks
 from kagome.train.engines import build_engine
 from kagome.train.graph_engine import GraphEngine
+from kagome.train.host_forecast import forecast_of
 from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
 from kagome.train.sets_source import refuse_target
@@ -280,6 +281,7 @@ class Trainer:
         if self.part.nodes:
             with self.spans.phase("check"):
                 self._log(*self.admission.predict(self.part, self.world))
+                self._log(*forecast_of(self.engine, self.part, self.channel, self.settings))
             self._log(*self.engine.take_notes())
             self.part = without_attributes(self.part)  # the engine holds its own inputs
             self.scored = scored_rows(self.part)
@@ -298,6 +300,7 @@ class Trainer:
             while self.epoch < epochs and self._one_epoch(loop):
                 pass
         self.engine.forward_reuse.drop()
+        self.engine.exchange.keep()
         self.timer.drop()
         if self.writer is not None and self.epoch:
             self._save()
@@ -519,10 +522,8 @@ class Trainer:
     def _save(self) -> None:
         if self.writer is None:
             return
-        with (
-            self.spans.phase("checkpoint", self.epoch),
-            self.engine.joined(self.optimizer, self._best.weights),
-        ):
+        joined = self.engine.joined(self.optimizer, self._best.weights)
+        with self.spans.phase("checkpoint", self.epoch), joined:
             path = checkpoint.save(
                 self.writer.checkpoints,
                 self._best.place(

@@ -265,7 +265,7 @@ class IncomingMessage:
     Args:
         transport: The transport that receives it.
         peer: The sending rank of the group.
-        place: Buffer for its bytes.
+        place: Buffer for its bytes; on the meta device if they are to be read where they lie.
         tag: The numbers that identify it.
     """
 
@@ -290,6 +290,7 @@ class IncomingMessage:
         self.lying = shared_memory.find(peer, self._token, self.place.numel())
         if self.lying is None:
             # The receive is posted only now, because only the token says which way the bytes take.
+            self.place = torch.empty_like(self.place, device=HOST) if self.place.is_meta else self.place
             left = timeout - timedelta(seconds=time.monotonic() - begun)
             work = self.transport.by_gloo(self.peer, self.place, self.tag, send=False)
             work.wait(max(left, timedelta(seconds=0.01)))

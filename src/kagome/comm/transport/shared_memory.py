@@ -36,6 +36,8 @@ NOWHERE: Final = (-1,) * FIELDS
 """The token of a message sent through a socket; other tokens hold segment, descriptor, bytes of the segment,
 first byte and turn."""
 _PAGE, _ALIGNED = 4096, 64
+_NEVER: Final = 2**63 - 1
+"""A turn after all others."""
 _ROOMY: Final = 4
 """A segment may be up to this many times as large as a message needs."""
 
@@ -176,11 +178,15 @@ class SharedMemory:
 
     def taken(self, peer: int, token: tuple[int, ...]) -> None:
         """Allow the peer to reuse the memory of a token."""
-        if token[0] >= 0:
-            self._theirs[peer, token[0]].taken[self.mailbox.rank] = token[-1]
+        segment = self._theirs.get((peer, token[0]))
+        if segment is not None:
+            segment.taken[self.mailbox.rank] = token[-1]
 
     def close(self, patience: float = 0.0) -> None:
         """Release the memory, after waiting up to some seconds until the peers have read theirs."""
+        # What this rank still borrows it will not read: peers that wait here for it would wait in vain.
+        for segment in self._theirs.values():
+            segment.taken[self.mailbox.rank] = _NEVER
         limit = time.monotonic() + patience
         while time.monotonic() < limit and not all(segment.free for segment in self._own):
             # A peer reads a message only after its token, which may still be delayed.
