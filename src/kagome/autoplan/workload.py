@@ -34,6 +34,7 @@ from kagome.pipelining.staging import Steps, steps_of
 from kagome.planner.candidates import OFF, Candidate, Plans, parts, ranked, slices
 from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, Timed
+from kagome.planner.memory_knobs import eased
 from kagome.planner.pipe_candidates import PipeCut, pipes
 from kagome.profile.cache import MeasurementCache
 from kagome.profile.epoch_costs import alone, coded, coding, halo_bytes, shares_of, timed, transposes
@@ -102,6 +103,8 @@ class Workload:
         options: How the models run; cuts and synthetic graphs use its seed too.
         facts: For each model, all that its measurements depend on.
         kept: The cache of measurements.
+        optimizer: The optimizer of the user's model, for the memory of its state.
+        most: The number of threads that a single rank would have.
     """
 
     part: Partition
@@ -110,6 +113,8 @@ class Workload:
     options: PartOptions
     facts: tuple[Any, ...]
     kept: MeasurementCache
+    optimizer: torch.optim.Optimizer | None
+    most: int
 
     @staticmethod
     def of(
@@ -160,7 +165,7 @@ class Workload:
                 return _measured(each, first, optimizer, part, graph, options, most).record()
 
             found.append(MeasuredWorkload.of(each, first, own.value("model", about, measure, _spread)))
-        return Workload(part, graph, tuple(found), options, facts, own)
+        return Workload(part, graph, tuple(found), options, facts, own, optimizer, most)
 
     def parts(self, number: int, weights: tuple[float, ...] = ()) -> tuple[tuple[PartSize, ...], float]:
         """Return the sizes of the parts of a cut by weights, and the relative uncertainty of their halo."""
@@ -219,19 +224,60 @@ class Workload:
         each = None if widths is None else tuple((there, back) for there, back in widths)
         return PipeCut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
 
-    def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
+    @cached_property
+    def recomputed(self) -> Workload | None:
+        """The same models and graph with layers that run again in backward; None if they cannot.
+
+        Cost: that of :meth:`of`.
+        """
+        decoupled = next((each.model for each in self.models if each.decoupled), None)
+        try:
+            return Workload.of(
+                self.models[0].model,
+                self.optimizer,
+                self.part,
+                self.graph,
+                decoupled=decoupled,
+                options=replace(self.options, recompute=True),
+                most=self.most,
+                kept=self.kept,
+            )
+        except KagomeError:  # a layer that cannot run again is no reason to have no plan
+            return None
+
+    def plans(
+        self, cluster: Cluster, allow: Collection[Allowed] = (), *, eases: bool = True
+    ) -> Plans:
         """Predict and rank the plans for a cluster.
 
         Args:
             cluster: The cluster to run on; a plan may use some or all of its devices.
             allow: The inexact methods that plans may use; decoupling is decided when the models are measured.
+            eases: Whether plans that do not fit may hold fewer activations, if that is exact.
 
         Raises:
             PlanError: If no plan fits.
 
         Cost:
-            A METIS cut for each number of parts, once per workload.
+            A METIS cut for each number of parts, once per workload. If a plan that would be the fastest does
+            not fit, the models are measured once more, with layers that run again.
         """
+        found = self._candidates(cluster, allow)
+        # A user who recomputes has decided what becomes of activations.
+        if eases and not self.options.recompute:
+            found = eased(found, lambda: self._again(cluster, allow), cluster)
+        off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
+        found = [replace(one, seconds_off=off) for one in found]
+        facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
+        return ranked(found, cluster, {"cluster": cluster.name, "ranks": cluster.size, **facts})
+
+    def _again(self, cluster: Cluster, allow: Collection[Allowed]) -> list[Candidate]:
+        """Predict the candidates whose layers run again in backward."""
+        again = self.recomputed
+        return [] if again is None else again._candidates(cluster, allow)
+
+    def _candidates(self, cluster: Cluster, allow: Collection[Allowed]) -> list[Candidate]:
+        """Predict all ways to cut the training for a cluster."""
         size = cluster.size
         # Divisors of the number of devices: every axis of a mesh is one.
         numbers = [number for number in range(1, size + 1) if size % number == 0]
@@ -256,10 +302,7 @@ class Workload:
             if cut is None:
                 break  # it cannot be cut into more stages either
             found += self._pipes(cut, cluster, "history" in allow)
-        facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
-        off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
-        found = [replace(one, seconds_off=off) for one in found]
-        return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
+        return found
 
     @staticmethod
     def _cuts(numbers: Sequence[int], cluster: Cluster) -> list[tuple[int, tuple[float, ...]]]:
@@ -442,4 +485,13 @@ def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
 def _load(counts: PartSize, held: MemoryByKind) -> Load:
     """Return the load of a part on a rank that holds this memory."""
     whole = held.features + held.edges + held.tables + held.weights
-    return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.total), float(whole))
+    return Load(
+        counts.rows,
+        counts.edges,
+        counts.sent,
+        counts.halo,
+        float(held.total),
+        float(whole),
+        float(held.activations or 0),
+        None if held.other is None else float(held.other),
+    )

@@ -44,6 +44,11 @@ class Candidate:
         busy: The seconds that each rank computes; one value stands for all ranks if they are alike. Empty for
             a pipeline.
         held: Bytes held by each rank, in the order of ranks; empty if all may hold as much as the fullest.
+        moved: Bytes of these that autograd saves for backward, in the order of ``held``; one value, that of
+            the fullest rank, if ``held`` is empty. Empty if unknown.
+        inner: Bytes of activations that are on a rank at a time if all others are away, or computed again:
+            those of one layer, or of one chunk. In the order of ``moved``; empty if unknown.
+        knob: Why the cut holds fewer activations than it could, and what that costs; empty if it does not.
         run: The simulation of a pipeline's stages, without waits for neighbours and sums. Kept for the best
             plans only.
     """
@@ -59,6 +64,9 @@ class Candidate:
     reason: str = ""
     busy: tuple[float, ...] = ()
     held: tuple[float, ...] = ()
+    moved: tuple[float, ...] = ()
+    inner: tuple[float, ...] = ()
+    knob: str = ""
     run: Simulation | None = field(default=None, repr=False, compare=False)
     seconds_off: float = 0.0
 
@@ -199,6 +207,8 @@ def parts(
         uncertain if parts > 1 else 0.0,
         busy=busy,
         held=tuple(load.memory for load in each),
+        moved=tuple(load.activations for load in each),
+        inner=_inner(each),
     )
 
 
@@ -244,6 +254,7 @@ def slices(
     messages = (count - 1) * sliced.meetings + (size - count) * rates.meetings
     waits += cluster.latency * (messages + (size - 1) * ROUNDS * len(rates.weights))
     sent = {"transpose": round(sliced.sent), "weights": round(sums * size)}
+    fullest = max(loads, key=lambda load: load.memory)
     return Candidate(
         settings_of(decoupled, graph=groups, tensor=count),
         not decoupled,
@@ -251,16 +262,29 @@ def slices(
         max(busy),
         waits,
         {"halo": round(halo), **sent} if groups > 1 else sent,
-        max(load.memory for load in loads),
+        fullest.memory,
         uncertain if groups > 1 else 0.0,
         busy=busy,
+        moved=(fullest.activations,),
+        inner=_inner([fullest]),
     )
+
+
+def _inner(loads: Sequence[Load]) -> tuple[float, ...]:
+    """Return the activations of one layer on each rank; () if they are unknown, as where no layer runs again."""
+    found = [load.inner for load in loads if load.inner is not None]
+    return tuple(found) if len(found) == len(loads) else ()
 
 
 def settings_of(decoupled: bool, **axes: int) -> dict[str, Setting]:
     """Return the settings that a user would write for a mesh."""
     mesh: dict[str, Setting] = {axis: size for axis, size in axes.items() if size > 1}
     return {**mesh, "decouple": True} if decoupled else mesh
+
+
+def weighed(one: Candidate) -> float:
+    """Return the seconds by which a candidate ranks: an inexact one counts as if it were slower."""
+    return one.epoch_seconds * (1.0 if one.exact else WORTH)
 
 
 def ranked(
@@ -277,7 +301,7 @@ def ranked(
     fitting = sorted(
         (one for one, lack in lacking if lack is None),
         # An inexact plan ranks first only if it is faster by more than the error of a prediction.
-        key=lambda one: one.epoch_seconds * (1.0 if one.exact else WORTH),
+        key=weighed,
     )
     refused = [
         (
@@ -322,7 +346,7 @@ def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
         # The best may be slower than its runner-up: an exact plan ranks before a slightly faster inexact one.
         before = ", but exact" if one is best and verb == "slower" else ""
         text = f"{ratio:.2f} times {verb} than {other.name}{before}: {_why(one, other)}; {waits}"
-    return replace(one, reason=text)
+    return replace(one, reason=f"{text}; {one.knob}" if one.knob else text)
 
 
 def _why(one: Candidate, other: Candidate) -> str:

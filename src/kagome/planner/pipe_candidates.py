@@ -148,6 +148,11 @@ def pipes(
     settings = settings_of(False, pipe=ranks, stages_per_rank=cut.dealt, graph=number, tensor=tensor)
     settings |= {"chunks": chunks} if chunks != default_chunks(ranks, tensor) else {}
     settings |= {"cross_chunk": "exact"} if exact else {}
+    memory, moved = max(
+        (_memory(cut, load, rates, rank, chunks, old=old), load.activations * cut.kept[rank])
+        for load in loads
+        for rank in range(ranks)
+    )
     return Candidate(
         settings,
         exact or chunks == 1,
@@ -155,8 +160,11 @@ def pipes(
         busy,
         run.seconds + waits - busy,
         sent,
-        max(_memory(cut, load, rates, rank, chunks, old=old) for load in loads for rank in range(ranks)),
+        memory,
         uncertain if number > 1 else 0.0,
+        moved=(moved,),
+        # Backward asks for those of one chunk at a time. Without chunks nothing is known of single layers.
+        inner=(moved / chunks,),
         run=run,
     )
 
