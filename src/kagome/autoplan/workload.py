@@ -245,9 +245,7 @@ class Workload:
         except KagomeError:  # a layer that cannot run again is no reason to have no plan
             return None
 
-    def plans(
-        self, cluster: Cluster, allow: Collection[Allowed] = (), *, eases: bool = True
-    ) -> Plans:
+    def plans(self, cluster: Cluster, allow: Collection[Allowed] = (), *, eases: bool = True) -> Plans:
         """Predict and rank the plans for a cluster.
 
         Args:

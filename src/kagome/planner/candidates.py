@@ -271,7 +271,7 @@ def slices(
 
 
 def _inner(loads: Sequence[Load]) -> tuple[float, ...]:
-    """Return the activations of one layer on each rank; () if they are unknown, as where no layer runs again."""
+    """Return the activations of one layer on each rank; () if unknown, as where no layer runs again."""
     found = [load.inner for load in loads if load.inner is not None]
     return tuple(found) if len(found) == len(loads) else ()
 

@@ -1,7 +1,7 @@
 """Memory knobs: for cuts that do not fit, the cheapest way to hold fewer activations that makes them fit.
 
-Where it sits: between the candidates that ``autoplan.workload`` predicts and ``candidates.ranked``, which ranks
-and refuses them. Pure arithmetic; it loads no torch.
+Where it sits: between the candidates that ``autoplan.workload`` predicts and ``candidates.ranked``, which
+ranks and refuses them. Pure arithmetic; it loads no torch.
 
 ::
 
@@ -56,7 +56,7 @@ def eased(
 
 def _cheapest(one: Candidate, twin: Candidate | None, cluster: Cluster) -> Candidate | None:
     """Return the fastest knob of a cut that makes it fit, else the one that lacks least; None without any."""
-    ways = [way for way in (_again(one, twin), _on_host(one, twin, cluster)) if way is not None]
+    ways = [way for way in (run_again(one, twin), on_host(one, twin, cluster)) if way is not None]
     ways = [_told(way, one, cluster) for way in ways if _short(way, cluster) < _short(one, cluster)]
     fitting = [way for way in ways if way.lacks(cluster) is None]
     if fitting:
@@ -64,7 +64,7 @@ def _cheapest(one: Candidate, twin: Candidate | None, cluster: Cluster) -> Candi
     return min(ways, key=lambda way: _short(way, cluster), default=None)
 
 
-def _again(one: Candidate, twin: Candidate | None) -> Candidate | None:
+def run_again(one: Candidate, twin: Candidate | None) -> Candidate | None:
     """Return a cut whose layers run again in backward."""
     if twin is None:
         return None
@@ -79,7 +79,7 @@ def _again(one: Candidate, twin: Candidate | None) -> Candidate | None:
     )
 
 
-def _on_host(one: Candidate, twin: Candidate | None, cluster: Cluster) -> Candidate | None:
+def on_host(one: Candidate, twin: Candidate | None, cluster: Cluster) -> Candidate | None:
     """Return a cut whose activations wait in host memory; None if there is none, or nobody knows its size."""
     # One layer's activations are back on the device at a time. Of stages the chunks bound them; of others
     # they are known where layers have run again.
