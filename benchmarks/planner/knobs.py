@@ -150,8 +150,8 @@ def main(options: Options) -> None:
     file = options.out / "results_knobs.json"
     about = (
         f"{options.graph}; {options.layers} layers of width {options.hidden}; {options.ranks} ranks, a part "
-        "each. Predicted memory counts one layer that runs again, or whose activations are back; what is held "
-        "does not. The peak is that of the process."
+        "each. Predicted memory counts one layer that runs again, or whose activations are back; what is "
+        "held does not. The peak is that of the process."
     )
     found: dict[str, Any] = {"about": about, "predicted": {}, "runs": {}}
     if file.exists() and not options.fresh:

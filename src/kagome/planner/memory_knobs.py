@@ -111,9 +111,9 @@ def _told(way: Candidate, one: Candidate, cluster: Cluster) -> Candidate:
     assert lack is not None
     costs = f"{(way.epoch_seconds - one.epoch_seconds) * 1e3:.3g} ms an epoch"
     if way.settings[KNOB] == "host":
-        costs += f" and {ROUNDED * max(one.moved) / 2**30:.3g} GiB of host memory a rank at most"
-    text = f"without {KNOB}={way.settings[KNOB]} it needs {lack[0] / 2**30:.3g} GiB a rank"
-    return replace(way, knob=f"{text}, there are {lack[1] / 2**30:.3g}; that costs {costs}")
+        costs += f" and up to {ROUNDED * max(one.moved) / 2**30:.3g} GiB of host memory a rank"
+    text = f"a rank has {lack[1] / 2**30:.3g} GiB and would need {lack[0] / 2**30:.3g}"
+    return replace(way, knob=f"{text} without {KNOB}={way.settings[KNOB]}, which costs {costs}")
 
 
 def _short(one: Candidate, cluster: Cluster) -> float:
