@@ -122,20 +122,20 @@ def test_no_knob_where_none_is_needed(made: tuple[list[Candidate], list[Candidat
 
 
 def test_a_plan_says_why_it_has_a_knob_and_what_that_costs() -> None:
-    cluster = replace(CLUSTER, memory=1.9 * 2**30, to_host=1e9, host_memory=1e12)
-    gib = 2.0**30
-    cut = Candidate({"graph": 2}, True, 1.0, 0.9, 0.1, {"halo": 1}, 2.4 * gib, moved=(1.5 * gib,))
-    slow = Candidate({"graph": 4}, True, 5.0, 4.9, 0.1, {"halo": 1}, 1.0 * gib)
-    twin = replace(cut, epoch_seconds=1.031, memory_bytes=1.2 * gib, inner=(0.1 * gib,))
+    cluster = replace(CLUSTER, memory=1.9e9, to_host=1e9, host_memory=1e12)
+    gb = 1e9
+    cut = Candidate({"graph": 2}, True, 1.0, 0.9, 0.1, {"halo": 1}, 2.4 * gb, moved=(1.5 * gb,))
+    slow = Candidate({"graph": 4}, True, 5.0, 4.9, 0.1, {"halo": 1}, 1.0 * gb)
+    twin = replace(cut, epoch_seconds=1.031, memory_bytes=1.2 * gb, inner=(0.1 * gb,))
     best = ranked(eased([cut, slow], lambda: [twin], cluster), cluster)
     assert best.fitting[0].settings == {"graph": 2, "activations": "recompute"}
-    said = "a rank has 1.9 GiB and would need 2.4 without activations=recompute, which costs 31 ms an epoch"
+    said = "a rank has 1.9 GB and would need 2.4 GB without activations=recompute, which costs 31 ms an epoch"
     assert best.fitting[0].reason.endswith(said)
     assert best.refused[0][0].name == "graph=2"
     # A link that copies faster than layers run again.
     found = ranked(eased([cut, slow], lambda: [twin], replace(cluster, to_host=1e12)), cluster).fitting[0]
     assert found.settings == {"graph": 2, "activations": "host"}
-    assert "up to 3 GiB of host memory a rank" in found.reason
+    assert "up to 3 GB of host memory a rank" in found.reason
     # Nothing is measured for a cut that would be slower than one that fits.
     eased([cut, replace(slow, epoch_seconds=0.5)], lambda: pytest.fail("measured"), cluster)
 

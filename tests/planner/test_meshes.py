@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     found = ranked([one, two], ONE)
     assert [each.name for each in found.fitting] == ["graph=2"]
     assert [(each.name, why) for each, why in found.refused] == [
-        ("one rank", "needs 0.01 GiB a rank, there are 0.00")
+        ("one rank", "needs 0.009 GB a rank, and a rank has 0.004 GB")
     ]
     assert "the only one that fits" in found.fitting[0].reason
     with pytest.raises(PlanError, match="graph=2, which needs least"):
@@ -376,8 +376,8 @@ def test_each_plan_has_a_reason_beside_the_next_best() -> None:
     fast = Candidate({}, True, 2.0, 2.0, 0.0, {}, 1.0)
     found = ranked([slow, fast], ONE)
     assert [one.name for one in found.fitting] == ["one rank", "graph=2"]
-    assert found.fitting[0].reason.startswith("1.50 times faster than graph=2: less of it waits for messages")
-    assert found.fitting[1].reason.startswith("1.50 times slower than one rank: more of it waits")
+    assert found.fitting[0].reason.startswith("1.50 times faster than graph=2: less waiting; ")
+    assert found.fitting[1].reason.startswith("1.50 times slower than one rank: more waiting; ")
     assert json.loads(found.to_json())["plans"][0]["name"] == "one rank"
 
 
@@ -388,7 +388,7 @@ def test_an_exact_plan_stands_before_one_that_is_hardly_faster() -> None:
     found = ranked([hardly, exact], ONE)
     assert [one.name for one in found.fitting] == ["graph=2", "graph=2 max_age=1"]
     assert found.fitting[0].reason.startswith("1.05 times slower than graph=2 max_age=1, but exact: more of")
-    assert found.fitting[1].reason.startswith("1.05 times faster than graph=2: less of it waits")
+    assert found.fitting[1].reason.startswith("1.05 times faster than graph=2: less waiting; ")
     well = replace(hardly, epoch_seconds=1.5)
     assert ranked([exact, well], ONE).fitting[0].name == "graph=2 max_age=1"
 

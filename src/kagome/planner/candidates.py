@@ -287,6 +287,11 @@ def weighed(one: Candidate) -> float:
     return one.epoch_seconds * (1.0 if one.exact else WORTH)
 
 
+def size_text(size: float) -> str:
+    """Return bytes as gigabytes, the unit in which a plan's table shows memory of this size."""
+    return f"{size / 1e9:.3g} GB"
+
+
 def ranked(
     candidates: Sequence[Candidate], cluster: Cluster, facts: Mapping[str, object] | None = None
 ) -> Plans:
@@ -306,7 +311,7 @@ def ranked(
     refused = [
         (
             replace(one, run=None),
-            f"needs {lack[0] / 2**30:.2f} GiB a rank, there are {lack[1] / 2**30:.2f}",
+            f"needs {size_text(lack[0])} a rank, and a rank has {size_text(lack[1])}",
         )
         for one, lack in lacking
         if lack is not None
@@ -318,8 +323,8 @@ def ranked(
             key=lambda pair: pair[1][0] / pair[1][1],
         )
         raise PlanError(
-            f"a cut that fits {cluster.size} devices of {lack[1] / 2**30:.2f} GiB",
-            f"{least.name}, which needs least, at {lack[0] / 2**30:.2f} GiB a rank",
+            f"a cut that fits {cluster.size} devices of {size_text(lack[1])}",
+            f"{least.name}, which needs least, at {size_text(lack[0])} a rank",
             hint="more devices, a narrower model, or --allow history decoupled",
         )
     told = [
@@ -355,5 +360,5 @@ def _why(one: Candidate, other: Candidate) -> str:
     faster = computing + waiting < 0
     # The larger of the two differences has the sign of their sum, so it is the reason.
     if abs(computing) >= abs(waiting):
-        return "it computes less a rank" if faster else "it computes more a rank"
-    return "less of it waits for messages" if faster else "more of it waits for messages"
+        return f"each rank computes {'less' if faster else 'more'}"
+    return "less waiting" if faster else "more waiting"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from kagome.planner.candidates import Candidate, weighed
+from kagome.planner.candidates import Candidate, size_text, weighed
 from kagome.planner.cluster import Cluster
 
 KNOB: Final = "activations"
@@ -111,8 +111,8 @@ def _told(way: Candidate, one: Candidate, cluster: Cluster) -> Candidate:
     assert lack is not None
     costs = f"{(way.epoch_seconds - one.epoch_seconds) * 1e3:.3g} ms an epoch"
     if way.settings[KNOB] == "host":
-        costs += f" and up to {ROUNDED * max(one.moved) / 2**30:.3g} GiB of host memory a rank"
-    text = f"a rank has {lack[1] / 2**30:.3g} GiB and would need {lack[0] / 2**30:.3g}"
+        costs += f" and up to {size_text(ROUNDED * max(one.moved))} of host memory a rank"
+    text = f"a rank has {size_text(lack[1])} and would need {size_text(lack[0])}"
     return replace(way, knob=f"{text} without {KNOB}={way.settings[KNOB]}, which costs {costs}")
 
 
