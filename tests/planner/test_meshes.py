@@ -387,7 +387,9 @@ def test_an_exact_plan_stands_before_one_that_is_hardly_faster() -> None:
     hardly = Candidate({"graph": 2, "max_age": 1}, False, 1.9, 1.0, 0.9, {"halo": 5}, 1.0)
     found = ranked([hardly, exact], ONE)
     assert [one.name for one in found.fitting] == ["graph=2", "graph=2 max_age=1"]
-    assert found.fitting[0].reason.startswith("1.05 times slower than graph=2 max_age=1, but exact: more of")
+    assert found.fitting[0].reason.startswith(
+        "1.05 times slower than graph=2 max_age=1, but exact: more waiting; "
+    )
     assert found.fitting[1].reason.startswith("1.05 times faster than graph=2: less waiting; ")
     well = replace(hardly, epoch_seconds=1.5)
     assert ranked([exact, well], ONE).fitting[0].name == "graph=2 max_age=1"
