@@ -7,6 +7,7 @@ GPU's seconds are those of a core, divided by the ratio of their memory bandwidt
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -70,17 +71,9 @@ def cluster_of(
     each = -(-ranks // count)
     name = f"{ranks} ranks on {count} GPUs of this machine" if each > 1 else f"{ranks} GPUs of this machine"
     rate = STAGED if each > 1 else link
-    return Cluster(
-        name,
-        1,
-        ranks,
-        free / each,
-        bandwidth / CORE / each,
-        rate,
-        rate,
-        to_host=to_host / each,
-        host_memory=host_memory,
-    )
+    gpus = Cluster(name, 1, ranks, free / each, bandwidth / CORE / each, rate, rate)
+    # Ranks that share a GPU share its link to the host; the host's memory is for all ranks.
+    return replace(gpus, to_host=to_host / each, host_memory=host_memory)
 
 
 def _seconds(source: torch.device, target: torch.device) -> float:

@@ -272,6 +272,7 @@ def slices(
 
 def _inner(loads: Sequence[Load]) -> tuple[float, ...]:
     """Return the activations of one layer on each rank; () if unknown, as where no layer runs again."""
+    # Layers run again on all ranks or on none.
     found = [load.inner for load in loads if load.inner is not None]
     return tuple(found) if len(found) == len(loads) else ()
 

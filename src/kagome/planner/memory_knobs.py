@@ -45,6 +45,7 @@ def eased(
         All candidates as they were, and for each cut of which a knob is looked for the fastest way that fits,
         else the way that lacks least. No way is added that does not hold less than the cut itself.
     """
+    # With nothing that fits, any way is better than an error.
     best = min((weighed(one) for one in found if one.lacks(cluster) is None), default=None)
     wanted = [one for one in found if one.lacks(cluster) and (best is None or weighed(one) < best)]
     if not wanted:
@@ -57,8 +58,10 @@ def eased(
 def _cheapest(one: Candidate, twin: Candidate | None, cluster: Cluster) -> Candidate | None:
     """Return the fastest knob of a cut that makes it fit, else the one that lacks least; None without any."""
     ways = [way for way in (run_again(one, twin), on_host(one, twin, cluster)) if way is not None]
+    # A GCN layer, say, saves its inputs alone, so that running it again would only take time.
     ways = [_told(way, one, cluster) for way in ways if _short(way, cluster) < _short(one, cluster)]
     fitting = [way for way in ways if way.lacks(cluster) is None]
+    # One that lacks least is refused with its numbers, which say how far it is from fitting.
     if fitting:
         return min(fitting, key=lambda way: way.epoch_seconds)
     return min(ways, key=lambda way: _short(way, cluster), default=None)
@@ -87,6 +90,7 @@ def on_host(one: Candidate, twin: Candidate | None, cluster: Cluster) -> Candida
     if not (cluster.to_host and one.moved and len(back) == len(one.moved)):
         return None
     most = max(one.moved)
+    # All ranks of a host share its memory; the fullest stands for each of them.
     if ROUNDED * most * min(one.ranks, cluster.devices) > cluster.host_memory:
         return None
     less = [moved - again for moved, again in zip(one.moved, back, strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from kagome.config import default_chunks
 from kagome.planner.candidates import ROUNDS, Candidate, settings_of
@@ -148,11 +149,6 @@ def pipes(
     settings = settings_of(False, pipe=ranks, stages_per_rank=cut.dealt, graph=number, tensor=tensor)
     settings |= {"chunks": chunks} if chunks != default_chunks(ranks, tensor) else {}
     settings |= {"cross_chunk": "exact"} if exact else {}
-    memory, moved = max(
-        (_memory(cut, load, rates, rank, chunks, old=old), load.activations * cut.kept[rank])
-        for load in loads
-        for rank in range(ranks)
-    )
     return Candidate(
         settings,
         exact or chunks == 1,
@@ -160,13 +156,24 @@ def pipes(
         busy,
         run.seconds + waits - busy,
         sent,
-        memory,
-        uncertain if number > 1 else 0.0,
-        moved=(moved,),
-        # Backward asks for those of one chunk at a time. Without chunks nothing is known of single layers.
-        inner=(moved / chunks,),
+        uncertain=uncertain if number > 1 else 0.0,
         run=run,
+        **_fullest(cut, loads, rates, chunks, old=old),
     )
+
+
+def _fullest(
+    cut: PipeCut, loads: Sequence[Load], rates: CostRates, chunks: int, *, old: bool
+) -> dict[str, Any]:
+    """Return what the fullest rank of the pipeline holds, and the activations among it."""
+    memory, moved = max(
+        (_memory(cut, load, rates, rank, chunks, old=old), load.activations * cut.kept[rank])
+        for load in loads
+        for rank in range(cut.ranks)
+    )
+    # Backward asks for the activations of one chunk at a time. In a single chunk these are all of them:
+    # nothing is known of the layers of a stage.
+    return {"memory_bytes": memory, "moved": (moved,), "inner": (moved / chunks,)}
 
 
 def _memory(cut: PipeCut, load: Load, rates: CostRates, rank: int, chunks: int, *, old: bool) -> float:

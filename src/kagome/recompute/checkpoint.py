@@ -16,7 +16,7 @@ second pass restores what the first had saved, in order, so it must make the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -30,6 +30,7 @@ from kagome.deferred.lazy_tensor import now
 from kagome.halo.comm_recorder import Record, tensors_of
 from kagome.intercept.hooks import replaced
 from kagome.intercept.interceptor import Interceptor
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.recompute.snapshot import Given, LayerSnapshot, Standing, mapped, pardoned
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, pyg.Sequential)
@@ -143,8 +144,7 @@ def _kept(
         restored, named = given.restored(tensors)
         with ExitStack() as stack:
             if scope.channel.reruns is not None:
-                counted = _counted(scope.channel.reruns, [*tensors, *tensors_of(record)])
-                hook = stack.enter_context(counted)
+                stack.enter_context(_counted(scope.channel.reruns, [*tensors, *tensors_of(record)]))
             # Backward runs outside of the interceptor. Its mode is entered last, when all state is back.
             for state in (moment.restored(hook), standing.restored(), scope.channel.replaying(record), scope):
                 stack.enter_context(state)
@@ -161,23 +161,19 @@ def _kept(
 
 
 @contextmanager
-def _counted(reruns: list[list[Tensor]], given: Iterable[Tensor]) -> Iterator[Any]:
-    """Add what autograd saves in a second run to a list, without what the layer was given.
-
-    Yields:
-        The hook that is on top meanwhile.
-    """
-    # Torch's own hook takes a saved tensor to the place where backward waits for it, so it is called too.
-    keep, give = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    known = {tensor.untyped_storage().data_ptr() for tensor in given}
-    saved: list[Tensor] = []
-    reruns.append(saved)
-
-    def noted(tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunction():  # this is not the user's computation
-            if tensor.untyped_storage().data_ptr() not in known:
-                saved.append(tensor.detach())
-        return keep(tensor)
-
-    with torch.autograd.graph.saved_tensors_hooks(noted, give):
-        yield noted
+def _counted(reruns: list[list[Tensor]], given: Sequence[Tensor]) -> Iterator[None]:
+    """Add what autograd saves in a second run to a list, without what the layer was given."""
+    saved = SavedTensors(keeps=True)
+    try:
+        # Torch's own hook takes a saved tensor to the place where backward waits for it.
+        with saved.recording(torch._C._autograd._top_saved_tensors_default_hooks(True)):
+            yield
+    finally:
+        known = {tensor.untyped_storage().data_ptr() for tensor in given if tensor.layout == torch.strided}
+        reruns.append(
+            [
+                tensor
+                for tensor in saved.take()
+                if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in known
+            ]
+        )
