@@ -61,9 +61,9 @@ def _cheapest(one: Candidate, twin: Candidate | None, cluster: Cluster) -> Candi
     # A GCN layer, say, saves its inputs alone, so that running it again would only take time.
     ways = [_told(way, one, cluster) for way in ways if _short(way, cluster) < _short(one, cluster)]
     fitting = [way for way in ways if way.lacks(cluster) is None]
-    # One that lacks least is refused with its numbers, which say how far it is from fitting.
     if fitting:
         return min(fitting, key=lambda way: way.epoch_seconds)
+    # One that lacks least is refused with its numbers, which say how far it is from fitting.
     return min(ways, key=lambda way: _short(way, cluster), default=None)
 
 
