@@ -109,7 +109,10 @@ def test_so_it_is_in_other_ways_of_running(ranks, world: int) -> None:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["deepgcn", "gat", "sage"])
 def test_the_layer_that_runs_again_is_foreseen(name: str) -> None:
-    """What all layers save together is what recomputation leaves out; the largest one is there at a time."""
+    """All layers together save no less than recomputation leaves out, and no more than a plain forward does.
+
+    They may save more than is left out: recomputation keeps each layer's input, which some do not save.
+    """
     data = kagome.load("sbm:vertices=500,degree=8")
     part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
     plain, again = (
@@ -126,7 +129,7 @@ def test_the_layer_that_runs_again_is_foreseen(name: str) -> None:
         if kind.startswith(AGAIN)
     ]
     assert len(each) == 3, "layers"
-    assert sum(each) == pytest.approx(saved - kept, rel=0.02)
+    assert 0 < saved - kept <= sum(each) <= saved
     assert again.at(counts).other == pytest.approx(max(each), abs=1)
     assert plain.at(counts).other is None
 

@@ -40,7 +40,6 @@ from kagome.profile.cache import MeasurementCache
 from kagome.profile.epoch_costs import alone, coded, coding, halo_bytes, shares_of, timed, transposes
 from kagome.profile.part_size import GroupSize, PartSize
 from kagome.profile.synthetic_graphs import GraphSize, cuts_of, samples_of
-from kagome.records.memory import MemoryByKind
 
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
@@ -285,7 +284,7 @@ class Workload:
             rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
             for number, weights in self._cuts(numbers, cluster):
                 counts, uncertain = self.parts(number, weights)
-                loads = [_load(count, each.held.at(count)) for count in counts]
+                loads = [_load(count, each.held) for count in counts]
                 for way in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, **way}
                     found.append(parts(number, loads, rates, cluster, uncertain, weights=weights, **more))
@@ -325,7 +324,7 @@ class Workload:
                     pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=1, sliced=sliced)
                 )
                 continue
-            loads = [_load(count, own.held.at(count)) for count in counts]
+            loads = [_load(count, own.held) for count in counts]
             found += [
                 pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=chunks > 1)
                 for chunks in ((1, default_chunks(cut.ranks, 1)) if cut.chunks else (1,))
@@ -366,10 +365,9 @@ class Workload:
             group_size = GroupSize(count.rows, count.edges, count.halo, size)
             # One estimated size stands for all ranks if the graph is not at hand.
             own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
-            fullest = max(
-                (each.held.at(one, group_size=group_size) for one in own), key=lambda one: one.total
-            )
-            loads.append(_load(count, fullest))
+            held = {one: each.held.at(one, group_size=group_size).total for one in own}
+            fullest = max(held, key=lambda one: held[one])
+            loads.append(_load(count, each.held, fullest, group_size))
         shared, common = each.transposed
         # a (T - 1) / T + b (T - 1) bytes a vertex, see profile.epoch_costs.transposes.
         sent = (shared / size + common) * (size - 1) * self.graph.vertices
@@ -480,8 +478,18 @@ def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
     return [{**bits, "late": old} for bits, old in product([{}, *few], late)]
 
 
-def _load(counts: PartSize, held: MemoryByKind) -> Load:
-    """Return the load of a part on a rank that holds this memory."""
+def _load(
+    counts: PartSize, rates: Held, share: PartSize | None = None, group_size: GroupSize | None = None
+) -> Load:
+    """Return the load of a part.
+
+    Args:
+        counts: The size of the part.
+        rates: The memory rates of the model.
+        share: The size of a rank's share of the part; None if a rank has the whole part.
+        group_size: The size of the group that slices features; None without feature slices.
+    """
+    held = rates.at(share or counts, group_size=group_size)
     whole = held.features + held.edges + held.tables + held.weights
     return Load(
         counts.rows,
@@ -490,6 +498,7 @@ def _load(counts: PartSize, held: MemoryByKind) -> Load:
         counts.halo,
         float(held.total),
         float(whole),
-        float(held.activations or 0),
+        float(rates.moved(share or counts, group_size=group_size)),
+        # Without a layer that runs again this is unknown, and not 0.
         None if held.other is None else float(held.other),
     )

@@ -67,6 +67,8 @@ SLICE_KINDS: Final = ("tables", "activations")
 INDEX_BYTES: Final = 8
 AGAIN: Final = "again "
 """Begins the kinds of the layers that run again: what autograd saves while one of them does, by its place."""
+SAVED_HALO: Final = "saved halo"
+"""The kind of those halo rows that autograd saves, which count as ``halo`` too."""
 NOTES: Final = 3
 """Further numbers that ranks sum along with gradients."""
 
@@ -123,18 +125,7 @@ class MemoryRates:
             group_size: Size of the group that slices features with this rank; None without feature slices.
         """
 
-        def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
-            return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
-
-        known = {kind: bytes_of(rates, counts.units) for kind, rates in self.by_unit.items()}
-        if group_size is not None:
-            units = _slice_units(counts.rows, counts.halo, counts.edges, group_size)
-            kinds = self.by_share if group_size.halo else self.by_slice
-            known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
-            # With slices, rows of other parts arrive as columns of the group's rows. Measured and fitted,
-            # they are part of tables and activations (see `_step`), so a separate kind would count them
-            # twice.
-            known |= {"halo": 0} if kinds else {}
+        known = self._known(counts, group_size)
         lists = INDEX_BYTES * (counts.sent + counts.train)
         # Layers run again one after another, so the largest one decides. Which one that is depends on the
         # counts: one layer may save edges and another one rows.
@@ -150,6 +141,33 @@ class MemoryRates:
             halo=known.get("halo"),
             other=max(again, default=None),
         )
+
+    def moved(self, counts: PartSize, *, group_size: GroupSize | None = None) -> int:
+        """Estimate the bytes that autograd saves, halo rows among them: what can wait in host memory.
+
+        Args:
+            counts: The size of the part.
+            group_size: Size of the group that slices features with this rank; None without feature slices.
+        """
+        known = self._known(counts, group_size)
+        return known.get("activations", 0) + known.get(SAVED_HALO, 0)
+
+    def _known(self, counts: PartSize, group_size: GroupSize | None) -> dict[str, int]:
+        """Return the bytes of each kind that was measured."""
+
+        def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
+            return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
+
+        known = {kind: bytes_of(rates, counts.units) for kind, rates in self.by_unit.items()}
+        if group_size is not None:
+            units = _slice_units(counts.rows, counts.halo, counts.edges, group_size)
+            kinds = self.by_share if group_size.halo else self.by_slice
+            known |= {kind: bytes_of(rates, units) for kind, rates in kinds.items()}
+            # With slices, rows of other parts arrive as columns of the group's rows. Measured and fitted,
+            # they are part of tables and activations (see `_step`), so a separate kind would count them
+            # twice.
+            known |= {"halo": 0, SAVED_HALO: 0} if kinds else {}
+        return known
 
 
 def rates_of(
@@ -336,6 +354,7 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
         kept["tables"] = kept.get("tables", 0) + kept.pop("halo", 0)
         waiting["activations"] = waiting.get("activations", 0) + waiting.pop("halo", 0)
     found = {kind: kept.get(kind, 0) + waiting.get(kind, 0) for kind in FITTED}
+    found[SAVED_HALO] = waiting.get("halo", 0)
     found |= {f"{AGAIN}{place}": sum(ledger.apart(saved).values()) for place, saved in enumerate(reruns)}
     # `grads` is empty if the loss needs no gradient; `graded` still has an entry for each parameter.
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
