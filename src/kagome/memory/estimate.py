@@ -124,7 +124,6 @@ class MemoryRates:
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
             group_size: Size of the group that slices features with this rank; None without feature slices.
         """
-
         known = self._known(counts, group_size)
         lists = INDEX_BYTES * (counts.sent + counts.train)
         # Layers run again one after another, so the largest one decides. Which one that is depends on the
