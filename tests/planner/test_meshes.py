@@ -570,7 +570,7 @@ def test_auto_takes_fewer_ranks_where_more_are_slower(
 ) -> None:
     """It took the best of all ranks, which it called slower than another."""
 
-    def made_up(*_: object) -> Plans:
+    def made_up(*_: object, **__: object) -> Plans:
         found = []
         for ranks, took in seconds.items():
             mesh: dict[str, int | bool | str] = {"graph": ranks} if ranks > 1 else {}
