@@ -222,7 +222,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_a_withdrawn_value_says_what_replaces_it_and_a_saved_run_goes_on_with_that(tmp_path):
-    words = r"activations to be one of auto, device, host; got 'disk'(.|\n)*host(.|\n)*recompute"
+    words = r"activations to be one of auto, device, host, recompute; got 'disk'(.|\n)*host(.|\n)*recompute"
     with pytest.raises(ConfigError, match=words):
         config.Parallel(activations="disk")  # type: ignore[arg-type]
     path = tmp_path / "config.toml"

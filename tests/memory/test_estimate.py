@@ -21,7 +21,7 @@ from kagome.config import Train
 from kagome.errors import ModelError
 from kagome.graph.partition.partition import split_all
 from kagome.graph.partition.partitioners import assign
-from kagome.memory.estimate import optimizer_bytes, rates_of
+from kagome.memory.estimate import AGAIN, optimizer_bytes, rates_of
 from kagome.model.trace.graph import LayerGraph
 from kagome.model.zoo import build_model
 from kagome.pipelining import staging
@@ -29,6 +29,7 @@ from kagome.profile.part_size import UNITS, counts_of, split_counts
 from kagome.profile.synthetic_parts import made_pieces
 from kagome.records.memory import MemoryByKind
 from kagome.train import admission
+from kagome.train.data import from_data
 from training import CLASSES, FEATURES, QUIET, Gat, Gcn, graph, host_apart, model, settings
 
 EXACT = ("weights", "gradients", "optimizer", "features", "edges", "tables")
@@ -103,6 +104,34 @@ def test_so_it_is_in_other_ways_of_running(ranks, world: int) -> None:
     full = ranks(world, of_the_zoo, "sbm:vertices=200,degree=6,features=8,classes=4,communities=4")[0]
     for less, more in ((recomputed, full[2]), (deep, full[3])):
         assert less[0]["measured"]["activations"] < more[0]["measured"]["activations"] / 2
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", ["deepgcn", "gat", "sage"])
+def test_the_layer_that_runs_again_is_foreseen(name: str) -> None:
+    """All layers together save no less than recomputation leaves out, and no more than a plain forward does.
+
+    They may save more than is left out: recomputation keeps each layer's input, which some do not save.
+    """
+    data = kagome.load("sbm:vertices=500,degree=8")
+    part, _ = from_data(data, Channel(None, "cpu"), method="contiguous", seed=0)
+    plain, again = (
+        rates_of(zoo(name, data), None, part, PartOptions(recompute=each)) for each in (False, True)
+    )
+    counts = split_counts(data.edge_index, torch.arange(500) // 250, 2)[0]
+    saved, kept = (
+        sum(rates.at(counts).as_dict()[kind] or 0 for kind in ("activations", "halo"))
+        for rates in (plain, again)
+    )
+    each = [
+        sum(rate * unit for rate, unit in zip(rates, counts.units, strict=True))
+        for kind, rates in again.by_unit.items()
+        if kind.startswith(AGAIN)
+    ]
+    assert len(each) == 3, "layers"
+    assert 0 < saved - kept <= sum(each) <= saved
+    assert again.at(counts).other == pytest.approx(max(each), abs=1)
+    assert plain.at(counts).other is None
 
 
 def in_pipelines(channel: Channel, cuts: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -44,6 +44,27 @@ def test_curves_over_devices_are_drawn(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "results_scale.svg").read_text()
 
 
+@pytest.mark.slow  # three runs on two ranks
+def test_knobs_are_predicted_and_run(tmp_path: Path) -> None:
+    """And a second call finds all that is done."""
+    graph = "sbm:vertices=300,degree=6,features=8,classes=4,communities=4"
+    sizes = ("--layers", 2, "--hidden", 8, "--turns", 1, "--epochs", 2)
+    words = ("--graph", graph, "--models", "deepgcn", *sizes, "--out", tmp_path)
+    for first in (True, False):
+        done = warm.run(BENCHMARKS / "planner" / "knobs.py", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("'held'" in done.stdout) == first
+    found = json.loads((tmp_path / "results_knobs.json").read_text())
+    told, runs = found["predicted"]["deepgcn"], found["runs"]
+    assert set(told) == {"device", "recompute"}, "a CPU's memory is the host's"
+    (plain,), (again,) = (runs[f"deepgcn/{way}"] for way in told)
+    assert told["device"]["memory"] == pytest.approx(plain["held"], rel=0.03)
+    # The layer that runs again counts in the prediction, and is gone when what is held is counted.
+    assert again["held"] < told["recompute"]["memory"] < told["device"]["memory"]
+    assert plain["loss"] == pytest.approx(again["loss"], rel=1e-5)
+    assert (tmp_path / "results_knobs.md").read_text().count("| deepgcn |") == 2
+
+
 def load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"planner_{name}", BENCHMARKS / "planner" / f"{name}.py")
     assert spec is not None

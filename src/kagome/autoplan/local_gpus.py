@@ -7,11 +7,13 @@ GPU's seconds are those of a core, divided by the ratio of their memory bandwidt
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from kagome.comm.transport.device import visible
+from kagome.launch.host_memory import available_bytes
 from kagome.planner.cluster import CORE, Cluster
 
 COPIED: Final = 2**28
@@ -27,7 +29,7 @@ def local_gpus(ranks: int) -> Cluster | None:
         ranks: The number of local ranks.
 
     Cost:
-        A few copies of 256 MiB on the first GPU, and to the second one.
+        A few copies of 256 MiB on the first GPU, to it from the host, and to the second one.
     """
     kind, count = visible()
     if not count:
@@ -37,10 +39,19 @@ def local_gpus(ranks: int) -> Cluster | None:
     # A copy reads and writes each byte; between two GPUs the link carries it once.
     own = 2 * COPIED / _seconds(used[0], used[0])
     link = COPIED / _seconds(used[0], used[1]) if len(used) > 1 else STAGED
-    return cluster_of(ranks, count, float(free), own, link)
+    to_host = COPIED / _seconds(torch.device("cpu"), used[0])
+    return cluster_of(ranks, count, float(free), own, link, to_host, float(available_bytes() or 0))
 
 
-def cluster_of(ranks: int, count: int, free: float, bandwidth: float, link: float) -> Cluster:
+def cluster_of(
+    ranks: int,
+    count: int,
+    free: float,
+    bandwidth: float,
+    link: float,
+    to_host: float = 0.0,
+    host_memory: float = 0.0,
+) -> Cluster:
     """Return ranks on GPUs as a cluster.
 
     Args:
@@ -49,6 +60,8 @@ def cluster_of(ranks: int, count: int, free: float, bandwidth: float, link: floa
         free: Bytes of free memory of a GPU.
         bandwidth: Bytes per second of a GPU's memory.
         link: Bytes per second from a GPU to another one.
+        to_host: Bytes per second between a GPU and the host's memory.
+        host_memory: Bytes of free memory of the host.
 
     Example:
         >>> shared = cluster_of(ranks=4, count=2, free=80e9, bandwidth=3000e9, link=200e9)
@@ -58,12 +71,15 @@ def cluster_of(ranks: int, count: int, free: float, bandwidth: float, link: floa
     each = -(-ranks // count)
     name = f"{ranks} ranks on {count} GPUs of this machine" if each > 1 else f"{ranks} GPUs of this machine"
     rate = STAGED if each > 1 else link
-    return Cluster(name, 1, ranks, free / each, bandwidth / CORE / each, rate, rate)
+    gpus = Cluster(name, 1, ranks, free / each, bandwidth / CORE / each, rate, rate)
+    # Ranks that share a GPU share its link to the host; the host's memory is for all ranks.
+    return replace(gpus, to_host=to_host / each, host_memory=host_memory)
 
 
 def _seconds(source: torch.device, target: torch.device) -> float:
     """Return the seconds of a copy, of the fastest of a few."""
-    rows = torch.empty(COPIED, dtype=torch.uint8, device=source)
+    # Activations wait in pinned memory, so the link is timed with it.
+    rows = torch.empty(COPIED, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
     place = torch.empty(COPIED, dtype=torch.uint8, device=target)
     found = []
     for _ in range(4):  # the first one sets up the way between two GPUs

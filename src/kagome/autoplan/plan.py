@@ -147,6 +147,7 @@ def planned(
     build: Callable[[Partition, Meta, Channel], nn.Module],
     *,
     data: Data | None = None,
+    eases: bool = True,
 ) -> Plans:
     """Measure, predict and rank the plans that ``kagome plan`` prints.
 
@@ -154,6 +155,7 @@ def planned(
         asked: The flags of the command.
         build: Makes the model.
         data: The graph, in place of the one that the flags name.
+        eases: Whether plans that do not fit may hold fewer activations.
 
     Raises:
         PlanError: If no plan fits, or if a graph is given by one of its two numbers alone.
@@ -164,7 +166,7 @@ def planned(
     kept = opened(asked.reuse)
     gpus = local_gpus(asked.devices) if named is None else None
     study, notes = studied(asked, build, kept, data=data, gpus=gpus is not None)
-    found = study.plans(named or gpus or here(asked.devices, LOCAL, kept), asked.allow)
+    found = study.plans(named or gpus or here(asked.devices, LOCAL, kept), asked.allow, eases=eases)
     if gpus is not None:
         notes.append(
             f"{gpus.name}: layers were timed on a core, and a GPU counts as {gpus.speed:,.0f} of them, the "
@@ -274,13 +276,14 @@ def chosen(
     cut = settings.parallel
     asked = PlanCommand(
         data=settings.data,
-        model=settings.model,
+        model=replace(settings.model, recompute=settings.recomputes),
         train=settings.train,
         devices=ranks,
         allow=cut.allow,
         reuse=cut.reuse,
     )
-    found = planned(asked, build)
+    # A user who says what becomes of activations has chosen; only "auto" is left to the planner.
+    found = planned(asked, build, eases=cut.activations == "auto")
     best = found.fitting[0]
     # Someone who asked for 8 ranks and sees 4 wants to know why.
     fewer = f" {_fewer(best, found.fitting, ranks)}" if best.ranks < ranks else ""

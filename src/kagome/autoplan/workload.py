@@ -34,12 +34,12 @@ from kagome.pipelining.staging import Steps, steps_of
 from kagome.planner.candidates import OFF, Candidate, Plans, parts, ranked, slices
 from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, Timed
+from kagome.planner.memory_knobs import eased
 from kagome.planner.pipe_candidates import PipeCut, pipes
 from kagome.profile.cache import MeasurementCache
 from kagome.profile.epoch_costs import alone, coded, coding, halo_bytes, shares_of, timed, transposes
 from kagome.profile.part_size import GroupSize, PartSize
 from kagome.profile.synthetic_graphs import GraphSize, cuts_of, samples_of
-from kagome.records.memory import MemoryByKind
 
 SLICED = 2_000_000
 """Edges of the largest graph on which feature slices are timed."""
@@ -102,6 +102,8 @@ class Workload:
         options: How the models run; cuts and synthetic graphs use its seed too.
         facts: For each model, all that its measurements depend on.
         kept: The cache of measurements.
+        optimizer: The optimizer of the user's model, for the memory of its state.
+        most: The number of threads that a single rank would have.
     """
 
     part: Partition
@@ -110,6 +112,8 @@ class Workload:
     options: PartOptions
     facts: tuple[Any, ...]
     kept: MeasurementCache
+    optimizer: torch.optim.Optimizer | None
+    most: int
 
     @staticmethod
     def of(
@@ -160,7 +164,7 @@ class Workload:
                 return _measured(each, first, optimizer, part, graph, options, most).record()
 
             found.append(MeasuredWorkload.of(each, first, own.value("model", about, measure, _spread)))
-        return Workload(part, graph, tuple(found), options, facts, own)
+        return Workload(part, graph, tuple(found), options, facts, own, optimizer, most)
 
     def parts(self, number: int, weights: tuple[float, ...] = ()) -> tuple[tuple[PartSize, ...], float]:
         """Return the sizes of the parts of a cut by weights, and the relative uncertainty of their halo."""
@@ -219,19 +223,58 @@ class Workload:
         each = None if widths is None else tuple((there, back) for there, back in widths)
         return PipeCut(tuple(shares), sent, tuple(reads), tuple(kept), each, dealt, in_chunks)
 
-    def plans(self, cluster: Cluster, allow: Collection[Allowed] = ()) -> Plans:
+    @cached_property
+    def recomputed(self) -> Workload | None:
+        """The same models and graph with layers that run again in backward; None if they cannot.
+
+        Cost: that of :meth:`of`.
+        """
+        decoupled = next((each.model for each in self.models if each.decoupled), None)
+        try:
+            return Workload.of(
+                self.models[0].model,
+                self.optimizer,
+                self.part,
+                self.graph,
+                decoupled=decoupled,
+                options=replace(self.options, recompute=True),
+                most=self.most,
+                kept=self.kept,
+            )
+        except KagomeError:  # a layer that cannot run again is no reason to have no plan
+            return None
+
+    def plans(self, cluster: Cluster, allow: Collection[Allowed] = (), *, eases: bool = True) -> Plans:
         """Predict and rank the plans for a cluster.
 
         Args:
             cluster: The cluster to run on; a plan may use some or all of its devices.
             allow: The inexact methods that plans may use; decoupling is decided when the models are measured.
+            eases: Whether plans that do not fit may hold fewer activations, if that is exact.
 
         Raises:
             PlanError: If no plan fits.
 
         Cost:
-            A METIS cut for each number of parts, once per workload.
+            A METIS cut for each number of parts, once per workload. If a plan that would be the fastest does
+            not fit, the models are measured once more, with layers that run again.
         """
+        found = self._candidates(cluster, allow)
+        # A user who recomputes has decided what becomes of activations.
+        if eases and not self.options.recompute:
+            found = eased(found, lambda: self._again(cluster, allow), cluster)
+        off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
+        found = [replace(one, seconds_off=off) for one in found]
+        facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
+        return ranked(found, cluster, {"cluster": cluster.name, "ranks": cluster.size, **facts})
+
+    def _again(self, cluster: Cluster, allow: Collection[Allowed]) -> list[Candidate]:
+        """Predict the candidates whose layers run again in backward."""
+        again = self.recomputed
+        return [] if again is None else again._candidates(cluster, allow)
+
+    def _candidates(self, cluster: Cluster, allow: Collection[Allowed]) -> list[Candidate]:
+        """Predict all ways to cut the training for a cluster."""
         size = cluster.size
         # Divisors of the number of devices: every axis of a mesh is one.
         numbers = [number for number in range(1, size + 1) if size % number == 0]
@@ -241,7 +284,7 @@ class Workload:
             rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
             for number, weights in self._cuts(numbers, cluster):
                 counts, uncertain = self.parts(number, weights)
-                loads = [_load(count, each.held.at(count)) for count in counts]
+                loads = [_load(count, each.held) for count in counts]
                 for way in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, **way}
                     found.append(parts(number, loads, rates, cluster, uncertain, weights=weights, **more))
@@ -256,10 +299,7 @@ class Workload:
             if cut is None:
                 break  # it cannot be cut into more stages either
             found += self._pipes(cut, cluster, "history" in allow)
-        facts = {"vertices": self.graph.vertices, "edges": self.graph.edges}
-        off = max(OFF, *(each.spread for each in self.models), *self.kept.doubtful.values())
-        found = [replace(one, seconds_off=off) for one in found]
-        return ranked(found, cluster, {"cluster": cluster.name, "ranks": size, **facts})
+        return found
 
     @staticmethod
     def _cuts(numbers: Sequence[int], cluster: Cluster) -> list[tuple[int, tuple[float, ...]]]:
@@ -284,7 +324,7 @@ class Workload:
                     pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=1, sliced=sliced)
                 )
                 continue
-            loads = [_load(count, own.held.at(count)) for count in counts]
+            loads = [_load(count, own.held) for count in counts]
             found += [
                 pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=chunks > 1)
                 for chunks in ((1, default_chunks(cut.ranks, 1)) if cut.chunks else (1,))
@@ -325,10 +365,9 @@ class Workload:
             group_size = GroupSize(count.rows, count.edges, count.halo, size)
             # One estimated size stands for all ranks if the graph is not at hand.
             own = ranks[part * size : (part + 1) * size] if len(ranks) > 1 else ranks
-            fullest = max(
-                (each.held.at(one, group_size=group_size) for one in own), key=lambda one: one.total
-            )
-            loads.append(_load(count, fullest))
+            held = {one: each.held.at(one, group_size=group_size).total for one in own}
+            fullest = max(held, key=lambda one: held[one])
+            loads.append(_load(count, each.held, fullest, group_size))
         shared, common = each.transposed
         # a (T - 1) / T + b (T - 1) bytes a vertex, see profile.epoch_costs.transposes.
         sent = (shared / size + common) * (size - 1) * self.graph.vertices
@@ -439,7 +478,27 @@ def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
     return [{**bits, "late": old} for bits, old in product([{}, *few], late)]
 
 
-def _load(counts: PartSize, held: MemoryByKind) -> Load:
-    """Return the load of a part on a rank that holds this memory."""
+def _load(
+    counts: PartSize, rates: Held, share: PartSize | None = None, group_size: GroupSize | None = None
+) -> Load:
+    """Return the load of a part.
+
+    Args:
+        counts: The size of the part.
+        rates: The memory rates of the model.
+        share: The size of a rank's share of the part; None if a rank has the whole part.
+        group_size: The size of the group that slices features; None without feature slices.
+    """
+    held = rates.at(share or counts, group_size=group_size)
     whole = held.features + held.edges + held.tables + held.weights
-    return Load(counts.rows, counts.edges, counts.sent, counts.halo, float(held.total), float(whole))
+    return Load(
+        counts.rows,
+        counts.edges,
+        counts.sent,
+        counts.halo,
+        float(held.total),
+        float(whole),
+        float(rates.moved(share or counts, group_size=group_size)),
+        # Without a layer that runs again this is unknown, and not 0.
+        None if held.other is None else float(held.other),
+    )

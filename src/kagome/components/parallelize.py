@@ -89,7 +89,8 @@ class PartOptions:
             parallel.tensor,
             sums_only=parallel.halo_sample < 1,
             memory=None if parallel.memory_gib is None else int(parallel.memory_gib * 2**30),
-            recompute=recompute,
+            # A plan holds settings of ``Parallel`` alone, so recomputation is one of these too.
+            recompute=recompute or parallel.activations == "recompute",
             amp=train.amp == "bf16",
         )
 

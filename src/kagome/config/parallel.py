@@ -23,7 +23,7 @@ from kagome.errors import ConfigError
 
 Partitioner = Literal["auto", "metis", "streaming", "contiguous", "random", "coordinates"]
 CrossChunk = Literal["history", "drop", "exact"]
-Activations = Literal["auto", "device", "host"]
+Activations = Literal["auto", "device", "host", "recompute"]
 Schedule = Literal["auto", "fill-drain", "1f1b", "kfkb"]
 SumCodec = Literal["none", "fp32", "bf16"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
@@ -133,7 +133,8 @@ class MemorySettings:
     chunks, and the rows of the next chunk are sent meanwhile."""
     activations: Activations = "auto"
     """Place where activations saved for backward are kept: on the ``device``, or in ``host`` memory.
-    ``auto`` uses host memory on a GPU if ``memory_gib`` is set."""
+    ``recompute`` keeps the inputs of each layer alone, as ``--model.recompute`` does. ``auto`` uses host
+    memory on a GPU if ``memory_gib`` is set, and with ``plan="auto"`` what a cut needs to fit."""
 
 
 @dataclass(frozen=True, kw_only=True)

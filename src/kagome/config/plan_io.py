@@ -15,6 +15,7 @@ from kagome.storage import text_files
 KINDS: Mapping[str, type] = {
     "graph": int, "part_weights": list, "pipe": int, "stages_per_rank": int, "tensor": int, "chunks": int,
     "decouple": bool, "cross_chunk": str, "codec": str, "codec_weights": str, "max_age": int,
+    "activations": str,
 }  # fmt: skip
 """Settings that a plan may have."""
 

@@ -201,6 +201,11 @@ class Run:
     train: Train = field(default_factory=Train)
     report: Report = field(default_factory=Report)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers run again in backward: by the model's own setting, or by that of a plan."""
+        return self.model.recompute or self.parallel.activations == "recompute"
+
     def cut(self, ranks: int) -> tuple[str, int, bool]:
         """Return how vertices are cut for this many ranks: partitioner, seed, and whether to reuse a cut."""
         return self.parallel.cutter(ranks), self.train.seed, self.parallel.reuse

@@ -41,6 +41,8 @@ class RecordedRows:
         self._place: int | None = None
         self.records: list[Record] | None = None
         """If this is a list, every new record is added to it, so that the caller can count its memory."""
+        self.reruns: list[list[Tensor]] | None = None
+        """If this is a list, each layer that runs again adds what autograd saves meanwhile."""
 
     @property
     def rank(self) -> int:

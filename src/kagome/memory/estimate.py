@@ -65,6 +65,10 @@ SLICE_UNITS: Final = (
 SLICE_KINDS: Final = ("tables", "activations")
 # Ids are int64.
 INDEX_BYTES: Final = 8
+AGAIN: Final = "again "
+"""Begins the kinds of the layers that run again: what autograd saves while one of them does, by its place."""
+SAVED_HALO: Final = "saved halo"
+"""The kind of those halo rows that autograd saves, which count as ``halo`` too."""
 NOTES: Final = 3
 """Further numbers that ranks sum along with gradients."""
 
@@ -120,6 +124,35 @@ class MemoryRates:
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
             group_size: Size of the group that slices features with this rank; None without feature slices.
         """
+        known = self._known(counts, group_size)
+        lists = INDEX_BYTES * (counts.sent + counts.train)
+        # Layers run again one after another, so the largest one decides. Which one that is depends on the
+        # counts: one layer may save edges and another one rows.
+        again = [size for kind, size in known.items() if kind.startswith(AGAIN)]
+        return MemoryByKind(
+            weights=self.weights + (self.best if keeps_best else 0),
+            gradients=sum(self.gradients),
+            optimizer=self.optimizer,
+            features=known.get("features", 0),
+            edges=known.get("edges", 0),
+            tables=known.get("tables", 0) + lists,
+            activations=known.get("activations"),
+            halo=known.get("halo"),
+            other=max(again, default=None),
+        )
+
+    def moved(self, counts: PartSize, *, group_size: GroupSize | None = None) -> int:
+        """Estimate the bytes that autograd saves, halo rows among them: what can wait in host memory.
+
+        Args:
+            counts: The size of the part.
+            group_size: Size of the group that slices features with this rank; None without feature slices.
+        """
+        known = self._known(counts, group_size)
+        return known.get("activations", 0) + known.get(SAVED_HALO, 0)
+
+    def _known(self, counts: PartSize, group_size: GroupSize | None) -> dict[str, int]:
+        """Return the bytes of each kind that was measured."""
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
             return max(round(sum(rate * unit for rate, unit in zip(rates, units, strict=True))), 0)
@@ -132,18 +165,8 @@ class MemoryRates:
             # With slices, rows of other parts arrive as columns of the group's rows. Measured and fitted,
             # they are part of tables and activations (see `_step`), so a separate kind would count them
             # twice.
-            known |= {"halo": 0} if kinds else {}
-        lists = INDEX_BYTES * (counts.sent + counts.train)
-        return MemoryByKind(
-            weights=self.weights + (self.best if keeps_best else 0),
-            gradients=sum(self.gradients),
-            optimizer=self.optimizer,
-            features=known.get("features", 0),
-            edges=known.get("edges", 0),
-            tables=known.get("tables", 0) + lists,
-            activations=known.get("activations"),
-            halo=known.get("halo"),
-        )
+            known |= {"halo": 0, SAVED_HALO: 0} if kinds else {}
+        return known
 
 
 def rates_of(
@@ -315,6 +338,8 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
         # The token ties every exchange to the loss. Otherwise a piece whose outputs do not depend on an
         # exchange would skip it in backward, and its peers would wait.
         loss = out.sum().float() + net.scope.forward.forward_pass.token
+        reruns: list[list[Tensor]] = []
+        net.scope.channel.reruns = reruns
         # autograd.grad, because the pieces share one copy of the weights and backward() would add to it.
         grads = torch.autograd.grad(loss, parameters, allow_unused=True) if loss.requires_grad else ()
         del out, loss
@@ -328,6 +353,8 @@ def _step(model: nn.Module, piece: Partition, channel: ThreadChannel, options: P
         kept["tables"] = kept.get("tables", 0) + kept.pop("halo", 0)
         waiting["activations"] = waiting.get("activations", 0) + waiting.pop("halo", 0)
     found = {kind: kept.get(kind, 0) + waiting.get(kind, 0) for kind in FITTED}
+    found[SAVED_HALO] = waiting.get("halo", 0)
+    found |= {f"{AGAIN}{place}": sum(ledger.apart(saved).values()) for place, saved in enumerate(reruns)}
     # `grads` is empty if the loss needs no gradient; `graded` still has an entry for each parameter.
     return _Step(found, tuple(grad is not None for grad in grads) or (False,) * len(parameters))
 
@@ -372,14 +399,15 @@ def _by_slice(
             group_size = GroupSize(one.rows, one.edges, one.halo, count)
             halo, most = (max(getattr(each[rank], unit) for rank in ranks) for unit in ("halo", "edges"))
             units.append(_slice_units(one.rows / count, halo, most, group_size))
-            found.append({kind: max(steps[rank].bytes[kind] for rank in ranks) for kind in SLICE_KINDS})
+            kinds = [kind for kind in steps[0].bytes if kind in SLICE_KINDS or kind.startswith(AGAIN)]
+            found.append({kind: max(steps[rank].bytes.get(kind, 0) for rank in ranks) for kind in kinds})
     # Columns are scaled to at most 1 before the fit: rcond then drops combinations of units that are
     # dependent, and not units that are merely small.
     table = np.array(units, dtype=np.float64)
     scale = np.maximum(table.max(axis=0), 1.0)
 
     def solved(kind: str) -> tuple[float, ...]:
-        rates = np.linalg.lstsq(table / scale, [one[kind] for one in found], rcond=1e-9)[0] / scale
+        rates = np.linalg.lstsq(table / scale, [one.get(kind, 0) for one in found], rcond=1e-9)[0] / scale
         return tuple(rates.tolist())
 
-    return {kind: solved(kind) for kind in SLICE_KINDS}
+    return {kind: solved(kind) for kind in found[0]}

@@ -8,7 +8,9 @@ does not record it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +31,22 @@ class SavedTensors:
         self._found: list[weakref.ref[_Saved]] = []
         self._kept: list[_Saved] = []
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Return the context of a forward pass whose saved tensors are recorded."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+    def recording(
+        self, beneath: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+    ) -> AbstractContextManager[None]:
+        """Return the context of a forward pass whose saved tensors are recorded.
+
+        Args:
+            beneath: Hooks that say what autograd holds, where others have set some; None where it holds the
+                tensors themselves.
+        """
+        pack, unpack = beneath or (self._pack, _unpack)
+
+        def noted(tensor: Tensor) -> Any:
+            self._pack(tensor)
+            return pack(tensor)
+
+        return torch.autograd.graph.saved_tensors_hooks(noted if beneath else pack, unpack)
 
     def alive(self) -> list[Tensor]:
         """Return those recorded tensors that autograd still holds, and all of them if they stay here."""

@@ -45,6 +45,11 @@ class Candidate:
         busy: The seconds that each rank computes; one value stands for all ranks if they are alike. Empty for
             a pipeline.
         held: Bytes held by each rank, in the order of ranks; empty if all may hold as much as the fullest.
+        moved: Bytes of these that autograd saves for backward, in the order of ``held``; one value, that of
+            the fullest rank, if ``held`` is empty. Empty if unknown.
+        inner: Bytes of activations that are on a rank at a time if all others are away, or computed again:
+            those of one layer, or of one chunk. In the order of ``moved``; empty if unknown.
+        knob: Why the cut holds fewer activations than it could, and what that costs; empty if it does not.
         run: The simulation of a pipeline's stages, without waits for neighbours and sums. Kept for the best
             plans only.
     """
@@ -60,6 +65,9 @@ class Candidate:
     reason: str = ""
     busy: tuple[float, ...] = ()
     held: tuple[float, ...] = ()
+    moved: tuple[float, ...] = ()
+    inner: tuple[float, ...] = ()
+    knob: str = ""
     run: Simulation | None = field(default=None, repr=False, compare=False)
     seconds_off: float = 0.0
 
@@ -204,6 +212,8 @@ def parts(
         uncertain if parts > 1 else 0.0,
         busy=busy,
         held=tuple(load.memory for load in each),
+        moved=tuple(load.activations for load in each),
+        inner=_inner(each),
     )
 
 
@@ -249,6 +259,7 @@ def slices(
     messages = (count - 1) * sliced.meetings + (size - count) * rates.meetings
     waits += cluster.latency * (messages + (size - 1) * ROUNDS * len(rates.weights))
     sent = {"transpose": round(sliced.sent), "weights": round(sums * size)}
+    fullest = max(loads, key=lambda load: load.memory)
     return Candidate(
         settings_of(decoupled, graph=groups, tensor=count),
         not decoupled,
@@ -256,16 +267,35 @@ def slices(
         max(busy),
         waits,
         {"halo": round(halo), **sent} if groups > 1 else sent,
-        max(load.memory for load in loads),
+        fullest.memory,
         uncertain if groups > 1 else 0.0,
         busy=busy,
+        moved=(fullest.activations,),
+        inner=_inner([fullest]),
     )
+
+
+def _inner(loads: Sequence[Load]) -> tuple[float, ...]:
+    """Return the activations of one layer on each rank; () if unknown, as where no layer runs again."""
+    # Layers run again on all ranks or on none.
+    found = [load.inner for load in loads if load.inner is not None]
+    return tuple(found) if len(found) == len(loads) else ()
 
 
 def settings_of(decoupled: bool, **axes: int) -> dict[str, Setting]:
     """Return the settings that a user would write for a mesh."""
     mesh: dict[str, Setting] = {axis: size for axis, size in axes.items() if size > 1}
     return {**mesh, "decouple": True} if decoupled else mesh
+
+
+def weighed(one: Candidate) -> float:
+    """Return the seconds by which a candidate ranks: an inexact one counts as if it were slower."""
+    return one.epoch_seconds * (1.0 if one.exact else WORTH)
+
+
+def size_text(size: float) -> str:
+    """Return bytes as gigabytes, the unit in which a plan's table shows memory of this size."""
+    return f"{size / 1e9:.3g} GB"
 
 
 def ranked(
@@ -284,12 +314,12 @@ def ranked(
     fitting = sorted(
         (one for one, lack in lacking if lack is None),
         # An inexact plan ranks first only if it is faster by more than the error of a prediction.
-        key=lambda one: one.epoch_seconds * (1.0 if one.exact else WORTH),
+        key=weighed,
     )
     refused = [
         (
             replace(one, run=None),
-            f"needs {lack[0] / 2**30:.2f} GiB a rank, there are {lack[1] / 2**30:.2f}",
+            f"needs {size_text(lack[0])} a rank, and a rank has {size_text(lack[1])}",
         )
         for one, lack in lacking
         if lack is not None
@@ -301,8 +331,8 @@ def ranked(
             key=lambda pair: pair[1][0] / pair[1][1],
         )
         raise PlanError(
-            f"a cut that fits {cluster.size} devices of {lack[1] / 2**30:.2f} GiB",
-            f"{least.name}, which needs least, at {lack[0] / 2**30:.2f} GiB a rank",
+            f"a cut that fits {cluster.size} devices of {size_text(lack[1])}",
+            f"{least.name}, which needs least, at {size_text(lack[0])} a rank",
             hint="more devices, a narrower model, or --allow history decoupled",
         )
     told = [
@@ -344,7 +374,7 @@ def _with_reason(one: Candidate, fitting: Sequence[Candidate]) -> Candidate:
         # The best may be slower than its runner-up: an exact plan ranks before a slightly faster inexact one.
         before = ", but exact" if one is best and verb == "slower" else ""
         text = f"{ratio:.2f} times {verb} than {other.name}{before}: {_why(one, other)}; {waits}"
-    return replace(one, reason=text)
+    return replace(one, reason=f"{text}; {one.knob}" if one.knob else text)
 
 
 def _why(one: Candidate, other: Candidate) -> str:
@@ -353,5 +383,5 @@ def _why(one: Candidate, other: Candidate) -> str:
     faster = computing + waiting < 0
     # The larger of the two differences has the sign of their sum, so it is the reason.
     if abs(computing) >= abs(waiting):
-        return "it computes less a rank" if faster else "it computes more a rank"
-    return "less of it waits for messages" if faster else "more of it waits for messages"
+        return f"each rank computes {'less' if faster else 'more'}"
+    return "less waiting" if faster else "more waiting"

@@ -6,7 +6,7 @@ Where it sits: it is what the planner knows of machines; ``autoplan.plan`` measu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil, inf
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from kagome.config.fields import fits, hints_of, path_of, shown, takes
 from kagome.errors import PlanError, shortened
 from kagome.storage import text_files
 
-EXTRA: Final = ("latency", "crowded", "cores")
+EXTRA: Final = ("latency", "crowded", "cores", "to_host", "host_memory")
 """Fields that a cluster's file may leave out."""
 NEEDED: Final = "name, hosts, devices, memory, speed, inside, between"
 LOCAL: Final = 4e9
@@ -25,7 +25,7 @@ DEVICES: Final = 65_536
 LIMITS: Final[Mapping[str, tuple[float, float]]] = {
     "hosts": (1, DEVICES), "devices": (1, DEVICES), "memory": (1, 1e24), "speed": (1e-9, 1e12),
     "inside": (1, 1e24), "between": (1, 1e24), "latency": (0, 1e6), "crowded": (1e-6, 1),
-    "cores": (1e-3, 1e9),
+    "cores": (1e-3, 1e9), "to_host": (0, 1e24), "host_memory": (0, 1e24),
 }  # fmt: skip
 """The smallest and the largest allowed value of each number."""
 
@@ -55,6 +55,9 @@ class Cluster:
         latency: Seconds of a message of any size; a rank sends its messages one after another.
         crowded: The speed of a device while the others compute too, relative to its speed alone.
         cores: The number of cores that the devices share, if they are ranks of one machine.
+        to_host: Bytes per second between a device and the memory of its host, each way; 0 if the device is
+            the host, or the rate is unknown. Activations can wait there if ``host_memory`` is known too.
+        host_memory: Bytes of memory of each host that its devices may use.
 
     Example:
         >>> two = Cluster("two hosts", hosts=2, devices=4, memory=16e9, speed=1, inside=1e10, between=1e9)
@@ -75,6 +78,8 @@ class Cluster:
     latency: float = 5e-6
     crowded: float = 1.0
     cores: float = inf
+    to_host: float = 0.0
+    host_memory: float = 0.0
 
     def __post_init__(self) -> None:
         hints = hints_of(Cluster)
@@ -186,12 +191,17 @@ class Cluster:
 
 GIB: Final = 2.0**30
 GB: Final = 1e9
+TB: Final = 1e12
 CORE: Final = 15 * GB
 """Memory bandwidth of one core of a server in bytes per second, which ``speed`` is relative to."""
+_H100: Final = Cluster(
+    "8 H100 in one node", 1, 8, 80 * GIB, 3_350 * GB / CORE, 450 * GB, 50 * GB,
+    to_host=64 * GB, host_memory=2 * TB,
+)  # fmt: skip
 READY: Final[Mapping[str, Cluster]] = {
-    "h100x8": Cluster("8 H100 in one node", 1, 8, 80 * GIB, 3_350 * GB / CORE, 450 * GB, 50 * GB),
-    "h100x64": Cluster("8 nodes of 8 H100", 8, 8, 80 * GIB, 3_350 * GB / CORE, 450 * GB, 50 * GB),
+    "h100x8": _H100,
+    "h100x64": replace(_H100, name="8 nodes of 8 H100", hosts=8),
     "a5000x16": Cluster("4 nodes of 4 A5000", 4, 4, 24 * GIB, 768 * GB / CORE, 25 * GB, 1.25 * GB),
 }
 """Built-in clusters with figures from data sheets: memory bandwidth, NVLink or PCIe in a node, InfiniBand or
-10 Gbit/s Ethernet between nodes."""
+10 Gbit/s Ethernet between nodes; host memory of a DGX H100, behind PCIe 5. That of the A5000s is unknown."""

@@ -24,6 +24,8 @@ class Load:
         halo: The number of rows read from peers, whose gradients are sent back.
         memory: Bytes held by the rank.
         whole: The bytes of these that each stage of a pipeline holds in full: data, tables, weights.
+        activations: The bytes of these that autograd saves for backward, halo rows among them.
+        inner: The bytes of these that the largest layer takes while it runs again; None if no layer does.
     """
 
     rows: float
@@ -32,6 +34,8 @@ class Load:
     halo: float
     memory: float
     whole: float = 0.0
+    activations: float = 0.0
+    inner: float | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from kagome.config import default_chunks
 from kagome.planner.candidates import ROUNDS, Candidate, settings_of
@@ -155,10 +156,24 @@ def pipes(
         busy,
         run.seconds + waits - busy,
         sent,
-        max(_memory(cut, load, rates, rank, chunks, old=old) for load in loads for rank in range(ranks)),
-        uncertain if number > 1 else 0.0,
+        uncertain=uncertain if number > 1 else 0.0,
         run=run,
+        **_fullest(cut, loads, rates, chunks, old=old),
     )
+
+
+def _fullest(
+    cut: PipeCut, loads: Sequence[Load], rates: CostRates, chunks: int, *, old: bool
+) -> dict[str, Any]:
+    """Return what the fullest rank of the pipeline holds, and the activations among it."""
+    memory, moved = max(
+        (_memory(cut, load, rates, rank, chunks, old=old), load.activations * cut.kept[rank])
+        for load in loads
+        for rank in range(cut.ranks)
+    )
+    # Backward asks for the activations of one chunk at a time. In a single chunk these are all of them:
+    # nothing is known of the layers of a stage.
+    return {"memory_bytes": memory, "moved": (moved,), "inner": (moved / chunks,)}
 
 
 def _memory(cut: PipeCut, load: Load, rates: CostRates, rank: int, chunks: int, *, old: bool) -> float:

@@ -16,8 +16,8 @@ second pass restores what the first had saved, in order, so it must make the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as pyg
 
 from kagome.deferred.lazy_tensor import now
-from kagome.halo.comm_recorder import Record
+from kagome.halo.comm_recorder import Record, tensors_of
 from kagome.intercept.hooks import replaced
 from kagome.intercept.interceptor import Interceptor
+from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.recompute.snapshot import Given, LayerSnapshot, Standing, mapped, pardoned
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, pyg.Sequential)
@@ -142,6 +143,8 @@ def _kept(
                 return mapped(inner(*args, **kwargs), now)
         restored, named = given.restored(tensors)
         with ExitStack() as stack:
+            if scope.channel.reruns is not None:
+                stack.enter_context(_counted(scope.channel.reruns, [*tensors, *tensors_of(record)]))
             # Backward runs outside of the interceptor. Its mode is entered last, when all state is back.
             for state in (moment.restored(hook), standing.restored(), scope.channel.replaying(record), scope):
                 stack.enter_context(state)
@@ -155,3 +158,22 @@ def _kept(
         with torch._C.DisableTorchFunction():
             standing.compare()
         scope.reads.forget()
+
+
+@contextmanager
+def _counted(reruns: list[list[Tensor]], given: Sequence[Tensor]) -> Iterator[None]:
+    """Add what autograd saves in a second run to a list, without what the layer was given."""
+    saved = SavedTensors(keeps=True)
+    try:
+        # Torch's own hook takes a saved tensor to the place where backward waits for it.
+        with saved.recording(torch._C._autograd._top_saved_tensors_default_hooks(True)):
+            yield
+    finally:
+        known = {tensor.untyped_storage().data_ptr() for tensor in given if tensor.layout == torch.strided}
+        reruns.append(
+            [
+                tensor
+                for tensor in saved.take()
+                if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in known
+            ]
+        )

@@ -40,7 +40,8 @@ class MemoryByKind:
     """Rows of other ranks that are kept until backward or permanently; None if unknown."""
     other: int | None = None
     """The rest of the measured peak: gradients of activations in flight, unused memory in the allocator,
-    libraries. None if no peak was measured.
+    libraries. Predicted: what the largest layer saves while it runs again. None if no peak was measured, or
+    no layer runs again.
     """
 
     @property

@@ -40,6 +40,8 @@ SERVED: Final = frozenset(
     ]
 )
 """The settings of ``Parallel`` that a loop of the user's own can have."""
+SERVED_VALUES: Final = {"activations": ("device", "recompute")}
+"""Of settings that it can have in part, the values besides the default."""
 STAGED: Final = (
     frozenset(field.name for field in fields(PipelineSettings))
     | SERVED
@@ -79,7 +81,8 @@ def refuse_unserved(parallel: Parallel) -> None:
     served = STAGED if is_staged(parallel) else SERVED
     for field in fields(plain):
         value = getattr(parallel, field.name)
-        if field.name not in served and value != getattr(plain, field.name):
+        known = field.name in served or value in SERVED_VALUES.get(field.name, ())
+        if not known and value != getattr(plain, field.name):
             raise ConfigError(
                 "settings that a training loop of your own can have",
                 f"{field.name}={value!r}",

@@ -115,7 +115,8 @@ def shard(
     refuse_unserved(parallel)
     _refuse_unfit(parallel, mesh)
     if is_staged(parallel):
-        refuse_beside_stages(beside, mesh, recompute=recompute, tensor=parallel.tensor)
+        again = recompute or parallel.activations == "recompute"
+        refuse_beside_stages(beside, mesh, recompute=again, tensor=parallel.tensor)
     model = unwrapped(model, empty=cut is not False)
     train = Train(seed=seed, timeout=timeout)
     with ExitStack() as stack:

@@ -192,7 +192,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
     """
     materialise(model, part, CPU)
     train, model_settings = settings.train, settings.model
-    options = PartOptions.of(train, fast=model_settings.fast, recompute=model_settings.recompute)
+    options = PartOptions.of(train, fast=model_settings.fast, recompute=settings.recomputes)
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(learning) if learning else None
     rates = rates_of(model, optimizer, part, options, several=parts > 1)

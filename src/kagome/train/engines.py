@@ -67,9 +67,10 @@ def build_engine(
             records_peak=settings.report.memory,
         )
     assert isinstance(part, Partition)  # stages and chunks of several vertex sets are refused with the data
-    if settings.model.recompute:
+    if settings.recomputes:
         raise ConfigError(
-            "a layer's rows to stay until model.recompute runs it again in backward",
+            "a layer's rows to stay until it runs again in backward, for model.recompute or "
+            "activations='recompute'",
             f"pipe={parallel.pipe}, chunks={parallel.chunks}, where they have gone on by then",
             hint="leave --model.recompute out, or --parallel.graph alone",
         )

@@ -103,7 +103,7 @@ class GraphEngine:
         with self.net:  # an unsupported model is refused now
             pass
         # Layers that are recomputed save next to nothing.
-        moved = replace(parallel, activations="device") if recompute else parallel
+        moved = replace(parallel, activations="device") if options.recompute else parallel
         self.offload = Offload(moved, channel.device, self.scope.constants.is_constant)
         self._notes: list[str] = []
         if fast and options.amp and channel.device.type == "cpu":
@@ -111,7 +111,7 @@ class GraphEngine:
                 "bf16 has no compiled kernels on a CPU: messages are computed edge by edge, in more time and "
                 "memory than float32 takes with them."
             )
-        self.recompute = recompute
+        self.recompute = options.recompute
         scored = scored_rows(part)
         self.own = scored.own.numel()
         """The number of own vertices that have scores."""
