@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.plan import StagePlan
 from kagome.schedule.actions import Action, ActionKind
-from kagome.schedule.schedules import Shape, k_forward_k_backward, windows
+from kagome.schedule.schedules import Shape, windows
 from kagome.schedule.simulator import Simulation, simulate
 
 
@@ -56,10 +56,16 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
             are passed from stage to stage, as in pipelines without branches.
     """
     shape, carried = flow(cost, plan, sequential=sequential)
-    passes = [cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages]
+    seconds = [
+        dict(zip((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W), (*passes, *halves), strict=True))
+        for passes, halves in (
+            (cost.compute(*stage), cost.halves(*stage))
+            for stage in ((s.operators, s.devices, s.micro_batch) for s in plan.stages)
+        )
+    ]
 
     def compute(action: Action) -> float:
-        return passes[action.stage][0 if action.kind is ActionKind.F else 1]
+        return seconds[action.stage][action.kind]
 
     def transfer(action: Action) -> float:
         # A gradient is as large as the value, so both directions of a link look up the same bytes.
@@ -67,7 +73,7 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
         return message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way))
 
     run = simulate(
-        k_forward_k_backward(shape, plan.k),
+        plan.programs(shape),
         compute,
         transfer=transfer,
         size=lambda action: shape.size(action.stage),
@@ -114,7 +120,7 @@ def message(cost: StageCost, plan: StagePlan, way: tuple[int, int], size: float)
     return cost.devices.latency + size / lanes / cost.devices.bandwidth
 
 
-def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> float:
+def estimate(cost: StageCost, plan: StagePlan, *, split: bool = False, sequential: bool = False) -> float:
     """Return a lower bound on the seconds of a batch that :func:`trial` finds, without running the programs.
 
     It is the maximum over stages and links of the sum of three times: until the first samples arrive, while
@@ -124,6 +130,7 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
     Args:
         cost: The cost of any set of operators as a stage.
         plan: The plan.
+        split: Whether backward is done in two halves, in any order; else under kFkB.
         sequential: Whether stages form a chain; see :func:`trial`.
 
     Cost: a few steps for each stage and link.
@@ -132,7 +139,15 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
     forward, backward = zip(
         *(cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
     )
-    begin, drain = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    weights = (0.0,) * len(plan.stages)
+    if split:
+        # Sources wait for the first half alone. Of the last micro-batch, a stage without sources has the
+        # second half to do after that.
+        backward, weights = zip(
+            *(cost.halves(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
+        )
+    begin = [0.0] * len(plan.stages)
+    drain = [0.0 if shape.sources(stage) else half for stage, half in enumerate(weights)]
     hops = {
         way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.all_links
     }
@@ -153,7 +168,7 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
     # A micro-batch starts once the one before it by the length of the window has come back.
     window, trip = windows(shape, plan.k), [0.0] * len(plan.stages)
     for stage in range(len(plan.stages) - 1, -1, -1):
-        size, own = shape.size(stage), forward[stage] + backward[stage]
+        size, own = shape.size(stage), forward[stage] + backward[stage]  # without the second half
         beyond = max((2 * hops[stage, other] + trip[other] for other in shape.readers(stage)), default=0.0)
         # The least time from a micro-batch's forward until its gradient is computed.
         trip[stage] = own + beyond
@@ -161,11 +176,12 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
         # Either the stage computes all the time, or it waits a whole trip for every window of micro-batches.
         rounds = (count - 1) // (window[stage] // size)
         most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
+        most = max(most, begin[stage] + count * (own + weights[stage]))
     return most + max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
 
 
 def longer_turns(
-    cost: StageCost, plan: StagePlan, *, sequential: bool = False
+    cost: StageCost, plan: StagePlan, *, split: bool = False, sequential: bool = False
 ) -> Iterator[tuple[float, StagePlan]]:
     """Yield a plan with its k, twice its k, and so on while that helps and fits, each with an estimate.
 
@@ -175,11 +191,12 @@ def longer_turns(
     Args:
         cost: The cost of any set of operators as a stage.
         plan: The plan.
+        split: Whether backward is done in two halves; see :func:`estimate`.
         sequential: Whether stages form a chain; see :func:`trial`.
     """
     before = float("inf")
     while True:
-        seconds = estimate(cost, plan, sequential=sequential)
+        seconds = estimate(cost, plan, split=split, sequential=sequential)
         yield seconds, plan
         if seconds >= before:
             return  # the last plan was yielded too: it may be better than its estimate
