@@ -98,7 +98,7 @@ def test_a_plain_plan_for_any_ranks(ranks, world, name):
     ],
 )
 def test_zero_bubble_and_dropout(ranks, name, plan):
-    """Masks, tied weights and integers that cross, on 4, 3 and 2 ranks: as on one rank with whole backwards."""
+    """Masks, tied weights, integers that cross, on 4, 3 and 2 ranks: as on one rank with whole backwards."""
     alone = ranks(1, trained, name, None)[0]
     found = ranks(plan.devices, trained, name, plan, 8, 2, "zero-bubble")
     same(found, alone)

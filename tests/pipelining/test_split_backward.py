@@ -1,4 +1,4 @@
-"""A backward in two halves gives the gradients of one, whatever the layers; the first half leaves weights alone."""
+"""A backward in two halves gives the gradients of one; the first half leaves weights alone."""
 
 from __future__ import annotations
 

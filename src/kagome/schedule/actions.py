@@ -136,7 +136,9 @@ def parse(text: str) -> Action:
     """
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise ScheduleError("an action written as 2F0, 1B3, 1I3, 1W3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"{text!r}")
+        raise ScheduleError(
+            "an action written as 2F0, 1B3, 1I3, 1W3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"{text!r}"
+        )
     stage, kind, chunk, piece, arrow, peer = found.groups()
     action = Action(int(stage), ActionKind(kind), int(chunk), _number(piece), _number(peer))
     wrong_piece = piece is not None and not action.kind.computes

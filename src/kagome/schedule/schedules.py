@@ -290,8 +290,8 @@ def zero_bubble(shape: Shape, orders: Sequence[str]) -> Programs:
 
     Args:
         shape: Stages and chunks; one stage a rank.
-        orders: For each stage, what it does, in order: a letter F for the next chunk's forward, I for the next
-            chunk's gradients of inputs, W for those of its weights. Each follows the chunks' order.
+        orders: For each stage, what it does, in order: a letter F for the next chunk's forward, I for the
+            next chunk's gradients of inputs, W for those of its weights.
 
     Raises:
         ScheduleError: If an order does not have an F, an I and a W for each chunk, has an I before its F or a

@@ -148,7 +148,7 @@ def simulate(
 
 
 def _most(program: Program, size: Callable[[Action], float] | None) -> float:
-    """Return the most that a program holds at once; a stage's chunk counts from its first F to its last B or W."""
+    """Return the most that a program holds at once; a chunk counts from its first F to its last B or W."""
     first: dict[tuple[int, int], Action] = {}
     last: dict[tuple[int, int], Action] = {}
     for action in program:
@@ -156,7 +156,8 @@ def _most(program: Program, size: Callable[[Action], float] | None) -> float:
             first.setdefault((action.stage, action.chunk), action)
         elif action.kind.computes:  # of I and W, the W is later
             last[action.stage, action.chunk] = action
-    # With pieces, a chunk has several F and several B in a stage, split in two an I and a W. Only the outermost pair counts.
+    # With pieces, a chunk has several F and several B in a stage; a B in two halves is an I and a W. Only the
+    # outermost pair counts.
     begins, ends = set(first.values()), set(last.values())
     now = most = 0.0
     for action in program:

@@ -8,8 +8,8 @@ Where it sits: ``stage_run`` makes one for each micro-batch of a zero-bubble pro
              │     │     │                              to each N beside which there are weights
              w3    w2    w1                         W   runs from each N to its weights
 
-``torch.distributed.pipelining`` splits a backward in this way too. Its function detaches the outputs in place,
-which views do not allow, and frees what a second group of weights may still need; hence this one.
+``torch.distributed.pipelining`` splits a backward in this way too. Its function detaches the outputs in
+place, which views do not allow, and frees what a second group of weights may still need; hence this one.
 
 Source: zero bubble pipelines (Qi et al., ICLR 2024); the walk is that of ``stage_backward_input`` of torch.
 """
@@ -96,8 +96,8 @@ class SplitBackward:
         """Add the gradients of the weights to their ``.grad``."""
         for nodes in self._groups():
             with ExitStack() as hooks, autocast.without(self._roots[0].device):
-                # Of two uses of one weight, the first may lie on the second one's path. What comes to it there
-                # is replaced by what came to it in the first half, which has that already.
+                # Of two uses of one weight, the first may lie on the second one's path. What comes to it
+                # there is replaced by what came to it in the first half, which has that already.
                 if len(nodes) > 1:
                     for node in nodes:
                         hooks.callback(node.register_prehook(_replacing(self._come[node])).remove)

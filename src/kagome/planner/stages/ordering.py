@@ -1,16 +1,16 @@
 """Ordering: how long a batch takes under kFkB, and the order of zero bubble, by one compiled loop.
 
-Where it sits: ``graphpipe`` asks for the seconds of many plans, of which ``simulate_plan`` then shows the best
-in full. Programs of actions say the same at a hundred times the cost.
+Where it sits: ``graphpipe`` asks for the seconds of many plans, of which ``simulate_plan`` then shows the
+best in full. Programs of actions say the same at many times the cost.
 
 ::
 
-    I   gradients of a stage's inputs, for which its sources wait       I > F > W: a stage takes the first that
-    F   forward, unless the stage holds a window of samples             can begin now. W never delays an I that
-    W   gradients of its weights, for which nobody waits                has come, so it fills the gaps.
+    I   gradients of a stage's inputs, for which its sources wait       I > F > W: a stage takes the first
+    F   forward, unless the stage holds a window of samples             that can begin now. W is taken where
+    W   gradients of its weights, for which nobody waits                it would wait, so it fills the gaps.
 
-Source: list scheduling; the two halves and their priorities are those of zero bubble pipelines (Qi et al., ICLR
-2024), the bound on samples held is that of kFkB (their H1).
+Source: list scheduling. The halves are those of zero bubble pipelines (Qi et al., ICLR 2024), the bound on
+the samples held is that of kFkB, as in their H1.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def seconds_of(cost: StageCost, plan: StagePlan, *, split: bool = False, sequent
     return _ordered(cost, plan, split=split, sequential=sequential)[0]
 
 
-def zero_bubble_of(
-    cost: StageCost, plan: StagePlan, *, why: str = "", sequential: bool = False
-) -> StagePlan:
+def zero_bubble_of(cost: StageCost, plan: StagePlan, *, why: str = "", sequential: bool = False) -> StagePlan:
     """Return a plan with orders for zero bubble, in which no stage holds more samples than under kFkB."""
     _, found = _ordered(cost, plan, split=True, sequential=sequential)
     orders = ["".join(" FIW"[letter] for letter in row if letter) for row in found.tolist()]

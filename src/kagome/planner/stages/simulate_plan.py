@@ -5,7 +5,7 @@ Where it sits: on top of ``schedule.simulator``; planners and benchmarks compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kagome.planner.stages.devices import StageCost
@@ -136,6 +136,13 @@ def estimate(cost: StageCost, plan: StagePlan, *, split: bool = False, sequentia
     Cost: a few steps for each stage and link.
     """
     shape, carried = flow(cost, plan, sequential=sequential)
+    return _estimates(cost, plan, shape, carried, split=split)(windows(shape, plan.k))
+
+
+def _estimates(
+    cost: StageCost, plan: StagePlan, shape: Shape, carried: Mapping[tuple[int, int], float], *, split: bool
+) -> Callable[[Sequence[int]], float]:
+    """Return :func:`estimate` as a function of the stages' windows; all else does not depend on k."""
     forward, backward = zip(
         *(cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
     )
@@ -151,7 +158,7 @@ def estimate(cost: StageCost, plan: StagePlan, *, split: bool = False, sequentia
     hops = {
         way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.all_links
     }
-    most = 0.0
+    fixed = 0.0
     # In order of the reader, so that begin[one] and drain[one] are final: sources have smaller numbers.
     for one, other in sorted(shape.all_links, key=lambda link: link[1]):
         # The first micro-batch of the reader covers this many of its source's, and so does the last.
@@ -164,20 +171,31 @@ def estimate(cost: StageCost, plan: StagePlan, *, split: bool = False, sequentia
         # A link that is busy all the time, between the first forward and the last backward at its ends.
         messages = batch // shape.unit(one, other)
         busy = forward[one] + messages * hops[one, other] + forward[other] + backward[other]
-        most = max(most, begin[one] + busy + drain[other])
-    # A micro-batch starts once the one before it by the length of the window has come back.
-    window, trip = windows(shape, plan.k), [0.0] * len(plan.stages)
-    for stage in range(len(plan.stages) - 1, -1, -1):
-        size, own = shape.size(stage), forward[stage] + backward[stage]  # without the second half
-        beyond = max((2 * hops[stage, other] + trip[other] for other in shape.readers(stage)), default=0.0)
-        # The least time from a micro-batch's forward until its gradient is computed.
-        trip[stage] = own + beyond
-        count = batch // size
-        # Either the stage computes all the time, or it waits a whole trip for every window of micro-batches.
-        rounds = (count - 1) // (window[stage] // size)
-        most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
-        most = max(most, begin[stage] + count * (own + weights[stage]))
-    return most + max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+        fixed = max(fixed, begin[one] + busy + drain[other])
+    sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+    readers = [
+        [(other, 2 * hops[stage, other]) for other in shape.readers(stage)] for stage in range(shape.stages)
+    ]
+
+    def seconds(window: Sequence[int]) -> float:
+        most, trip = fixed, [0.0] * len(plan.stages)
+        # A micro-batch starts once the one before it by the length of the window has come back.
+        for stage in range(len(plan.stages) - 1, -1, -1):
+            size, own = shape.size(stage), forward[stage] + backward[stage]  # without the second half
+            beyond = max(
+                (there_and_back + trip[other] for other, there_and_back in readers[stage]), default=0.0
+            )
+            # The least time from a micro-batch's forward until its gradient is computed.
+            trip[stage] = own + beyond
+            count = batch // size
+            # Either the stage computes all the time, or it waits a whole trip for every window of
+            # micro-batches.
+            rounds = (count - 1) // (window[stage] // size)
+            most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
+            most = max(most, begin[stage] + count * (own + weights[stage]))
+        return most + sync
+
+    return seconds
 
 
 def longer_turns(
@@ -195,15 +213,26 @@ def longer_turns(
         sequential: Whether stages form a chain; see :func:`trial`.
     """
     before = float("inf")
+    shape, carried = flow(cost, plan, sequential=sequential)
+    found = _estimates(cost, plan, shape, carried, split=split)
     while True:
-        seconds = estimate(cost, plan, split=split, sequential=sequential)
+        seconds = found(windows(shape, plan.k))
         yield seconds, plan
         if seconds >= before:
             return  # the last plan was yielded too: it may be better than its estimate
         before = seconds
-        # All stages at once: a longer turn of one stage alone makes its neighbours wait.
-        plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
-        held = windows(flow(cost, plan, sequential=sequential)[0], plan.k)
-        for stage, samples in zip(plan.stages, held, strict=True):
-            if cost.memory(stage.operators, stage.devices, samples) > cost.devices.memory:
-                return
+        longer = twice_the_turn(cost, plan, shape)
+        if longer is None:
+            return
+        plan = longer
+
+
+def twice_the_turn(cost: StageCost, plan: StagePlan, shape: Shape) -> StagePlan | None:
+    """Return a plan of a shape with twice its k; None if it does not fit the memory of the devices."""
+    # All stages at once: a longer turn of one stage alone makes its neighbours wait.
+    longer = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
+    fits = (
+        cost.memory(stage.operators, stage.devices, samples) <= cost.devices.memory
+        for stage, samples in zip(longer.stages, windows(shape, longer.k), strict=True)
+    )
+    return longer if all(fits) else None
