@@ -57,6 +57,14 @@ CASES: dict[str, Callable[[], Case]] = {
         lambda m, x, y: [m[0](m[1](m[0](m[2](m[1](x)))))],
     ),
     "beside all paths": lambda: (layers(), lambda m, x, y: [m[0](x), m[1](torch.ones(2, 6)) + m[0].bias]),
+    "one behind another": lambda: (
+        layers(),
+        lambda m, x, y: [h := m[0](torch.ones(2, 6)), h, m[1](h).tanh()],
+    ),
+    "a path into one beside": lambda: (
+        layers(),
+        lambda m, x, y: [h := m[0](torch.ones(2, 6)), m[1](h * x) + h],
+    ),
     "pieces of one value": lambda: (layers(), lambda m, x, y: list(m(torch.ones(2, 6)).split(3, 1))),
     "passed on": lambda: (layers(), lambda m, x, y: [x, m(x)]),
     "a sum over both": lambda: (layers(), lambda m, x, y: [(m(x) * m[0](y)).sum()]),

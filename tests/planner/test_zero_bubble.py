@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -66,13 +67,14 @@ def test_the_compiled_loop_has_the_simulators_times(drawn: tuple[StageCost, Stag
 
 @settings(deadline=None, max_examples=100)
 @given(drawn=planned())
-def test_orders_are_whole_and_within_the_window(drawn: tuple[StageCost, StagePlan]) -> None:
+def test_orders_are_whole_and_within_their_bounds(drawn: tuple[StageCost, StagePlan]) -> None:
     cost, plan = drawn
     ordered = zero_bubble_of(cost, plan)
     shape = plan.shape(cost.graph)
     programs = ordered.programs(shape)
     assert from_text(to_text(programs)) == programs
-    for stage, (program, most) in enumerate(zip(programs, windows(shape, plan.k), strict=True)):
+    window = windows(shape, plan.k)
+    for stage, program in enumerate(programs):
         chunks = list(shape.chunks(stage))
         places = {
             kind: [(a.chunk, place) for place, a in enumerate(program) if a.kind is kind]
@@ -85,7 +87,9 @@ def test_orders_are_whole_and_within_the_window(drawn: tuple[StageCost, StagePla
             assert all(before < after for (_, before), (_, after) in pairs)
         assert not [a for a in program if a.kind is ActionKind.B]
         held = simulate(programs, lambda action: 1.0, size=lambda a: shape.size(a.stage)).held[stage]
-        assert held <= most
+        assert held <= max(window)
+        ahead = [{"F": 1, "I": -1}.get(letter, 0) for letter in ordered.stages[stage].order]
+        assert max(accumulate(ahead)) * shape.size(stage) <= window[stage]
 
 
 def chain(stages: int, batch: int) -> tuple[StageCost, StagePlan]:
@@ -105,7 +109,19 @@ def test_the_bubble_of_a_chain_is_a_third() -> None:
     busy = 8 * 3.0
     assert whole.seconds - busy == 3 * 3.0
     assert split.seconds - busy == 3 * 1.0
-    assert split.run.held == whole.run.held == (4, 3, 2, 1)
+    assert whole.run.held == (4, 3, 2, 1)
+    assert split.run.held == (4, 4, 4, 4)
+
+
+def test_a_stage_without_memory_does_its_weights_sooner() -> None:
+    """The last stage has room for two samples, where the first may hold four."""
+    cost, plan = chain(4, 8)
+    operators = (*cost.graph.operators[:-1], replace(cost.graph.operators[-1], kept=100))
+    tight = replace(cost, graph=OperatorGraph(operators), devices=Devices(4, 4 * 8 + 250.0, 1e9))
+    split = trial(tight, zero_bubble_of(tight, plan))
+    assert split.run.held[-1] == 2
+    assert max(split.memory) <= 4 * 8 + 250.0
+    assert trial(cost, zero_bubble_of(cost, plan)).seconds < split.seconds < trial(cost, plan).seconds
 
 
 def test_the_search_takes_zero_bubble_where_it_is_faster_and_says_why() -> None:

@@ -98,9 +98,9 @@ class SplitBackward:
             with ExitStack() as hooks, autocast.without(self._roots[0].device):
                 # Of two uses of one weight, the first may lie on the second one's path. What comes to it
                 # there is replaced by what came to it in the first half, which has that already.
-                if len(nodes) > 1:
-                    for node in nodes:
-                        hooks.callback(node.register_prehook(_replacing(self._come[node])).remove)
+                # (A root beside all paths has its own gradient alone, to which the engine adds the others'.)
+                for node in self._through.intersection(nodes) if len(nodes) > 1 else ():
+                    hooks.callback(node.register_prehook(_replacing(self._come[node])).remove)
                 edges = [
                     (GradientEdge(node, place), gradient)
                     for node in nodes

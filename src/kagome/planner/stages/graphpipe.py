@@ -36,7 +36,7 @@ from kagome.planner.stages.operator_groups import Floats, GroupFacts, Groups, In
 from kagome.planner.stages.ordering import seconds_of, zero_bubble_of
 from kagome.planner.stages.plan import DagSchedule, PlannedStage, StagePlan
 from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
-from kagome.planner.stages.simulate_plan import longer_turns, twice_the_turn
+from kagome.planner.stages.simulate_plan import longer_turns
 from kagome.schedule.schedules import windows
 
 
@@ -312,17 +312,7 @@ class GraphPipe:
         # Of all plans anew: without the bubbles of a long pipeline other plans are the fastest.
         limit = seconds / MARGIN if "kfkb" in self.schedules else float("inf")
         split = self._fastest([*plans, *mixed], limit, split=True)
-        return self.scheduled(best if split is None else self._with_longer_turns(*split), seconds)
-
-    def _with_longer_turns(self, seconds: float, plan: StagePlan) -> StagePlan:
-        """Return a plan with the k that zero bubble is fastest with, of which its estimate knows nothing."""
-        shape = plan.shape(self.cost.graph)
-        while (longer := twice_the_turn(self.cost, plan, shape)) is not None:
-            other = seconds_of(self.cost, longer, split=True)
-            if other >= seconds:
-                break
-            seconds, plan = other, longer
-        return plan
+        return self.scheduled(best if split is None else split[1], seconds)
 
     def scheduled(self, plan: StagePlan, kfkb: float | None = None) -> StagePlan:
         """Return a plan with the schedule of the better forecast, and why.

@@ -6,11 +6,14 @@ best in full. Programs of actions say the same at many times the cost.
 ::
 
     I   gradients of a stage's inputs, for which its sources wait       I > F > W: a stage takes the first
-    F   forward, unless the stage holds a window of samples             that can begin now. W is taken where
+    F   forward, unless a window of samples is on its way               that can begin now. W is taken where
     W   gradients of its weights, for which nobody waits                it would wait, so it fills the gaps.
 
+From F to I a stage has as many samples as under kFkB, and from F to W at most as many as the stage that holds
+the most under kFkB, as far as its memory allows.
+
 Source: list scheduling. The halves are those of zero bubble pipelines (Qi et al., ICLR 2024), the bound on
-the samples held is that of kFkB, as in their H1.
+samples is that of their H1.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from kagome.kernels.base.jit import compiled
 from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.operator_groups import Floats, Ints
-from kagome.planner.stages.plan import StagePlan
+from kagome.planner.stages.plan import PlannedStage, StagePlan
 from kagome.planner.stages.simulate_plan import flow, message
 from kagome.schedule.schedules import windows
 
@@ -40,7 +43,7 @@ def seconds_of(cost: StageCost, plan: StagePlan, *, split: bool = False, sequent
 
 
 def zero_bubble_of(cost: StageCost, plan: StagePlan, *, why: str = "", sequential: bool = False) -> StagePlan:
-    """Return a plan with orders for zero bubble, in which no stage holds more samples than under kFkB."""
+    """Return a plan with orders for zero bubble, and the reason for them."""
     _, found = _ordered(cost, plan, split=True, sequential=sequential)
     orders = ["".join(" FIW"[letter] for letter in row if letter) for row in found.tolist()]
     return plan.with_orders(orders, why)
@@ -48,7 +51,7 @@ def zero_bubble_of(cost: StageCost, plan: StagePlan, *, why: str = "", sequentia
 
 def _ordered(cost: StageCost, plan: StagePlan, *, split: bool, sequential: bool) -> tuple[float, Ints]:
     shape, carried = flow(cost, plan, sequential=sequential)
-    links, batch = shape.all_links, len(shape.order)
+    links, batch, held = shape.all_links, len(shape.order), windows(shape, plan.k)
     sizes = np.array([shape.size(stage) for stage in range(shape.stages)], dtype=np.int64)
     times = np.zeros((shape.stages, 3))
     for number, stage in enumerate(plan.stages):
@@ -60,7 +63,14 @@ def _ordered(cost: StageCost, plan: StagePlan, *, split: bool, sequential: bool)
         np.array(links, dtype=np.int64).reshape(len(links), 2),
         np.array([message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in links]),
         sizes,
-        np.array(windows(shape, plan.k), dtype=np.int64),
+        np.array(held, dtype=np.int64),
+        np.array(
+            [
+                _room(cost, stage, samples, max(held))
+                for stage, samples in zip(plan.stages, held, strict=True)
+            ],
+            dtype=np.int64,
+        ),
         np.array(plan.k, dtype=np.int64),
         times,
         batch,
@@ -71,12 +81,21 @@ def _ordered(cost: StageCost, plan: StagePlan, *, split: bool, sequential: bool)
     return float(seconds) + sync, orders
 
 
+def _room(cost: StageCost, stage: PlannedStage, least: int, most: int) -> int:
+    """Return the most samples that a stage may hold, between two numbers of which it has memory for one."""
+    fixed, one = (cost.memory(stage.operators, stage.devices, held) for held in (0, 1))
+    if cost.memory(stage.operators, stage.devices, most) <= cost.devices.memory:
+        return most
+    return max(least, min(most, int((cost.devices.memory - fixed) / (one - fixed))))
+
+
 @compiled
 def ordered(
     links: Ints,
     hops: Floats,
     sizes: Ints,
     window: Ints,
+    room: Ints,
     turn: Ints,
     times: Floats,
     batch: int,
@@ -89,7 +108,8 @@ def ordered(
         links: The pairs of stages of which the second reads the first.
         hops: The seconds of a message on each link, in either direction.
         sizes: The samples of a micro-batch of each stage.
-        window: The most samples that each stage may hold.
+        window: The most samples of each stage between F and I.
+        room: The most between F and W.
         turn: The k of each stage.
         times: The seconds of F, I and W of each stage.
         batch: The number of samples in a batch.
@@ -98,7 +118,8 @@ def ordered(
         orders: What each stage does if it chooses, written here: 1 for F, 2 for I, 3 for W, then zeros.
 
     Shapes:
-        links ``[links, 2]``; hops ``[links]``; sizes, window and turn ``[stages]``; times ``[stages, 3]``;
+        links ``[links, 2]``; hops ``[links]``; sizes, window, room and turn ``[stages]``; times
+        ``[stages, 3]``;
         orders ``[stages, 3 * the most micro-batches]``.
     """
     stages, never = sizes.size, np.inf
@@ -119,7 +140,8 @@ def ordered(
                 size, count = sizes[stage], batch // sizes[stage]
                 forward, inputs = done[stage, 0], done[stage, 1]
                 ready, back = never, never
-                if forward < count and (forward - done[stage, 2]) * size < window[stage]:
+                held = (forward - done[stage, 2]) * size
+                if forward < count and (forward - inputs) * size < window[stage] and held < room[stage]:
                     ready = free[stage]
                     for link in range(links.shape[0]):
                         if links[link, 1] == stage:

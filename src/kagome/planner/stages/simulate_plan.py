@@ -81,7 +81,8 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
     )
     # Gradients are summed after the last micro-batch, all stages at once.
     sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
-    held = windows(shape, plan.k)
+    # Zero bubble holds samples until W, which may be more than under kFkB.
+    held = [max(most, int(found)) for most, found in zip(windows(shape, plan.k), run.held, strict=True)]
     memory = tuple(
         cost.memory(stage.operators, stage.devices, samples)
         for stage, samples in zip(plan.stages, held, strict=True)
@@ -221,18 +222,8 @@ def longer_turns(
         if seconds >= before:
             return  # the last plan was yielded too: it may be better than its estimate
         before = seconds
-        longer = twice_the_turn(cost, plan, shape)
-        if longer is None:
-            return
-        plan = longer
-
-
-def twice_the_turn(cost: StageCost, plan: StagePlan, shape: Shape) -> StagePlan | None:
-    """Return a plan of a shape with twice its k; None if it does not fit the memory of the devices."""
-    # All stages at once: a longer turn of one stage alone makes its neighbours wait.
-    longer = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
-    fits = (
-        cost.memory(stage.operators, stage.devices, samples) <= cost.devices.memory
-        for stage, samples in zip(longer.stages, windows(shape, longer.k), strict=True)
-    )
-    return longer if all(fits) else None
+        # All stages at once: a longer turn of one stage alone makes its neighbours wait.
+        plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
+        for stage, samples in zip(plan.stages, windows(shape, plan.k), strict=True):
+            if cost.memory(stage.operators, stage.devices, samples) > cost.devices.memory:
+                return
