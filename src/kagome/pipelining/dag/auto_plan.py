@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ from kagome.planner.stages.coarsen import coarsened, fused
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
 from kagome.planner.stages.operator_costs import OperatorGraph
-from kagome.planner.stages.ordering import zero_bubble_of
-from kagome.planner.stages.plan import SCHEDULES, StagePlan
+from kagome.planner.stages.plan import SCHEDULES, DagSchedule, StagePlan
 from kagome.profile.operators import joint_norms, measured
 
 LARGEST: Final = 64
@@ -92,7 +91,9 @@ def searched(
     return OperatorGraph.from_json(operators), StagePlan.from_json(found)
 
 
-def scheduled(plan: StagePlan, operators: OperatorGraph, channel: Channel, schedule: str) -> StagePlan:
+def scheduled(
+    plan: StagePlan, operators: OperatorGraph, channel: Channel, schedule: Literal["auto"] | DagSchedule
+) -> StagePlan:
     """Return a plan with a schedule: its own for ``auto``. All ranks call it, with the same plan.
 
     Cost:
@@ -104,9 +105,8 @@ def scheduled(plan: StagePlan, operators: OperatorGraph, channel: Channel, sched
         return plan.with_orders([""] * len(plan.stages))
     # Only ratios of times matter to an order, so rough costs will do.
     devices = Devices(channel.size, float("inf"), bandwidth(channel))
-    cost = StageCost(operators, devices, plan.batch)
-    text = by_first(channel, lambda: zero_bubble_of(cost, plan, why="as asked").to_json(), "orders")
-    return StagePlan.from_json(text)
+    planner = GraphPipe(StageCost(operators, devices, plan.batch), (), schedules=(schedule,))
+    return StagePlan.from_json(by_first(channel, lambda: planner.scheduled(plan).to_json(), "orders"))
 
 
 def bandwidth(channel: Channel) -> float:
