@@ -157,6 +157,13 @@ def test_orders_that_are_none_are_refused(orders: tuple[str, ...], words: str) -
         zero_bubble(Shape(2, range(2)), orders)
 
 
+def test_orders_that_wait_for_each_other_are_found() -> None:
+    """The reader needs two micro-batches of its source, which waits for a gradient after the first."""
+    shape = Shape(2, range(8), sizes=(4, 8))
+    with pytest.raises(ScheduleError, match="waiting for ever"):
+        simulate(zero_bubble(shape, ("FIWFIW", "FIW")), lambda action: 1.0)
+
+
 def test_a_plan_of_an_unknown_field_is_refused() -> None:
     with pytest.raises(PlanError, match="oder"):
         StagePlan.from_json('{"batch": 2, "stages": [{"operators": ["a"], "oder": "FIW"}]}')

@@ -82,11 +82,12 @@ def _ordered(cost: StageCost, plan: StagePlan, *, split: bool, sequential: bool)
 
 
 def _room(cost: StageCost, stage: PlannedStage, least: int, most: int) -> int:
-    """Return the most samples that a stage may hold, between two numbers of which it has memory for one."""
+    """Return how many samples a stage may hold, in whole micro-batches: all of the most, or what fits."""
     fixed, one = (cost.memory(stage.operators, stage.devices, held) for held in (0, 1))
-    if cost.memory(stage.operators, stage.devices, most) <= cost.devices.memory:
-        return most
-    return max(least, min(most, int((cost.devices.memory - fixed) / (one - fixed))))
+    free, kept = max(0.0, cost.devices.memory - fixed), one - fixed
+    if kept * most > free:
+        most = max(least, int(free / kept))
+    return most - most % stage.micro_batch
 
 
 @compiled
