@@ -331,7 +331,7 @@ def zero_bubble(shape: Shape, orders: Sequence[str]) -> Programs:
             if letter == "W":
                 yield Action(stage, ActionKind.W, chunk)  # nobody else waits for it
             else:
-                yield from _step(shape, stage, chunk, forward=letter == "F", backward=ActionKind.I)
+                yield from _step(shape, stage, chunk, forward=letter == "F", half=True)
         if set(done.values()) != {len(shape.chunks(stage))}:
             raise ScheduleError(
                 f"an order with F, I and W {len(shape.chunks(stage))} times each",
@@ -403,13 +403,14 @@ def _step(
     piece: int | None = None,
     *,
     forward: bool,
-    backward: ActionKind = ActionKind.B,
+    half: bool = False,
     first: bool = True,
     last: bool = True,
 ) -> Iterator[Action]:
     """Yield the actions of a chunk in a stage, or of a piece of it, of which the first and last exchange."""
     if first:
         yield from receives(shape, stage, chunk, forward=forward)
+    backward = ActionKind.I if half else ActionKind.B
     yield Action(stage, ActionKind.F if forward else backward, chunk, piece)
     if last:
         yield from sends(shape, stage, chunk, forward=forward)

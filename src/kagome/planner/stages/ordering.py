@@ -170,7 +170,7 @@ def ordered(
             if start[stage] < now:
                 now, at = start[stage], stage
         if at < 0:
-            return free.max()
+            return float(free.max())
         kind, number = what[at], done[at, what[at]]
         if split:
             orders[at, done[at].sum()] = kind + 1
