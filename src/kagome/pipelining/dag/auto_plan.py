@@ -49,7 +49,7 @@ def searched(
     inputs: Mapping[str, Tensor],
     channel: Channel,
     batch: int,
-    schedule: str = "auto",
+    schedule: Literal["auto"] | DagSchedule = "auto",
 ) -> tuple[OperatorGraph, StagePlan]:
     """Measure operators and links, and search for a plan. All ranks call it.
 
@@ -105,7 +105,7 @@ def scheduled(
         return plan.with_orders([""] * len(plan.stages))
     # Only ratios of times matter to an order, so rough costs will do.
     devices = Devices(channel.size, float("inf"), bandwidth(channel))
-    planner = GraphPipe(StageCost(operators, devices, plan.batch), (), schedules=(schedule,))
+    planner = GraphPipe(StageCost(operators, devices, plan.batch), (), schedules=("zero-bubble",))
     return StagePlan.from_json(by_first(channel, lambda: planner.scheduled(plan).to_json(), "orders"))
 
 
