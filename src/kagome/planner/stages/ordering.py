@@ -19,6 +19,7 @@ samples is that of their H1.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kagome.kernels.base.jit import compiled
 from kagome.planner.stages.devices import StageCost
@@ -26,6 +27,8 @@ from kagome.planner.stages.operator_groups import Floats, Ints
 from kagome.planner.stages.plan import PlannedStage, StagePlan
 from kagome.planner.stages.simulate_plan import flow, message
 from kagome.schedule.schedules import windows
+
+Flags = NDArray[np.bool_]
 
 
 def seconds_of(cost: StageCost, plan: StagePlan, *, split: bool = False, sequential: bool = False) -> float:
@@ -124,10 +127,7 @@ def ordered(
         orders ``[stages, 3 * the most micro-batches]``.
     """
     stages, never = sizes.size, np.inf
-    # When each micro-batch of a stage has all that it reads, and all gradients of what it gave. Messages of a
-    # link arrive in order, so the last one that a micro-batch needs decides.
-    come = np.zeros((2, links.shape[0], batch // sizes.min()))
-    come[:] = never
+    come = np.full((2, links.shape[0], batch // sizes.min()), never)
     free, busy = np.zeros(stages), np.zeros((2, links.shape[0]))
     done = np.zeros((stages, 3), dtype=np.int64)
     start, what = np.zeros(stages), np.zeros(stages, dtype=np.int64)
@@ -143,17 +143,9 @@ def ordered(
                 ready, back = never, never
                 held = (forward - done[stage, 2]) * size
                 if forward < count and (forward - inputs) * size < window[stage] and held < room[stage]:
-                    ready = free[stage]
-                    for link in range(links.shape[0]):
-                        if links[link, 1] == stage:
-                            unit = min(size, sizes[links[link, 0]])
-                            ready = max(ready, come[0, link, (forward + 1) * (size // unit) - 1])
+                    ready = max(free[stage], arrival(links, sizes, come, stage, 0, forward))
                 if inputs < forward:
-                    back = free[stage]
-                    for link in range(links.shape[0]):
-                        if links[link, 0] == stage:
-                            unit = min(size, sizes[links[link, 1]])
-                            back = max(back, come[1, link, (inputs + 1) * (size // unit) - 1])
+                    back = max(free[stage], arrival(links, sizes, come, stage, 1, inputs))
                 if split:
                     kind = 1 if back <= ready else 0
                     # Only a later start than now leaves a gap.
@@ -179,15 +171,65 @@ def ordered(
         done[at, kind] += 1
         free[at] = now + times[at, kind]
         stale[at] = True
-        if kind == 2:
+        if kind != 2:
+            send(links, sizes, hops, come, busy, stale, at, kind, number, free[at])
+
+
+@compiled
+def arrival(links: Ints, sizes: Ints, come: Floats, stage: int, kind: int, number: int) -> float:
+    """Return when a micro-batch of a stage has all that it reads, or all gradients of what it gave.
+
+    Args:
+        links: The pairs of stages of which the second reads the first.
+        sizes: The samples of a micro-batch of each stage.
+        come: When each message has come, by direction, link and number.
+        stage: The stage.
+        kind: 0 for what its forward reads, 1 for gradients.
+        number: The micro-batch.
+    """
+    last = 0.0
+    for link in range(links.shape[0]):
+        if links[link, 1 - kind] == stage:
+            each = sizes[stage] // min(sizes[stage], sizes[links[link, kind]])
+            # Messages of a link arrive in order, so the last one that a micro-batch needs decides.
+            last = max(last, come[kind, link, (number + 1) * each - 1])
+    return last
+
+
+@compiled
+def send(
+    links: Ints,
+    sizes: Ints,
+    hops: Floats,
+    come: Floats,
+    busy: Floats,
+    stale: Flags,
+    stage: int,
+    kind: int,
+    number: int,
+    now: float,
+) -> None:
+    """Send what a micro-batch's forward gave, or the gradients of what it read; mark stages that wait for it.
+
+    Args:
+        links: The pairs of stages of which the second reads the first.
+        sizes: The samples of a micro-batch of each stage.
+        hops: The seconds of a message on each link.
+        come: When each message comes, written here.
+        busy: Until when each link is occupied in each direction, written here.
+        stale: Which stages must choose anew, written here.
+        stage: The stage.
+        kind: 0 for its forward, 1 for gradients.
+        number: The micro-batch.
+        now: When the messages begin.
+    """
+    for link in range(links.shape[0]):
+        if links[link, kind] != stage:
             continue
-        for link in range(links.shape[0]):
-            if links[link, kind] != at:
-                continue
-            other = links[link, 1 - kind]
-            each = sizes[at] // min(sizes[at], sizes[other])
-            for unit in range(number * each, (number + 1) * each):
-                # A link carries one message at a time in each direction.
-                busy[kind, link] = max(busy[kind, link], free[at]) + hops[link]
-                come[kind, link, unit] = busy[kind, link]
-            stale[other] = True
+        other = links[link, 1 - kind]
+        each = sizes[stage] // min(sizes[stage], sizes[other])
+        for unit in range(number * each, (number + 1) * each):
+            # A link carries one message at a time in each direction.
+            busy[kind, link] = max(busy[kind, link], now) + hops[link]
+            come[kind, link, unit] = busy[kind, link]
+        stale[other] = True
