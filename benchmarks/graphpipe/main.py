@@ -5,6 +5,7 @@ Run: python benchmarks/graphpipe/main.py   (resumes where it stopped; --smoke fo
 Operators are measured on this machine; plans run in the simulator, chains of stages as chains. Of each
 planner all micro-batches are tried and the fastest plan counts, with the time of all its searches. Chains run
 as published, with one micro-batch a turn, and besides with as many as help and fit, as GraphPipe's may.
+GraphPipe's plan and BaPipe's chain are also searched for with zero bubble; rows that lack that get it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kagome.planner.stages.coarsen import Coarse, coarsened
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
 from kagome.planner.stages.operator_costs import OperatorGraph
+from kagome.planner.stages.ordering import seconds_of
 from kagome.planner.stages.plan import StagePlan
 from kagome.planner.stages.simulate_plan import PlanSimulation, longer_turns, trial
 from kagome.profile.operators import measure
@@ -121,14 +123,30 @@ def best(cost: StageCost, options: Options, planner: type[ChainPlanner]) -> Foun
             if time.perf_counter() - begun > options.limit:
                 ended += len(options.sizes) - options.sizes.index(size) - 1
                 break
-    plan = min(found, key=lambda each: trial(cost, each, sequential=True).seconds) if found else None
+    plan = min(found, key=lambda each: seconds_of(cost, each, sequential=True)) if found else None
     return Found(plans=tuple(found), best=plan, seconds=time.perf_counter() - begun, unended=ended)
 
 
-def with_any_k(cost: StageCost, found: Found) -> float:
-    """Samples a second of the fastest chain with longer turns."""
-    each = (plan for one in found.plans for _, plan in longer_turns(cost, one, sequential=True))
-    return max(trial(cost, plan, sequential=True).throughput for plan in each)
+def with_any_k(cost: StageCost, found: Found, *, split: bool = False) -> float:
+    """Samples a second of the fastest chain with longer turns, under kFkB or zero bubble."""
+    return cost.batch / min(
+        seconds_of(cost, plan, split=split, sequential=True)
+        for one in found.plans
+        for _, plan in longer_turns(cost, one, split=split, sequential=True)
+    )
+
+
+def zero_bubble(options: Options, cost: StageCost) -> dict[str, Any]:
+    """What GraphPipe finds with zero bubble among its schedules, and the fastest of BaPipe's chains."""
+    plan = GraphPipe(cost, options.sizes, schedules=("kfkb", "zero-bubble")).plan()
+    found = trial(cost, plan)
+    return {
+        "schedule": plan.schedule,
+        "throughput": found.throughput,
+        "most_in_flight": max(found.run.held),
+        "bubble": found.run.bubble,
+        "bapipe": with_any_k(cost, best(cost, options, BaPipe), split=True),
+    }
 
 
 def figures(
@@ -150,9 +168,14 @@ def figures(
     return told
 
 
+def cost_of(options: Options, coarse: Coarse, devices: int, batch: int) -> StageCost:
+    """The costs of all stages on so many devices."""
+    return StageCost(coarse.graph, Devices(devices, options.memory, options.bandwidth), batch)
+
+
 def row(options: Options, coarse: Coarse, devices: int, batch: int) -> dict[str, Any]:
     """All planners on so many devices."""
-    cost = StageCost(coarse.graph, Devices(devices, options.memory, options.bandwidth), batch)
+    cost = cost_of(options, coarse, devices, batch)
     times = []
     for _ in range(TURNS):
         begun = time.perf_counter()
@@ -166,7 +189,7 @@ def row(options: Options, coarse: Coarse, devices: int, batch: int) -> dict[str,
         told[name] = figures(chain.best, found, chain.seconds, chain.unended)
         if chain.plans:
             told[name]["throughput_with_any_k"] = with_any_k(cost, chain)
-    return told
+    return told | {"zero_bubble": zero_bubble(options, cost)}
 
 
 def table(rows: Mapping[str, Any]) -> str:
@@ -175,8 +198,9 @@ def table(rows: Mapping[str, Any]) -> str:
         "| model | devices | batch | samples/s GraphPipe | PipeDream | Piper | BaPipe |"
         " over PipeDream and Piper | over all chains | over them with any k |"
         " in flight GraphPipe / PipeDream / Piper | search s | PipeDream | Piper | BaPipe |"
-        " shorter than PipeDream's, Piper's |",
-        "|" + "---|" * 16,
+        " shorter than PipeDream's, Piper's | samples/s with zero bubble | over kFkB |"
+        " over PipeDream and Piper | over BaPipe with it and any k |",
+        "|" + "---|" * 20,
     ]
     for key, told in rows.items():
         model, devices, batch = key.split("/")
@@ -202,9 +226,19 @@ def table(rows: Mapping[str, Any]) -> str:
         lines.append(
             f"| {model} | {devices} | {batch} | {own['throughput']:.1f} | {' | '.join(rates)} |"
             f" {' | '.join(over)} | {' / '.join(held)} | {own['search_seconds']:.2f} | {' | '.join(times)} |"
-            f" {', '.join(shorter)} |"
+            f" {', '.join(shorter)} | {split_columns(told, [each['throughput'] for each in published])} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def split_columns(told: Mapping[str, Any], published: list[float]) -> str:
+    """Samples a second with zero bubble, and that over kFkB and over chains."""
+    if "zero_bubble" not in told:
+        return " | ".join("-" * 4)
+    split = told["zero_bubble"]
+    others = [told["graphpipe"]["throughput"], max(published, default=None), split["bapipe"]]
+    over = [f"{split['throughput'] / other:.2f}" if other else "-" for other in others]
+    return " | ".join([f"{split['throughput']:.1f}", *over])
 
 
 def warm_up(options: Options, coarse: Coarse) -> None:
@@ -229,8 +263,12 @@ def main(options: Options) -> None:
         warm_up(options, coarse)
         for devices, batch in product((2,) if options.smoke else options.devices, options.batches):
             key = f"{model}/{devices}/{batch}"
-            if key not in rows:
-                rows[key] = row(options, coarse, devices, batch)
+            if key not in rows or "zero_bubble" not in rows[key]:
+                if key in rows:
+                    cost = cost_of(options, coarse, devices, batch)
+                    rows[key]["zero_bubble"] = zero_bubble(options, cost)
+                else:
+                    rows[key] = row(options, coarse, devices, batch)
                 facts = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
                 file.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
                 (options.out / "results.md").write_text(table(rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from dags import plain, plan_of, same, trained
@@ -85,6 +87,32 @@ def test_a_plain_plan_for_any_ranks(ranks, world, name):
     found = ranks(world, trained, name, None, 12)
     assert [rank["stage"] for rank in found] == list(range(world))
     same(found, plain(name, 12))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("odd drop", PLANS["odd"][1]),
+        ("noisy", plan_of(8, ("read", 1, 2), ("attention drop out", 2, 4))),
+        ("encoder", plan_of(8, ("read", 1, 1), ("layer out", 1, 2))),
+    ],
+)
+def test_zero_bubble_and_dropout(ranks, name, plan):
+    """Masks, tied weights, integers that cross, on 4, 3 and 2 ranks: as on one rank with whole backwards."""
+    alone = ranks(1, trained, name, None)[0]
+    found = ranks(plan.devices, trained, name, plan, 8, 2, "zero-bubble")
+    same(found, alone)
+    for line in found[0]["program"].splitlines():
+        kinds = Counter(word[1] for word in line.split() if word[1] in "FBIW")
+        assert kinds["F"] == kinds["I"] == kinds["W"] > 0
+        assert not kinds["B"]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("case", PLANS)
+def test_zero_bubble_has_plain_trainings_gradients(ranks, case):
+    name, plan = PLANS[case]
+    same(ranks(4, trained, name, plan, plan.batch, 2, "zero-bubble"), plain(name, plan.batch))
 
 
 @pytest.mark.some(2)

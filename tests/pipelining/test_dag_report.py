@@ -42,6 +42,7 @@ def test_the_page_shows_stages_and_an_update_over_time(ranks: Any, tmp_path: Pat
     assert summary["updates"] == 3
     assert summary["last_loss"] == pytest.approx(found[0][1])
     assert summary["update_seconds"] > 0
+    assert (summary["schedule"], summary["why"]) == ("kfkb", "")
     assert 0 < summary["pipeline"]["bubble"] < 1
     assert 0 <= summary["pipeline"]["predicted_bubble"] < 1
     assert summary["bytes"]["stage"] > 0

@@ -96,7 +96,12 @@ def sgd(weights: Any) -> torch.optim.Optimizer:
 
 
 def trained(
-    channel: Any, name: str, plan: StagePlan | None, batch: int = 8, updates: int = 2
+    channel: Any,
+    name: str,
+    plan: StagePlan | None,
+    batch: int = 8,
+    updates: int = 2,
+    schedule: Any = "auto",
 ) -> dict[str, Any]:
     """Some updates on this rank's stage."""
     torch.set_default_dtype(torch.float64)
@@ -105,7 +110,9 @@ def trained(
         if channel.rank:  # rank 0's weights count
             with torch.no_grad():
                 next(model.parameters()).add_(1.0)
-        pipe = kagome.pipeline(model, inputs, loss=loss, optimizer=sgd, plan=plan, channel=channel)
+        pipe = kagome.pipeline(
+            model, inputs, loss=loss, optimizer=sgd, plan=plan, schedule=schedule, channel=channel
+        )
         losses = [pipe.step(inputs, target) for _ in range(updates)]
         more = {key: torch.cat([value, value[: batch // 2 + 1]]) for key, value in inputs.items()}
         return {

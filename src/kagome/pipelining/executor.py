@@ -62,7 +62,7 @@ class Executor:
 
         Args:
             program: The actions in order. An iterator may choose the next one by what the last one did.
-            compute: Performs an F or a B.
+            compute: Performs an F, B, I or W.
             transfers: Performs a SEND or a RECV.
             turn: The epoch or update in words.
             epoch: Its number, for the times; None where there is no epoch.

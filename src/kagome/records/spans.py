@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kagome.errors import ScheduleError
 from kagome.records.device_clock import DeviceClock
-from kagome.schedule.actions import Action, ActionKind, parse
+from kagome.schedule.actions import Action, parse
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,9 @@ def phase_of(name: str) -> str:
     action = action_of(name)
     if action is None:
         return name
-    return {ActionKind.F: "forward", ActionKind.B: "backward"}.get(action.kind, "exchange")
+    if not action.kind.computes:
+        return "exchange"
+    return "forward" if action.kind.forward else "backward"
 
 
 def by_phase(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -7,6 +7,7 @@ on real ones. The text is what users read and what golden files hold.
 
     2F0        stage 2 computes chunk 0 forward          2F0.1   piece 1 of stage 2's layers alone
     1B3        stage 1 computes chunk 3 backward
+    1I3 1W3    the two halves of 1B3: gradients of the stage's inputs, then those of its weights
     0SEND_F2   stage 0 sends its output of chunk 2 on    0SEND_F2>3  to stage 3, which is not the next
     1RECV_F2   stage 1 waits for it                      3RECV_F2<0  from stage 0
     1SEND_B3   stage 1 sends the gradient of chunk 3's input back;   0RECV_B3 waits for it
@@ -28,6 +29,8 @@ class ActionKind(Enum):
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741 - the letters are those of torch.distributed.pipelining
+    W = "W"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -38,7 +41,7 @@ class ActionKind(Enum):
     @property
     def computes(self) -> bool:
         """Whether the action computes; if not, it sends or receives."""
-        return self in (ActionKind.F, ActionKind.B)
+        return self in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
     @property
     def sends(self) -> bool:
@@ -73,7 +76,7 @@ class Action:
         stage: The stage that performs it.
         kind: What the stage does.
         chunk: The chunk that it is done to.
-        piece: For F and B, which piece of the stage's layers; None for all of them.
+        piece: For F, B, I and W, which piece of the stage's layers; None for all of them.
         peer: For SEND and RECV, the other stage; None for the neighbour in the direction of the pass.
     """
 
@@ -117,7 +120,7 @@ Program = tuple[Action, ...]
 Programs = tuple[Program, ...]
 """The programs of all ranks, in order."""
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B)(\d+)(?:\.(\d+)|([<>])(\d+))?")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:\.(\d+)|([<>])(\d+))?")
 
 
 def parse(text: str) -> Action:
@@ -133,14 +136,16 @@ def parse(text: str) -> Action:
     """
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise ScheduleError("an action written as 2F0, 1B3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"{text!r}")
+        raise ScheduleError(
+            "an action written as 2F0, 1B3, 1I3, 1W3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"{text!r}"
+        )
     stage, kind, chunk, piece, arrow, peer = found.groups()
     action = Action(int(stage), ActionKind(kind), int(chunk), _number(piece), _number(peer))
     wrong_piece = piece is not None and not action.kind.computes
     # The arrow points to the receiver's number (1SEND_F2>3) or from the sender's (3RECV_F2<1).
     wrong_peer = arrow is not None and arrow != {True: ">", False: "<"}[action.kind.sends]
     if wrong_piece or wrong_peer or (peer is not None and action.kind.computes):
-        raise ScheduleError("a piece with F or B, >stage with SEND, <stage with RECV", f"{text!r}")
+        raise ScheduleError("a piece with F, B, I or W, >stage with SEND, <stage with RECV", f"{text!r}")
     return action
 
 

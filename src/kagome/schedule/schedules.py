@@ -1,4 +1,4 @@
-"""Schedules: generators of programs for fill-drain, 1F1B, kFkB, and the exact order layer by layer.
+"""Schedules: generators of programs for fill-drain, 1F1B, kFkB, zero bubble, and the exact order by layers.
 
 Where it sits: pure functions. ``pipelining`` asks for one by name, for the chunks of a graph and for the
 samples of a batch; ``planner`` tries them all in ``simulator``, and asks how many samples a stage must hold.
@@ -13,6 +13,9 @@ samples of a batch; ``planner`` tries them all in ``simulator``, and asks how ma
       0: 0 1 . 0 2 1 3 2 . 3
       1: . 0 0 1 1 2 2 3 3 .
 
+    zero bubble, written as orders                     backward in two halves: I, for which sources wait,
+      0: F F F I F I W I W W    W in gaps              and W, for which nobody does
+
     exact                                              all chunks pass a piece of the layers before any
       0: 0.0 1.0 0.1 1.1 ...                           passes the next: every neighbour's row is fresh
 
@@ -25,7 +28,8 @@ samples of a batch; ``planner`` tries them all in ``simulator``, and asks how ma
     messages    u = 0      u = 1     u = 2     u = 3         its number counts in them
     stage 1   [        1F0       ][        1F1       ]
 
-Source: fill-drain is GPipe's, 1F1B PipeDream's, kFkB by stage over a DAG GraphPipe's (ASPLOS 2025).
+Source: fill-drain is GPipe's, 1F1B PipeDream's, kFkB by stage over a DAG GraphPipe's (ASPLOS 2025); the
+backward in two halves is that of zero bubble pipelines (Qi et al., ICLR 2024).
 """
 
 from __future__ import annotations
@@ -281,6 +285,63 @@ def windows(shape: Shape, k: int | Sequence[int] = 1) -> list[int]:
     return found
 
 
+def zero_bubble(shape: Shape, orders: Sequence[str]) -> Programs:
+    """Generate programs in which each stage goes through its chunks in an order of its own.
+
+    Args:
+        shape: Stages and chunks; one stage a rank.
+        orders: For each stage, what it does, in order: a letter F for the next chunk's forward, I for the
+            next chunk's gradients of inputs, W for those of its weights.
+
+    Raises:
+        ScheduleError: If an order does not have an F, an I and a W for each chunk, has an I before its F or a
+            W before its I, or if ranks have several stages.
+
+    Example:
+        >>> from kagome.schedule.actions import to_text
+        >>> print(to_text(zero_bubble(Shape(stages=2, order=(0, 1)), ("FFIWIW", "FIFIWW"))), end="")
+        0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0I0 0W0 0RECV_B1 0I1 0W1
+        1RECV_F0 1F0 1I0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W0 1W1
+
+    Source: zero bubble pipelines (Qi et al., ICLR 2024), whose B is the I of torch.distributed.pipelining.
+    """
+    if shape.homes != shape.stages or len(orders) != shape.stages:
+        raise ScheduleError(
+            f"one stage a rank, and an order for each of {shape.stages}",
+            f"{shape.homes} ranks and {len(orders)} orders",
+        )
+
+    def program(stage: int) -> Iterator[Action]:
+        # The three letters count the chunks independently. A letter that is ahead of the one it needs would
+        # compute from values that do not exist yet.
+        ahead = {"F": None, "I": "F", "W": "I"}
+        chunks = {letter: iter(shape.chunks(stage)) for letter in ahead}
+        done = dict.fromkeys(ahead, 0)
+        for place, letter in enumerate(orders[stage]):
+            needs = ahead.get(letter)
+            chunk = next(chunks[letter], None) if letter in ahead else None
+            if chunk is None or (needs is not None and done[needs] <= done[letter]):
+                raise ScheduleError(
+                    f"an order of F, I and W, each {len(shape.chunks(stage))} times, no I before its F and no"
+                    " W before its I",
+                    f"{letter!r} in place {place} after {done}",
+                    where=f"stage {stage}",
+                )
+            done[letter] += 1
+            if letter == "W":
+                yield Action(stage, ActionKind.W, chunk)  # nobody else waits for it
+            else:
+                yield from _step(shape, stage, chunk, forward=letter == "F", half=True)
+        if set(done.values()) != {len(shape.chunks(stage))}:
+            raise ScheduleError(
+                f"an order with F, I and W {len(shape.chunks(stage))} times each",
+                f"{done}",
+                where=f"stage {stage}",
+            )
+
+    return _programs(shape, program)
+
+
 def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
     """Generate programs in which all chunks pass one piece of a stage before any passes the next.
 
@@ -342,13 +403,15 @@ def _step(
     piece: int | None = None,
     *,
     forward: bool,
+    half: bool = False,
     first: bool = True,
     last: bool = True,
 ) -> Iterator[Action]:
     """Yield the actions of a chunk in a stage, or of a piece of it, of which the first and last exchange."""
     if first:
         yield from receives(shape, stage, chunk, forward=forward)
-    yield Action(stage, ActionKind.F if forward else ActionKind.B, chunk, piece)
+    backward = ActionKind.I if half else ActionKind.B
+    yield Action(stage, ActionKind.F if forward else backward, chunk, piece)
     if last:
         yield from sends(shape, stage, chunk, forward=forward)
 

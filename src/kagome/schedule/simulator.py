@@ -32,7 +32,7 @@ class Simulation:
     """The result of a simulation.
 
     Args:
-        spans: Each rank's F, B and RECV, in order; the span of a RECV is the wait.
+        spans: Each rank's F, B, I, W and RECV, in order; the span of a RECV is the wait.
         transfers: Each message on its link.
         held: The most that each rank held at once, in the unit of ``size``.
     """
@@ -76,9 +76,9 @@ def simulate(
 
     Args:
         programs: One program per rank.
-        compute: Returns the seconds of an F or a B.
+        compute: Returns the seconds of an F, B, I or W.
         transfer: Returns the seconds of a SEND on its link; 0 if None.
-        size: Returns what a rank holds from a chunk's first F to its last B, given that F; 1 if None.
+        size: Returns what a rank holds from a chunk's first F to its last B or W, given that F; 1 if None.
         paired: Whether each SEND is known to have its RECV; the check is a third of the work.
 
     Returns:
@@ -148,15 +148,16 @@ def simulate(
 
 
 def _most(program: Program, size: Callable[[Action], float] | None) -> float:
-    """Return the most that a program holds at once; a stage's chunk counts from its first F to its last B."""
+    """Return the most that a program holds at once; a chunk counts from its first F to its last B or W."""
     first: dict[tuple[int, int], Action] = {}
     last: dict[tuple[int, int], Action] = {}
     for action in program:
         if action.kind is ActionKind.F:
             first.setdefault((action.stage, action.chunk), action)
-        elif action.kind is ActionKind.B:
+        elif action.kind.computes:  # of I and W, the W is later
             last[action.stage, action.chunk] = action
-    # With pieces, a chunk has several F and several B in a stage. Only the outermost pair counts.
+    # With pieces, a chunk has several F and several B in a stage; a B in two halves is an I and a W. Only the
+    # outermost pair counts.
     begins, ends = set(first.values()), set(last.values())
     now = most = 0.0
     for action in program:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from kagome.planner.stages.coarsen import coarsened, fused
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
 from kagome.planner.stages.operator_costs import OperatorGraph
-from kagome.planner.stages.plan import StagePlan
+from kagome.planner.stages.plan import SCHEDULES, DagSchedule, StagePlan
 from kagome.profile.operators import joint_norms, measured
 
 LARGEST: Final = 64
@@ -44,7 +44,12 @@ def sizes_of(batch: int, least: int = 1) -> tuple[int, ...]:
 
 
 def searched(
-    model: nn.Module, branches: Branches, inputs: Mapping[str, Tensor], channel: Channel, batch: int
+    model: nn.Module,
+    branches: Branches,
+    inputs: Mapping[str, Tensor],
+    channel: Channel,
+    batch: int,
+    schedule: Literal["auto"] | DagSchedule = "auto",
 ) -> tuple[OperatorGraph, StagePlan]:
     """Measure operators and links, and search for a plan. All ranks call it.
 
@@ -54,6 +59,7 @@ def searched(
         inputs: Sample inputs by name.
         channel: The channel between all ranks.
         batch: The number of samples in a batch.
+        schedule: A schedule, or ``auto`` for the faster one by forecast.
 
     Returns:
         The operators with their costs, and the plan; the same on all ranks.
@@ -77,11 +83,30 @@ def searched(
         # handle their number. `spelled_out` replaces both by the model's operators again.
         whole = fused(graph, branches.bound)
         coarse = coarsened(whole.graph, MOST)
-        plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes).whole()
+        schedules = tuple(name for name in SCHEDULES if schedule in ("auto", name))
+        plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes, schedules=schedules).whole()
         return graph.to_json(), whole.spelled_out(coarse.spelled_out(plan)).to_json()
 
     operators, found = by_first(channel, search, "plan")
     return OperatorGraph.from_json(operators), StagePlan.from_json(found)
+
+
+def scheduled(
+    plan: StagePlan, operators: OperatorGraph, channel: Channel, schedule: Literal["auto"] | DagSchedule
+) -> StagePlan:
+    """Return a plan with a schedule: its own for ``auto``. All ranks call it, with the same plan.
+
+    Cost:
+        For a plan that has no orders and is to have zero bubble, two all-reduces of 4 MiB over all ranks.
+    """
+    if schedule in ("auto", plan.schedule):
+        return plan
+    if schedule == "kfkb":
+        return plan.with_orders([""] * len(plan.stages))
+    # Only ratios of times matter to an order, so rough costs will do.
+    devices = Devices(channel.size, float("inf"), bandwidth(channel))
+    planner = GraphPipe(StageCost(operators, devices, plan.batch), (), schedules=("zero-bubble",))
+    return StagePlan.from_json(by_first(channel, lambda: planner.scheduled(plan).to_json(), "orders"))
 
 
 def bandwidth(channel: Channel) -> float:

@@ -30,7 +30,7 @@ from kagome.model.operators.samples import Batch, count_of, inputs_of
 from kagome.model.weight_hooks import hooks_off, run_hooks
 from kagome.objective.objective import Loss
 from kagome.pipelining.dag import autocast
-from kagome.pipelining.dag.auto_plan import searched
+from kagome.pipelining.dag.auto_plan import scheduled, searched
 from kagome.pipelining.dag.checks import (
     agreed,
     check_forms,
@@ -56,6 +56,7 @@ from kagome.schedule.actions import to_text
 from kagome.storage.atomic import write_text
 
 BatchNorm = Literal["refuse", "micro-batch"]
+ScheduleName = Literal["auto", "kfkb", "zero-bubble"]
 
 
 @as_written
@@ -69,6 +70,7 @@ def pipeline(
     plan: StagePlan | Path | str | None = None,
     batch: int | None = None,
     batch_norm: BatchNorm = "refuse",
+    schedule: ScheduleName = "auto",
     seed: int = 0,
     channel: Channel | None = None,
 ) -> Pipeline:
@@ -90,6 +92,8 @@ def pipeline(
         batch: The number of samples in a batch; by default the plan's, else that of ``sample_batch``.
         batch_norm: ``refuse`` rejects batch norms. ``micro-batch`` lets each replica's share of a micro-batch
             have its own statistics, which differ from those of plain training.
+        schedule: ``kfkb`` or ``zero-bubble``, in which the second half of each backward, the gradients of
+            weights, fills gaps. ``auto`` is the plan's, and with ``plan="auto"`` the faster one by forecast.
         seed: The seed of dropout.
         channel: The channel between all ranks; by default the ranks that the environment names are joined,
             and ``close`` leaves them.
@@ -120,7 +124,7 @@ def pipeline(
     """
     check_kind("channel", channel, Channel | None)
     wishes = PipelineOptions(
-        loss, _adam if optimizer is None else optimizer, devices, plan, batch, batch_norm, seed
+        loss, _adam if optimizer is None else optimizer, devices, plan, batch, batch_norm, schedule, seed
     )
     with ExitStack() as stack:
         world = channel or stack.enter_context(open_mesh(Parallel())).world
@@ -145,6 +149,7 @@ class PipelineOptions:
     plan: StagePlan | Path | str | None
     batch: int | None
     batch_norm: BatchNorm
+    schedule: ScheduleName
     seed: int
 
     def __post_init__(self) -> None:
@@ -158,6 +163,7 @@ class PipelineOptions:
         check_kind("batch", self.batch, int | None, least=1)
         check_kind("devices", self.devices, int | None)
         check_kind("batch_norm", self.batch_norm, BatchNorm)
+        check_kind("schedule", self.schedule, ScheduleName)
         check_kind("seed", self.seed, int)
         if isinstance(self.optimizer, Optimizer) or not callable(self.optimizer):
             raise ConfigError(
@@ -215,12 +221,14 @@ class Pipeline:
         plan = wishes.plan
         if plan == "auto":
             samples = wishes.batch or count_of(inputs)
-            self.operators, plan = searched(self.model, self._branches, inputs, channel, samples)
+            self.operators, plan = searched(
+                self.model, self._branches, inputs, channel, samples, wishes.schedule
+            )
         else:
             self.operators = rough_operators(self.model, self._branches, inputs, channel)
         bound, count = self._branches.bound, count_of(inputs)
         chosen = plan_of(plan, self.operators, bound, channel.size, wishes.batch, count)
-        self.plan = agreed(chosen, channel)
+        self.plan = scheduled(agreed(chosen, channel), self.operators, channel, wishes.schedule)
         check_norms(model, self._branches, self.plan)
         graph = self._branches.graph
         # Samples must not depend on each other: the outputs of half a batch are compared with those of the
@@ -230,7 +238,7 @@ class Pipeline:
         self._pieces = self._branches.pieces([stage.operators for stage in self.plan.stages])
         self._layout = SampleLayout.of(self.plan)
         self.stage, self._replica = self._layout.seat(channel.rank)
-        programs = update_programs(self._branches, self._pieces, shape, self.plan.k)
+        programs = update_programs(self._branches, self._pieces, self.plan.programs(shape))
         self.program = to_text(programs)
         self._programs, self._program = programs, programs[self.stage]
         self._forms = forms_of(inputs)
@@ -433,6 +441,8 @@ class Pipeline:
             "batch": self.plan.batch,
             "updates": self._update,
             "last_loss": self._last_loss,
+            "schedule": self.plan.schedule,
+            "why": self.plan.why,
             "bytes": {kind: sum(each.get(kind, 0) for each in sent) for kind in kinds},
         }
         write_text(Path(folder) / "plan.json", self.plan.to_json())

@@ -20,7 +20,8 @@ from kagome.pipelining.dag.transfers import DagTransfers
 from kagome.pipelining.executor import Executor, needed
 from kagome.records.spans import Spans
 from kagome.schedule.actions import Action, ActionKind, Program, Programs
-from kagome.schedule.schedules import Shape, forward_only, k_forward_k_backward
+from kagome.schedule.schedules import Shape, forward_only
+from kagome.schedule.simulator import simulate
 
 Lose = Callable[[Tensor, range], Tensor]
 
@@ -90,8 +91,13 @@ class SamplePass:
             if action.kind is ActionKind.F:
                 stage_run.forward()
                 done(stage_run)
+            elif action.kind is ActionKind.W:
+                stage_run.backward_weights()
             else:
-                stage_run.backward()
+                if action.kind is ActionKind.I:
+                    stage_run.backward_inputs()
+                else:
+                    stage_run.backward()
                 # A gradient that has come back shows that the value had arrived, so this wait ends at once.
                 messages.answered(stage_run)
 
@@ -103,10 +109,15 @@ class SamplePass:
             self.channel.watch.doing(action)
 
 
-def update_programs(branches: Branches, pieces: Sequence[Piece], shape: Shape, k: Sequence[int]) -> Programs:
-    """Return every stage's program for an update, without messages that would carry no value."""
-    programs = k_forward_k_backward(shape, k)
-    return tuple(tuple(needed(program, pieces, branches.facts)) for program in programs)
+def update_programs(branches: Branches, pieces: Sequence[Piece], programs: Programs) -> Programs:
+    """Return every stage's program for an update, without messages that would carry no value.
+
+    Raises:
+        ScheduleError: If stages would wait for each other forever, by orders that were written by hand.
+    """
+    found = tuple(tuple(needed(program, pieces, branches.facts)) for program in programs)
+    simulate(found, lambda action: 1.0)
+    return found
 
 
 def forward_program(pieces: Sequence[Piece], chunks: int, stage: int) -> Program:

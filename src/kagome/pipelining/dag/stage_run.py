@@ -18,6 +18,7 @@ from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
 from kagome.model.operators.sample_dropout import Masks
 from kagome.pipelining.dag import autocast
+from kagome.pipelining.dag.split_backward import SplitBackward
 
 Part = tuple[range, Tensor]
 """Some samples of a value: their range in the batch, and the tensor."""
@@ -65,6 +66,7 @@ class DagStageRun:
     loss: Tensor | None = None
     _come: dict[tuple[int, str], list[Part]] = field(default_factory=dict)
     _taken: dict[str, Tensor] = field(default_factory=dict)
+    _split: SplitBackward | None = None
 
     def take(self, other: int, name: str, part: Part) -> None:
         """Store samples of a value, or of its gradient, that another stage has sent."""
@@ -104,9 +106,31 @@ class DagStageRun:
 
     def backward(self) -> None:
         """Run backward from the gradients of the sent values and the loss, to weights and received values."""
+        roots, gradients = self._roots()
+        if roots:
+            with autocast.without(roots[0].device):
+                torch.autograd.backward(roots, gradients)
+
+    def backward_inputs(self) -> None:
+        """Run the first half of backward, to the received values."""
+        roots, gradients = self._roots()
+        if roots:
+            self._split = SplitBackward(
+                roots, gradients, [value for value in self._taken.values() if value.requires_grad]
+            )
+            self._split.inputs()
+
+    def backward_weights(self) -> None:
+        """Run the second half of backward, to the weights, and free the graph."""
+        if self._split is not None:
+            self._split.weights()
+        self._split = None
+
+    def _roots(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the tensors that backward starts from, each with its gradient, and forget the outputs."""
         piece, facts = self.code.piece, self.code.branches.facts
         if not self.samples:
-            return
+            return [], []
         roots: list[Tensor] = []
         gradients: list[Tensor | None] = []
         for other in sorted(piece.gives):  # a fixed order, so that sums are the same bit for bit
@@ -117,10 +141,8 @@ class DagStageRun:
         if self.loss is not None and self.loss.requires_grad:
             roots.append(self.loss)
             gradients.append(None)
-        if roots:
-            with autocast.without(roots[0].device):
-                torch.autograd.backward(roots, gradients)
         self.outs = {}
+        return roots, gradients
 
     def gradient(self, name: str) -> Tensor:
         """Return the gradient of a value that another stage sent; zeros if it has none."""

@@ -66,6 +66,21 @@ class StageCost:
         each = [self.passes(name, -(-micro_batch // devices)) for name in names]
         return sum(f for f, _ in each), sum(b for _, b in each)
 
+    def halves(self, names: Sequence[str], devices: int, micro_batch: int) -> tuple[float, float]:
+        """Return the seconds of a micro-batch's backward in two: gradients of inputs, then the rest.
+
+        The first half computes what other stages wait for. It goes through operators that read another stage,
+        directly or through operators of this one; all others have their whole backward in the second half.
+        """
+        inside, through = set(names), set[str]()
+        inputs = 0.0
+        for operator in self.graph.operators:  # in topological order, so what it reads is known
+            if operator.name in inside and any(r not in inside or r in through for r in operator.reads):
+                through.add(operator.name)
+                _, backward = self.passes(operator.name, -(-micro_batch // devices))
+                inputs += backward * operator.inputs_share
+        return inputs, max(0.0, self.compute(names, devices, micro_batch)[1] - inputs)
+
     def traffic(self, names: Sequence[str], devices: int, micro_batch: int) -> float:
         """Return the seconds for which a micro-batch occupies the busier link of a replica, in or out."""
         taken, given = self.graph.boundary_bytes(names)

@@ -33,9 +33,10 @@ from kagome.errors import PlanError
 from kagome.planner.stages import graphpipe_search
 from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.operator_groups import Floats, GroupFacts, Groups, Ints, run
-from kagome.planner.stages.plan import PlannedStage, StagePlan
+from kagome.planner.stages.ordering import seconds_of, zero_bubble_of
+from kagome.planner.stages.plan import DagSchedule, PlannedStage, StagePlan
 from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
-from kagome.planner.stages.simulate_plan import longer_turns, trial
+from kagome.planner.stages.simulate_plan import longer_turns
 from kagome.schedule.schedules import windows
 
 
@@ -253,6 +254,11 @@ def _entries(held: Floats) -> list[tuple[int, int, float]]:
     return [(int(devices), int(reader), float(held[devices, reader])) for devices, reader in places]
 
 
+MARGIN = 1.05
+"""How much faster than kFkB zero bubble must be by forecast, which leaves out the cost of more, shorter
+backwards."""
+
+
 @dataclass(frozen=True, eq=False)
 class GraphPipe:
     """GraphPipe's planner of stages that form a DAG.
@@ -262,11 +268,13 @@ class GraphPipe:
         sizes: The micro-batch sizes that stages may have; each divides the next, and all divide the batch.
         tolerance: The share by which a plan may be slower than the fastest, and its bottleneck larger than
             the smallest.
+        schedules: The schedules that a plan may have.
     """
 
     cost: StageCost
     sizes: tuple[int, ...]
     tolerance: float = 0.01
+    schedules: tuple[DagSchedule, ...] = ("kfkb",)
 
     @cached_property
     def tree(self) -> SeriesParallelTree:
@@ -287,8 +295,8 @@ class GraphPipe:
         Raises:
             PlanError: If no plan fits the memory of the devices.
         """
-        plans = {size: self._ever_better((size,)) for size in self.sizes}
-        found = self._fastest([plan for each in plans.values() for plan in each])
+        plans = [plan for size in self.sizes for plan in self._ever_better((size,))]
+        found = self._fastest(plans)
         if found is None:
             return self.least(self.sizes)
         seconds, best = found
@@ -297,23 +305,50 @@ class GraphPipe:
         # mix is expected near the best single size.
         near = tuple(other for other in self.sizes if size // 2 <= other <= size * 2)
         # Plans with a larger bottleneck than this are slower, no matter how soon they fill.
-        mixed = self._fastest(self._ever_better(near, below=seconds / self.cost.batch), seconds)
-        return best if mixed is None else mixed[1]
+        mixed = self._ever_better(near, below=seconds / self.cost.batch)
+        seconds, best = self._fastest(mixed, seconds) or (seconds, best)
+        if "zero-bubble" not in self.schedules:
+            return best
+        # Of all plans anew: without the bubbles of a long pipeline other plans are the fastest.
+        limit = seconds / MARGIN if "kfkb" in self.schedules else float("inf")
+        split = self._fastest([*plans, *mixed], limit, split=True)
+        return self.scheduled(best if split is None else split[1], seconds)
+
+    def scheduled(self, plan: StagePlan, kfkb: float | None = None) -> StagePlan:
+        """Return a plan with the schedule of the better forecast, and why.
+
+        Args:
+            plan: The plan.
+            kfkb: The seconds of a batch to compare with; by default this plan's under kFkB.
+        """
+        if "zero-bubble" not in self.schedules:
+            return plan
+        whole = seconds_of(self.cost, plan) if kfkb is None else kfkb
+        split = seconds_of(self.cost, plan, split=True)
+        why = f"forecast of a batch: {split:.4g} s with zero-bubble, {whole:.4g} s with kfkb"
+        if "kfkb" in self.schedules and split * MARGIN >= whole:
+            return plan.with_orders([""] * len(plan.stages), f"{why}, kept unless {MARGIN - 1:.0%} slower")
+        return zero_bubble_of(self.cost, plan, why=why)
 
     def _fastest(
-        self, plans: Sequence[StagePlan], limit: float = float("inf")
+        self, plans: Sequence[StagePlan], limit: float = float("inf"), *, split: bool = False
     ) -> tuple[float, StagePlan] | None:
         """Return the fastest simulated plan below a limit, with any k, and its seconds.
 
         An estimate is never above the simulated time, so the first plans simulated rule out most others.
+
+        Args:
+            plans: The plans.
+            limit: The seconds of a batch that it must stay below.
+            split: Whether it is run under zero bubble; else under kFkB.
         """
         best: tuple[float, StagePlan] | None = None
-        each = (one for plan in dict.fromkeys(plans) for one in longer_turns(self.cost, plan))
+        each = (one for plan in dict.fromkeys(plans) for one in longer_turns(self.cost, plan, split=split))
         # The order is that of the estimates, so no later plan can be better once one is not.
         for soonest, plan in sorted(each, key=lambda pair: pair[0]):
             if soonest * (1 + self.tolerance) >= limit:
                 break
-            seconds = trial(self.cost, plan).seconds
+            seconds = seconds_of(self.cost, plan, split=split)
             if seconds < limit:
                 limit, best = seconds, (seconds, plan)
         return best
@@ -326,7 +361,7 @@ class GraphPipe:
         Raises:
             PlanError: If there are more devices than stages can take, or no plan fits the memory.
         """
-        plan = self.plan()
+        found = plan = self.plan()
         while plan.devices < self.cost.devices.count:
             more = self._wider(plan) or self._longer(plan)
             if more is None:
@@ -336,7 +371,8 @@ class GraphPipe:
                     hint="a larger batch, or fewer devices",
                 )
             plan = more
-        return plan
+        # Wider stages have other times, and halves of a stage no order of their own.
+        return plan if plan is found else self.scheduled(plan)
 
     def _wider(self, plan: StagePlan) -> StagePlan | None:
         """Return the plan with one more device for its slowest stage that can take one; None if none can."""

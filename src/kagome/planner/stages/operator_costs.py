@@ -39,6 +39,13 @@ class Operator:
     kept: int = 0
     least: int = 1
 
+    @property
+    def inputs_share(self) -> float:
+        """The share of the backward that computes gradients of what it reads, if it is done in two halves."""
+        # The two gradients of a matrix product cost the same. Measured: 0.52 of DLRM's backward, 0.47 of
+        # Candle-Uno's. Without weights there is one gradient only.
+        return 0.5 if self.weights else 1.0
+
     def seconds(self, samples: float) -> float:
         """Return the seconds forward and backward together for a number of samples; see :func:`at`."""
         return at(self.forward, samples) + at(self.backward, samples)

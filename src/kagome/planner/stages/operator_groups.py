@@ -62,12 +62,13 @@ class Groups:
         #    need         2  2  3  5  5      the first fast number from here on, filled from the right
         # A search that needs more devices for memory thus looks up the next number that is fast too.
         fast = self.seconds[:, list(sizes)] <= bottleneck
-        need = np.zeros((*fast.shape[:2], fast.shape[2] + 1), dtype=np.int64)
-        for devices in range(fast.shape[2], 0, -1):
-            more = need[..., devices + 1] if devices < fast.shape[2] else 0
-            need[..., devices] = np.where(fast[..., devices - 1], devices, more)
-        # A stage has at least one device.
-        need[..., 0] = need[..., 1]
+        most = fast.shape[2]
+        # The least fast number from each place on; `most + 1` stands for none.
+        need = np.empty((*fast.shape[:2], most + 1), dtype=np.int64)
+        need[..., 1:] = np.where(fast, np.arange(1, most + 1), most + 1)
+        np.minimum.accumulate(need[..., :0:-1], axis=2, out=need[..., :0:-1])
+        need[..., 0] = need[..., 1]  # a stage has at least one device
+        need[need > most] = 0
         return need
 
     def names(self, group: int) -> tuple[str, ...]:
@@ -175,10 +176,10 @@ class GroupFacts:
         own = np.zeros((len(children), len(operators)))  # [children, operators]
         for number, child in enumerate(children):
             own[number, [self._place[name] for name in child.names]] = 1.0
-        bits = np.array(
-            [[one >> place & 1 for place in range(len(children))] for one in members], dtype=float
-        )
-        inside = bits.reshape(len(members), len(children)) @ own  # [groups, operators]
+        wide = -(-len(children) // 8)
+        packed = np.array(bytearray(b"".join(one.to_bytes(wide, "little") for one in members)), np.uint8)
+        bits = np.unpackbits(packed.reshape(len(members), wide), axis=1, bitorder="little")
+        inside = bits[:, : len(children)].astype(float) @ own  # [groups, operators]
         weights, kept, output = (
             np.array([getattr(operator, name) for operator in operators], dtype=float)
             for name in ("weights", "kept", "output")

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final, Literal, get_args
 
 from kagome.config.fields import path_of
 from kagome.errors import PlanError
 from kagome.planner.stages.operator_costs import OperatorGraph
-from kagome.schedule.schedules import Shape
+from kagome.schedule.actions import Programs
+from kagome.schedule.schedules import Shape, k_forward_k_backward, zero_bubble
+
+DagSchedule = Literal["kfkb", "zero-bubble"]
+"""The schedules of stages that form a DAG."""
+SCHEDULES: Final[tuple[DagSchedule, ...]] = get_args(DagSchedule)
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,15 @@ class PlannedStage:
         devices: The number of replicas, which share each of its micro-batches.
         micro_batch: The number of samples in a micro-batch, over all replicas.
         k: The number of micro-batches that run forward, and then backward, in one group (kFkB).
+        order: The order of zero bubble: F, I and W for each micro-batch; see ``schedule.schedules``. Empty in
+            all stages of a plan for kFkB.
     """
 
     operators: tuple[str, ...]
     devices: int = 1
     micro_batch: int = 1
     k: int = 1
+    order: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,12 @@ class StagePlan:
     Args:
         batch: The number of samples in a batch, after which weights are updated.
         stages: The stages; ranks are assigned in their order.
+        why: Why it has this schedule, in the planner's words.
     """
 
     batch: int
     stages: tuple[PlannedStage, ...]
+    why: str = ""
 
     @property
     def devices(self) -> int:
@@ -55,6 +66,29 @@ class StagePlan:
     def k(self) -> tuple[int, ...]:
         """The number of micro-batches that each stage takes in one turn."""
         return tuple(stage.k for stage in self.stages)
+
+    @property
+    def schedule(self) -> DagSchedule:
+        """The schedule: zero bubble if a stage has an order."""
+        return "zero-bubble" if any(stage.order for stage in self.stages) else "kfkb"
+
+    def with_orders(self, orders: Sequence[str], why: str = "") -> StagePlan:
+        """Return the plan with the order of each stage for zero bubble; empty ones for kFkB."""
+        stages = (replace(stage, order=order) for stage, order in zip(self.stages, orders, strict=True))
+        return StagePlan(self.batch, tuple(stages), why)
+
+    def programs(self, shape: Shape) -> Programs:
+        """Return the program of each stage.
+
+        Args:
+            shape: The plan's :meth:`shape`.
+
+        Raises:
+            ScheduleError: If the order of a stage is not one of its micro-batches.
+        """
+        if self.schedule == "zero-bubble":
+            return zero_bubble(shape, [stage.order for stage in self.stages])
+        return k_forward_k_backward(shape, self.k)
 
     def shape(self, graph: OperatorGraph) -> Shape:
         """Return the shape that programs of this plan are generated for.
@@ -84,7 +118,7 @@ class StagePlan:
                 PlannedStage(**{**stage, "operators": tuple(stage["operators"])})
                 for stage in record["stages"]
             )
-            return StagePlan(int(record["batch"]), stages)
+            return StagePlan(int(record["batch"]), stages, str(record.get("why", "")))
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
                 "a plan in JSON with batch and stages of operators, devices, micro_batch and k",

@@ -5,13 +5,13 @@ Where it sits: on top of ``schedule.simulator``; planners and benchmarks compare
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kagome.planner.stages.devices import StageCost
 from kagome.planner.stages.plan import StagePlan
 from kagome.schedule.actions import Action, ActionKind
-from kagome.schedule.schedules import Shape, k_forward_k_backward, windows
+from kagome.schedule.schedules import Shape, windows
 from kagome.schedule.simulator import Simulation, simulate
 
 
@@ -56,10 +56,16 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
             are passed from stage to stage, as in pipelines without branches.
     """
     shape, carried = flow(cost, plan, sequential=sequential)
-    passes = [cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages]
+    seconds = [
+        dict(zip((ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W), (*passes, *halves), strict=True))
+        for passes, halves in (
+            (cost.compute(*stage), cost.halves(*stage))
+            for stage in ((s.operators, s.devices, s.micro_batch) for s in plan.stages)
+        )
+    ]
 
     def compute(action: Action) -> float:
-        return passes[action.stage][0 if action.kind is ActionKind.F else 1]
+        return seconds[action.stage][action.kind]
 
     def transfer(action: Action) -> float:
         # A gradient is as large as the value, so both directions of a link look up the same bytes.
@@ -67,7 +73,7 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
         return message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way))
 
     run = simulate(
-        k_forward_k_backward(shape, plan.k),
+        plan.programs(shape),
         compute,
         transfer=transfer,
         size=lambda action: shape.size(action.stage),
@@ -75,7 +81,8 @@ def trial(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> Plan
     )
     # Gradients are summed after the last micro-batch, all stages at once.
     sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
-    held = windows(shape, plan.k)
+    # Zero bubble holds samples until W, which may be more than under kFkB.
+    held = [max(most, int(found)) for most, found in zip(windows(shape, plan.k), run.held, strict=True)]
     memory = tuple(
         cost.memory(stage.operators, stage.devices, samples)
         for stage, samples in zip(plan.stages, held, strict=True)
@@ -114,7 +121,7 @@ def message(cost: StageCost, plan: StagePlan, way: tuple[int, int], size: float)
     return cost.devices.latency + size / lanes / cost.devices.bandwidth
 
 
-def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> float:
+def estimate(cost: StageCost, plan: StagePlan, *, split: bool = False, sequential: bool = False) -> float:
     """Return a lower bound on the seconds of a batch that :func:`trial` finds, without running the programs.
 
     It is the maximum over stages and links of the sum of three times: until the first samples arrive, while
@@ -124,19 +131,35 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
     Args:
         cost: The cost of any set of operators as a stage.
         plan: The plan.
+        split: Whether backward is done in two halves, in any order; else under kFkB.
         sequential: Whether stages form a chain; see :func:`trial`.
 
     Cost: a few steps for each stage and link.
     """
     shape, carried = flow(cost, plan, sequential=sequential)
+    return _estimates(cost, plan, shape, carried, split=split)(windows(shape, plan.k))
+
+
+def _estimates(
+    cost: StageCost, plan: StagePlan, shape: Shape, carried: Mapping[tuple[int, int], float], *, split: bool
+) -> Callable[[Sequence[int]], float]:
+    """Return :func:`estimate` as a function of the stages' windows; all else does not depend on k."""
     forward, backward = zip(
         *(cost.compute(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
     )
-    begin, drain = [0.0] * len(plan.stages), [0.0] * len(plan.stages)
+    weights = (0.0,) * len(plan.stages)
+    if split:
+        # Sources wait for the first half alone. Of the last micro-batch, a stage without sources has the
+        # second half to do after that.
+        backward, weights = zip(
+            *(cost.halves(s.operators, s.devices, s.micro_batch) for s in plan.stages), strict=True
+        )
+    begin = [0.0] * len(plan.stages)
+    drain = [0.0 if shape.sources(stage) else half for stage, half in enumerate(weights)]
     hops = {
         way: message(cost, plan, way, carried.get(way, 0.0) * shape.unit(*way)) for way in shape.all_links
     }
-    most = 0.0
+    fixed = 0.0
     # In order of the reader, so that begin[one] and drain[one] are final: sources have smaller numbers.
     for one, other in sorted(shape.all_links, key=lambda link: link[1]):
         # The first micro-batch of the reader covers this many of its source's, and so does the last.
@@ -149,23 +172,35 @@ def estimate(cost: StageCost, plan: StagePlan, *, sequential: bool = False) -> f
         # A link that is busy all the time, between the first forward and the last backward at its ends.
         messages = batch // shape.unit(one, other)
         busy = forward[one] + messages * hops[one, other] + forward[other] + backward[other]
-        most = max(most, begin[one] + busy + drain[other])
-    # A micro-batch starts once the one before it by the length of the window has come back.
-    window, trip = windows(shape, plan.k), [0.0] * len(plan.stages)
-    for stage in range(len(plan.stages) - 1, -1, -1):
-        size, own = shape.size(stage), forward[stage] + backward[stage]
-        beyond = max((2 * hops[stage, other] + trip[other] for other in shape.readers(stage)), default=0.0)
-        # The least time from a micro-batch's forward until its gradient is computed.
-        trip[stage] = own + beyond
-        count = batch // size
-        # Either the stage computes all the time, or it waits a whole trip for every window of micro-batches.
-        rounds = (count - 1) // (window[stage] // size)
-        most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
-    return most + max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+        fixed = max(fixed, begin[one] + busy + drain[other])
+    sync = max(cost.sync(stage.operators, stage.devices) for stage in plan.stages)
+    readers = [
+        [(other, 2 * hops[stage, other]) for other in shape.readers(stage)] for stage in range(shape.stages)
+    ]
+
+    def seconds(window: Sequence[int]) -> float:
+        most, trip = fixed, [0.0] * len(plan.stages)
+        # A micro-batch starts once the one before it by the length of the window has come back.
+        for stage in range(len(plan.stages) - 1, -1, -1):
+            size, own = shape.size(stage), forward[stage] + backward[stage]  # without the second half
+            beyond = max(
+                (there_and_back + trip[other] for other, there_and_back in readers[stage]), default=0.0
+            )
+            # The least time from a micro-batch's forward until its gradient is computed.
+            trip[stage] = own + beyond
+            count = batch // size
+            # Either the stage computes all the time, or it waits a whole trip for every window of
+            # micro-batches.
+            rounds = (count - 1) // (window[stage] // size)
+            most = max(most, begin[stage] + max(count * own, (rounds + 1) * trip[stage]) + drain[stage])
+            most = max(most, begin[stage] + count * (own + weights[stage]))
+        return most + sync
+
+    return seconds
 
 
 def longer_turns(
-    cost: StageCost, plan: StagePlan, *, sequential: bool = False
+    cost: StageCost, plan: StagePlan, *, split: bool = False, sequential: bool = False
 ) -> Iterator[tuple[float, StagePlan]]:
     """Yield a plan with its k, twice its k, and so on while that helps and fits, each with an estimate.
 
@@ -175,18 +210,20 @@ def longer_turns(
     Args:
         cost: The cost of any set of operators as a stage.
         plan: The plan.
+        split: Whether backward is done in two halves; see :func:`estimate`.
         sequential: Whether stages form a chain; see :func:`trial`.
     """
     before = float("inf")
+    shape, carried = flow(cost, plan, sequential=sequential)
+    found = _estimates(cost, plan, shape, carried, split=split)
     while True:
-        seconds = estimate(cost, plan, sequential=sequential)
+        seconds = found(windows(shape, plan.k))
         yield seconds, plan
         if seconds >= before:
             return  # the last plan was yielded too: it may be better than its estimate
         before = seconds
         # All stages at once: a longer turn of one stage alone makes its neighbours wait.
         plan = replace(plan, stages=tuple(replace(stage, k=2 * stage.k) for stage in plan.stages))
-        held = windows(flow(cost, plan, sequential=sequential)[0], plan.k)
-        for stage, samples in zip(plan.stages, held, strict=True):
+        for stage, samples in zip(plan.stages, windows(shape, plan.k), strict=True):
             if cost.memory(stage.operators, stage.devices, samples) > cost.devices.memory:
                 return

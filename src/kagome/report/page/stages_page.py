@@ -60,8 +60,8 @@ def write_stages(
         stages: The stages, in order.
         programs: One program per stage.
         spans: One list per rank, with one common zero.
-        facts: ``title``, ``batch`` (samples), ``updates``, ``last_loss`` (or None), and ``bytes`` of all
-            ranks by kind.
+        facts: ``title``, ``batch`` (samples), ``updates``, ``last_loss`` (or None), ``schedule`` and ``why``
+            it was taken, and ``bytes`` of all ranks by kind.
 
     Returns:
         The page's path.
@@ -101,7 +101,7 @@ def update_seconds(spans: Sequence[Sequence[Span]]) -> float | None:
 
 
 def _figures(facts: Mapping[str, Any], seconds: float | None) -> list[tuple[str, str]]:
-    rows = [("updates", count_text(facts["updates"]))]
+    rows = [("updates", count_text(facts["updates"])), ("schedule", facts["schedule"])]
     if seconds:
         rows.append(("an update", seconds_text(seconds)))
         rows.append(("samples a second", f"{facts['batch'] / seconds:,.1f}"))
