@@ -136,6 +136,7 @@ class HaloExchange:
 
     def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
+        sent, index = self.outgoing(rows)
         request = site.request(
             label,
             direction,
@@ -143,10 +144,14 @@ class HaloExchange:
             self.recv_counts,
             width=self.agreed(rows.size(1)),
             row_ids=self.row_ids[0],
-            index=self.send,
+            index=index,
             reads=self.reads,
         )
-        return self.channel.start(rows, request)
+        return self.channel.start(sent, request)
+
+    def outgoing(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the rows to send, or rows and the indices of those to send."""
+        return rows, self.send
 
     def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to send values at halo rows ``[H, W]`` to their owners.

@@ -1,0 +1,126 @@
+"""Covers: which rows and which partial sums one part has to send another, as few of both as there can be.
+
+Where it sits: ``sparse_ops.partial_sums`` takes a cover of what a part reads, and ``quality`` counts those of
+a cut.
+
+[Note: cover] The edges from one part to another are a bipartite graph of senders and receivers. An edge is
+served if its sender's row is sent, or if the sum over the edges of its receiver is. So what is sent is a
+vertex cover of that graph: a set that has one end of each edge. The smallest cover has as many vertices as the
+largest matching has edges (König)::
+
+    edges             a -> x   a -> y   a -> z   b -> x   c -> x   d -> x
+    halo rows         a b c d          4 rows
+    partial sums      x y z            3 rows
+    smallest cover    a x              2 rows: a's, and b + c + d for x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Cover:
+    """A set of senders and receivers such that each edge has one of its ends in it.
+
+    Args:
+        senders: Whether the row of each sender is sent.
+        receivers: Whether a partial sum is sent for each receiver.
+
+    Shapes:
+        ``senders [S]``, ``receivers [R]``.
+    """
+
+    senders: Mask
+    receivers: Mask
+
+
+def smallest_cover(sender: Ids, receiver: Ids, senders: int, receivers: int) -> Cover:
+    """Return the smallest cover that has as many senders as possible: see [Note: cover].
+
+    Several pairs of parts may be given at once, as long as no sender or receiver belongs to two pairs. The
+    cover is then the smallest for each of them.
+
+    Args:
+        sender: The sender of each edge.
+        receiver: The receiver of each edge.
+        senders: The number of senders.
+        receivers: The number of receivers.
+
+    Shapes:
+        ``sender [E]``, ``receiver [E]``.
+
+    Cost:
+        ``O(E sqrt(S + R))`` at most, by the matching of Hopcroft and Karp.
+
+    Example:
+        >>> import numpy as np
+        >>> sender, receiver = np.array([0, 0, 1, 2, 3]), np.array([0, 1, 1, 1, 1])
+        >>> found = smallest_cover(sender, receiver, 4, 2)  # of five edges four end in one receiver
+        >>> found.senders.tolist(), found.receivers.tolist()
+        ([True, False, False, False], [False, True])
+    """
+    if not sender.size:
+        return Cover(np.zeros(senders, np.bool_), np.zeros(receivers, np.bool_))
+    # Edges that share both ends are one entry: the constructor adds them up.
+    graph = csr_matrix((np.ones(sender.size, np.int32), (sender, receiver)), shape=(senders, receivers))
+    sender_of = maximum_bipartite_matching(graph, perm_type="row")  # of each receiver; -1 if unmatched
+    matched = np.zeros(senders, np.bool_)
+    matched[sender_of[sender_of >= 0]] = True
+    # König: begin at the senders that the matching leaves out, and go along any edge to a receiver and along
+    # an edge of the matching back to a sender. The cover has the senders that are not reached and the
+    # receivers that are.
+    reached, sums = np.zeros(senders, np.bool_), np.zeros(receivers, np.bool_)
+    begin = np.flatnonzero(~matched & (np.diff(graph.indptr) > 0))
+    while begin.size:
+        reached[begin] = True
+        found = np.unique(_neighbours(graph, begin))
+        found = found[~sums[found]]
+        sums[found] = True
+        # A receiver that is reached has a sender in the matching, or the matching could have been larger.
+        begin = sender_of[found]
+        begin = begin[~reached[begin]]
+    return Cover(matched & ~reached, sums)
+
+
+def _neighbours(graph: csr_matrix, rows: Ids) -> Ids:
+    """Return the columns of some rows of a sparse matrix, one row after the other."""
+    begin, count = graph.indptr[rows], np.diff(graph.indptr)[rows]
+    # Place k of the result is column k - (what earlier rows had) of its row.
+    places = np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)
+    found: Ids = graph.indices[places]
+    return found
+
+
+def cover_counts(source: Ids, target: Ids, owner: Ids, parts: int) -> NDArray[np.int64]:
+    """Return how many rows and sums each part sends each other one if all covers are the smallest.
+
+    Args:
+        source: The source of each edge of the whole graph.
+        target: The target of each edge.
+        owner: The part of each vertex.
+        parts: The number of parts.
+
+    Shapes:
+        ``source [E]``, ``target [E]``, ``owner [N]``; result ``[parts, parts]``, by sender, then reader.
+
+    Cost:
+        A matching over the edges that are cut.
+    """
+    sends, reads = owner[source], owner[target]
+    cut = np.flatnonzero(sends != reads)
+    # A vertex is another sender for each part that reads it, and another receiver for each part that it reads.
+    senders, sender = np.unique(source[cut] * parts + reads[cut], return_inverse=True)
+    receivers, receiver = np.unique(target[cut] * parts + sends[cut], return_inverse=True)
+    cover = smallest_cover(sender, receiver, senders.size, receivers.size)
+    rows, sums = senders[cover.senders], receivers[cover.receivers]
+    pairs = [owner[rows // parts] * parts + rows % parts, sums % parts * parts + owner[sums // parts]]
+    return np.bincount(np.concatenate(pairs), minlength=parts * parts).reshape(parts, parts)
