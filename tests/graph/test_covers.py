@@ -7,7 +7,7 @@ from itertools import chain, combinations
 import numpy as np
 from hypothesis import given, strategies as st
 
-from kagome.graph.partition.covers import Ids, cover_counts, smallest_cover
+from kagome.graph.partition.covers import Ids, halo_cover, smallest_cover
 
 SENDERS, RECEIVERS = 5, 4
 EDGES = st.lists(st.tuples(st.integers(0, SENDERS - 1), st.integers(0, RECEIVERS - 1)), max_size=12)
@@ -48,15 +48,15 @@ def test_rows_are_preferred_to_sums(edges: list[tuple[int, int]]) -> None:
         assert not found.receivers.any()
 
 
-@given(st.integers(1, 4), st.integers(0, 9), st.integers(0, 2**32 - 1))
-def test_each_pair_of_parts_has_the_cover_of_its_own_edges(parts: int, edges: int, seed: int) -> None:
+@given(st.integers(1, 4), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_each_peer_has_the_cover_of_its_own_edges(peers: int, edges: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
-    owner = generator.integers(0, parts, 7)
-    source, target = generator.integers(0, 7, (2, 4 * edges))
-    found = cover_counts(source, target, owner, parts)
-    for p in range(parts):
-        for q in range(parts):
-            between = (owner[source] == p) & (owner[target] == q)
-            alone = smallest_cover(source[between], target[between], 7, 7)
-            expected = 0 if p == q else int(alone.senders.sum() + alone.receivers.sum())
-            assert found[p, q] == expected
+    own, recv = int(generator.integers(1, 6)), tuple(generator.integers(0, 5, peers).tolist())
+    source, target = generator.integers(0, own + sum(recv), edges), generator.integers(0, own, edges)
+    found, begin = halo_cover(source, target, own, recv), own
+    for peer, count in enumerate(recv):
+        of_peer = (source >= begin) & (source < begin + count)
+        alone = smallest_cover(source[of_peer] - begin, target[of_peer], count, own)
+        assert found.counts[peer] == alone.senders.sum() + alone.receivers.sum() <= found.read[peer]
+        assert found.read[peer] == np.unique(source[of_peer]).size
+        begin += count

@@ -32,12 +32,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kagome.comm.exchange import Exchange, ExchangeRequest, swap_counts
-from kagome.graph.partition.covers import smallest_cover
+from kagome.graph.partition.covers import Ids, halo_cover
 from kagome.halo.exchange import HaloExchange
 from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
 
-Ids = NDArray[np.int64]
 SUMS_BEGIN: Final = 2**62
 """The least number of a partial sum; vertices have smaller ones."""
 
@@ -91,7 +90,7 @@ def wanted(
         target: The row that each edge writes.
         own: The number of own rows that edges read.
         recv_counts: The number of halo rows of each peer.
-        least: The share of a peer's rows that the cover must save. Below it, the peer sends rows alone.
+        least: The share of a peer's rows that sums must save. Below it, the peer sends rows alone.
 
     Shapes:
         ``source [E]``, ``target [E]``.
@@ -99,55 +98,43 @@ def wanted(
     Cost:
         A matching over the edges that read halo rows.
     """
-    peers, halo = len(recv_counts), sum(recv_counts)
-    counts = np.asarray(recv_counts)
+    peers, counts = len(recv_counts), np.asarray(recv_counts)
     peer_of, first = np.repeat(np.arange(peers), counts), np.cumsum(counts) - counts
+    kept = halo_cover(source, target, own, recv_counts, least).kept
     beyond = np.flatnonzero(source >= own)
     sender = source[beyond] - own
-    # Each pair of a target and a peer is a receiver of its own; numbered by peer, then by target.
-    span = int(target.max(initial=0)) + 1
-    receivers, receiver = np.unique(peer_of[sender] * span + target[beyond], return_inverse=True)
-    cover = smallest_cover(sender, receiver, halo, receivers.size)
-    read = np.zeros(halo, np.bool_)
-    read[sender] = True
-    rows_of = np.bincount(peer_of[read], minlength=peers)
-    cover_of = np.bincount(peer_of[cover.senders], minlength=peers)
-    cover_of += np.bincount(receivers[cover.receivers] // span, minlength=peers)
-    worth = rows_of - cover_of > least * rows_of
-    kept = np.where(worth[peer_of], cover.senders, read)
     away = ~kept[sender]
-    sums, which = np.unique(receiver[away], return_inverse=True)
+    # One sum for each peer and target of edges whose rows do not come; by peer, then by target.
+    span = int(target.max(initial=0)) + 1
+    sums, which = np.unique(peer_of[sender[away]] * span + target[beyond[away]], return_inverse=True)
+    kept_of = np.bincount(peer_of[kept], minlength=peers)
+    sums_of = np.bincount(sums // span, minlength=peers)
     # A message has its rows first, then its sums.
-    kept_of, sums_of = np.bincount(peer_of[kept], minlength=peers), np.bincount(receivers[sums] // span, minlength=peers)
     total = kept_of + sums_of
     begin = np.cumsum(total) - total
-    place = np.full(halo, -1, np.int64)
+    place = np.full(kept.size, -1, np.int64)
     place[kept] = _within(kept_of)
     place_of_sum = _within(sums_of) + np.repeat(kept_of, sums_of)
-    sum_peer = receivers[sums] // span
     # Of the edges that read a row, one asks for it.
-    asks = np.full(halo, -1, np.int64)
+    asks = np.full(kept.size, -1, np.int64)
     asks[sender[::-1]] = beyond[::-1]
-    edges = np.concatenate([asks[kept], beyond[away]])
     row = np.concatenate([np.flatnonzero(kept), sender[away]])
     order = np.argsort(peer_of[row], kind="stable")
-    summed = np.repeat([False, True], [int(kept.sum()), int(away.sum())])
-    places = np.concatenate([place[kept], place_of_sum[which]])
     rest = np.ones(source.size, np.bool_)
     rest[beyond[away]] = False
-    new_source = source.copy()
-    new_source[beyond] = own + begin[peer_of[sender]] + place[sender]
+    read = source.copy()
+    read[beyond] = own + begin[peer_of[sender]] + place[sender]
     return Wanted(
-        edges=edges[order],
+        edges=np.concatenate([asks[kept], beyond[away]])[order],
         row=(row - first[peer_of[row]])[order],
-        place=places[order],
-        summed=summed[order],
+        place=np.concatenate([place[kept], place_of_sum[which]])[order],
+        summed=np.repeat([False, True], [row.size - which.size, which.size])[order],
         edge_counts=tuple(np.bincount(peer_of[row], minlength=peers).tolist()),
         recv_counts=tuple(total.tolist()),
         rest=np.flatnonzero(rest),
-        source=new_source[rest],
-        target=receivers[sums] % span,
-        arrived=begin[sum_peer] + place_of_sum,
+        source=read[rest],
+        target=sums % span,
+        arrived=begin[sums // span] + place_of_sum,
     )
 
 

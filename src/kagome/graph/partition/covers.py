@@ -1,7 +1,7 @@
 """Covers: which rows and which partial sums one part has to send another, as few of both as there can be.
 
-Where it sits: ``sparse_ops.partial_sums`` takes a cover of what a part reads, and ``quality`` counts those of
-a cut.
+Where it sits: ``sparse_ops.partial_sums`` takes the cover of what a part reads, and ``kagome partition`` counts
+those of all parts.
 
 [Note: cover] The edges from one part to another are a bipartite graph of senders and receivers. An edge is
 served if its sender's row is sent, or if the sum over the edges of its receiver is. So what is sent is a
@@ -100,27 +100,53 @@ def _neighbours(graph: csr_matrix, rows: Ids) -> Ids:
     return found
 
 
-def cover_counts(source: Ids, target: Ids, owner: Ids, parts: int) -> NDArray[np.int64]:
-    """Return how many rows and sums each part sends each other one if all covers are the smallest.
+@dataclass(frozen=True)
+class HaloCover:
+    """What a part reads of each peer, as rows and partial sums.
 
     Args:
-        source: The source of each edge of the whole graph.
-        target: The target of each edge.
-        owner: The part of each vertex.
-        parts: The number of parts.
+        kept: Whether each halo row is read as a row. Sums have the edges that read the others.
+        read: The number of rows that the part reads of each peer without sums.
+        counts: The number of rows and sums that it reads in their place.
 
     Shapes:
-        ``source [E]``, ``target [E]``, ``owner [N]``; result ``[parts, parts]``, by sender, then reader.
+        ``kept [H]``.
+    """
+
+    kept: Mask
+    read: Ids
+    counts: Ids
+
+
+def halo_cover(
+    source: Ids, target: Ids, own: int, recv_counts: tuple[int, ...], least: float = 0.0
+) -> HaloCover:
+    """Return the smallest cover of what a part reads of each peer.
+
+    Args:
+        source: The row that each edge reads: an own row, or a halo row after them.
+        target: The row that each edge writes.
+        own: The number of own rows that edges read.
+        recv_counts: The number of halo rows of each peer.
+        least: The share of a peer's rows that sums must save. Below it, the peer sends rows alone.
+
+    Shapes:
+        ``source [E]``, ``target [E]``.
 
     Cost:
-        A matching over the edges that are cut.
+        A matching over the edges that read halo rows.
     """
-    sends, reads = owner[source], owner[target]
-    cut = np.flatnonzero(sends != reads)
-    # A vertex is another sender for each part that reads it, and another receiver for each part that it reads.
-    senders, sender = np.unique(source[cut] * parts + reads[cut], return_inverse=True)
-    receivers, receiver = np.unique(target[cut] * parts + sends[cut], return_inverse=True)
-    cover = smallest_cover(sender, receiver, senders.size, receivers.size)
-    rows, sums = senders[cover.senders], receivers[cover.receivers]
-    pairs = [owner[rows // parts] * parts + rows % parts, sums % parts * parts + owner[sums // parts]]
-    return np.bincount(np.concatenate(pairs), minlength=parts * parts).reshape(parts, parts)
+    peers, beyond = len(recv_counts), source >= own
+    peer_of = np.repeat(np.arange(peers), recv_counts)
+    sender = source[beyond] - own
+    # A target is another receiver for each peer: no sum has rows of two peers.
+    receivers, receiver = np.unique(target[beyond] * peers + peer_of[sender], return_inverse=True)
+    cover = smallest_cover(sender, receiver, peer_of.size, receivers.size)
+    asked = np.zeros(peer_of.size, np.bool_)
+    asked[sender] = True
+    read = np.bincount(peer_of[asked], minlength=peers)
+    counts = np.bincount(peer_of[cover.senders], minlength=peers)
+    counts += np.bincount(receivers[cover.receivers] % peers, minlength=peers)
+    worth = read - counts > least * read
+    kept = np.where(worth[peer_of], cover.senders, asked)
+    return HaloCover(kept, read, np.where(worth, counts, read))

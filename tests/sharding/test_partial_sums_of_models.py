@@ -1,0 +1,214 @@
+"""Models whose sums other ranks take in part give what one process gives, and send fewer rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as pyg
+from parity import TOLERANCE, Result, differences, joined, one_rank, parity, whole
+from test_inexact_rows import losses_by_loop
+from test_shard import F, N, graph, net_of, of_first
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+import kagome
+from kagome.comm.channel import Channel
+from kagome.comm.in_process.thread_group import ThreadGroup
+from kagome.components.parallelize import PartOptions, parallelize
+from kagome.deferred.summed_reads import LEAST_EDGES
+from kagome.graph.partition.partition import extract
+
+ON = kagome.Parallel(partial_sums="on")
+SUMS = ("gcn", "gcn-weighted", "sage", "gin", "graph-weighted", "mixed")
+ROWS = ("sage-max", "gat", "learned")
+
+
+class Layers(nn.Module):
+    """Three layers of a kind, the first of which widens, with dropout between them if asked for."""
+
+    def __init__(self, kind: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.kind, self.dropout = kind, nn.Dropout(dropout)
+        sizes = ((3, 8), (8, 8), (8, 4))
+        make: dict[str, Callable[[int, int], nn.Module]] = {
+            "gcn": pyg.GCNConv,
+            "sage": pyg.SAGEConv,
+            "sage-max": lambda i, o: pyg.SAGEConv(i, o, aggr="max"),
+            "gin": lambda i, o: pyg.GINConv(nn.Linear(i, o), train_eps=True),
+            "graph": pyg.GraphConv,
+            "learned": pyg.GraphConv,
+            "gat": pyg.GATConv,
+            "mixed": lambda i, o: pyg.SAGEConv(i, o, aggr=["mean", "max", "sum"]),
+        }
+        self.weighted = kind.endswith("weighted") or kind == "learned"
+        self.convs = nn.ModuleList(make[kind.removesuffix("-weighted")](i, o) for i, o in sizes)
+        self.scale = nn.Parameter(torch.ones(1)) if kind == "learned" else None
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        weight = edge_weight if self.scale is None else torch.sigmoid(edge_weight * self.scale)
+        for conv in self.convs:
+            x = conv(self.dropout(x), edge_index, weight) if self.weighted else conv(self.dropout(x), edge_index)
+            x = x.tanh()
+        return x
+
+
+def data_of(edges: int = 150, *, gradient: bool = True) -> Data:
+    generator = torch.Generator().manual_seed(6)
+    # Vertices of small numbers have most edges, at either end, and some edges occur twice.
+    ends = (24 * torch.rand(2, edges, generator=generator, dtype=torch.float64) ** 2).long()
+    return Data(
+        x=torch.randn(24, 3, generator=generator, dtype=torch.float64).requires_grad_(gradient),
+        edge_index=ends,
+        edge_weight=torch.rand(edges, generator=generator, dtype=torch.float64) + 0.1,
+        num_nodes=24,
+    )
+
+
+def owner_of(world: int, cut: str) -> Tensor:
+    owner = torch.arange(24) % world
+    if cut == "uneven":
+        owner = torch.zeros(24, dtype=torch.int64)
+        owner[24 - world + 1 :] = torch.arange(1, world)
+    if cut == "empty":
+        owner[owner == world - 1] = 0
+    return owner
+
+
+def trained(ranks: Any, world: int, kind: str, cut: str, sums: str, dropout: float = 0.0) -> Result:
+    data, build = data_of(), partial(Layers, kind, dropout)
+    shares = ranks(world, parity, build, data, owner_of(world, cut), 0, 2, 1, None, sums)
+    return joined(shares, 24)
+
+
+@pytest.mark.some(1, each="kind")
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("cut", ["even", "uneven", "empty"])
+@pytest.mark.parametrize("kind", [*SUMS, *ROWS])
+def test_values_and_gradients_are_those_of_one_process(ranks: Any, world: int, cut: str, kind: str) -> None:
+    found = trained(ranks, world, kind, cut, "on")
+    expected = whole(partial(Layers, kind), data_of(), epochs=2)
+    for name, error in differences(found, expected).items():
+        assert error <= TOLERANCE, (name, error)
+    rows = trained(ranks, world, kind, cut, "off").halo
+    if world > 1 and cut != "empty" and kind in SUMS:
+        assert found.halo[1] < rows[1]
+    if kind in ROWS:
+        assert found.halo == rows
+    assert trained(ranks, world, kind, cut, "auto").halo == rows  # the graph is small
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+def test_dropout_drops_the_same(ranks: Any, world: int, kind: str) -> None:
+    found = trained(ranks, world, kind, "even", "on", 0.5)
+    expected = one_rank(partial(Layers, kind, 0.5), data_of(), epochs=2)
+    for name, error in differences(found, expected).items():
+        assert error <= TOLERANCE, (name, error)
+
+
+class Energy(nn.Module):
+    """Two hops, smooth, that give a number a vertex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = pyg.GCNConv(F, 6), pyg.SAGEConv(6, 6), pyg.GraphConv(6, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.two(self.one(x, edge_index).tanh(), edge_index).tanh()
+        return self.three(h, edge_index)
+
+
+def forces(channel: Channel | None) -> dict[str, Tensor]:
+    """A loss on a gradient, whose backward runs through the backward of partial sums."""
+    data = graph()
+    torch.manual_seed(5)
+    model = Energy().double()
+    with net_of(channel, model, data, **({} if channel is None else {"parallel": ON})) as net:
+        x = net.place(data.x).clone().requires_grad_()
+        energy = net(net.place(x), data.edge_index)
+        (force,) = torch.autograd.grad(net.sum(energy**2), x, create_graph=True)
+        loss = net.mean(force**2) + net.mean(energy)
+        loss.backward()
+        rows = net.gather(x.grad)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**grads, "loss": loss.detach(), "by x": of_first(channel, rows, (N, F))}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_second_derivatives(ranks: Any, world: int) -> None:
+    expected = forces(None)
+    for found in ranks(world, forces):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def sampled(channel: Channel | None, recompute: bool) -> dict[str, Tensor]:
+    """Samples along a leading axis, then evaluation; layers run again in backward if asked for."""
+    data = graph()
+    torch.manual_seed(5)
+    model = Energy().double()
+    more = {} if channel is None else {"parallel": ON, "recompute": recompute}
+    with net_of(channel, model, data, **more) as net:
+        x = torch.stack([data.x, data.x * 2, data.x.flip(1)])
+        for _ in range(2):
+            net.mean(net(x, data.edge_index) ** 2).backward()
+        with torch.no_grad():
+            rows = net.gather(net(x, data.edge_index), axis=1)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**grads, "rows": of_first(channel, rows, (3, N, 1))}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_leading_axes_evaluation_and_layers_that_run_again(ranks: Any, recompute: bool) -> None:
+    expected = sampled(None, recompute)
+    for found in ranks(3, sampled, recompute):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_age": 1}, {"max_age": 1, "sync_every": 2, "smoothing": 0.5}],
+    ids=lambda settings: "-".join(settings),
+)
+def test_late_sums_are_sums_of_late_rows(ranks: Any, settings: dict[str, Any]) -> None:
+    rows = ranks(3, losses_by_loop, {**settings, "partial_sums": "off"})
+    sums = ranks(3, losses_by_loop, {**settings, "partial_sums": "on"})
+    torch.testing.assert_close(sums, rows, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "near"),
+    [({"codec": "bf16"}, 0.02), ({"codec": "int8"}, 0.02), ({"codec": "int8", "error_feedback": True}, 0.02)],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_codecs_round_sums_as_they_round_rows(ranks: Any, settings: dict[str, Any], near: float) -> None:
+    exact = ranks(2, losses_by_loop, {})[0]
+    found = ranks(2, losses_by_loop, {**settings, "partial_sums": "on"})
+    assert found[0] == found[1]
+    assert ranks(2, losses_by_loop, {**settings, "partial_sums": "on"}) == found  # draws are those of the seed
+    assert 0 < max(abs(a - b) for a, b in zip(found[0], exact, strict=True)) < near
+
+
+def large(channel: Any, setting: str) -> int:
+    """The partial sums of a graph of so many edges that ``auto`` looks for them."""
+    generator = torch.Generator().manual_seed(2)
+    ends = (3000 * torch.rand(2, LEAST_EDGES, generator=generator) ** 3).long()
+    data = Data(x=torch.randn(3000, 2, generator=generator), edge_index=ends, num_nodes=3000)
+    part = extract(data, torch.arange(3000) % 2, channel.rank, 2)
+    model = pyg.GCN(2, 4, 2)
+    options = PartOptions(partial_sums="off" if setting == "off" else "auto")
+    with parallelize(model, part, channel, options) as net:
+        net.forward(1, training=True).sum().backward()
+        return sum(structure.edges for structure in net.scope.deferral.summed.structures())
+
+
+def test_auto_looks_for_sums_in_large_graphs() -> None:
+    assert all(count > 0 for count in ThreadGroup(2).run(lambda channel: large(channel, "auto")))
+    assert ThreadGroup(2).run(lambda channel: large(channel, "off")) == [0, 0]
