@@ -5,9 +5,12 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 import numpy as np
+import torch
 from hypothesis import given, strategies as st
+from torch_geometric.data import Data
 
-from kagome.graph.partition.covers import Ids, halo_cover, smallest_cover
+from kagome.graph.partition.covers import Ids, cover_counts, halo_cover, smallest_cover
+from kagome.graph.partition.partition import extract
 
 SENDERS, RECEIVERS = 5, 4
 EDGES = st.lists(st.tuples(st.integers(0, SENDERS - 1), st.integers(0, RECEIVERS - 1)), max_size=12)
@@ -60,3 +63,17 @@ def test_each_peer_has_the_cover_of_its_own_edges(peers: int, edges: int, seed: 
         assert found.counts[peer] == alone.senders.sum() + alone.receivers.sum() <= found.read[peer]
         assert found.read[peer] == np.unique(source[of_peer]).size
         begin += count
+
+
+@given(st.integers(1, 4), st.integers(0, 60), st.integers(0, 2**32 - 1))
+def test_a_cut_has_the_covers_of_its_parts(parts: int, edges: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    owner, edge_index = generator.integers(0, parts, 12), generator.integers(0, 12, (2, edges))
+    found = cover_counts(*edge_index, owner, parts)
+    data = Data(edge_index=torch.from_numpy(edge_index), num_nodes=12)
+    for number in range(parts):
+        part = extract(data, torch.from_numpy(owner), number, parts)
+        source, target = part.edge_index.numpy()
+        alone = halo_cover(source, target, part.own.numel(), part.recv_counts)
+        assert found[number].tolist() == alone.counts.tolist()
+        assert alone.read.tolist() == list(part.recv_counts)

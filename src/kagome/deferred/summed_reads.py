@@ -40,6 +40,11 @@ LEAST_SAVED: Final = 0.1
 sums into the message, which takes longer than a copy of rows alone."""
 
 
+def sends_sums(setting: PartialSums, edges: int) -> bool:
+    """Return whether parts of a graph of so many edges look for partial sums that save rows."""
+    return setting == "on" or (setting == "auto" and edges >= LEAST_EDGES)
+
+
 class SummedReads:
     """The sums over neighbours that are partly taken by the ranks that own the rows.
 
@@ -93,9 +98,9 @@ class SummedReads:
     def _serve(self, edges: EdgeSet) -> bool:
         """Return whether partial sums may be sent along an edge set, whatever its weights. Ranks agree."""
         view = self._views[edges.placement.view]
-        if self._setting == "off" or type(edges.halo_exchange) is not HaloExchange or view.copies > 1:
-            return False
-        return self._setting == "on" or view.count >= LEAST_EDGES
+        # Subclasses are exchanges of chunks, which supply rows by their own ways.
+        plain = type(edges.halo_exchange) is HaloExchange and view.copies == 1
+        return plain and sends_sums(self._setting, view.count)
 
     def _tables_of(self, edges: EdgeSet) -> SumTables | None:
         if edges not in self._tables:

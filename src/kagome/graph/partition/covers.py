@@ -100,7 +100,7 @@ def _neighbours(graph: csr_matrix, rows: Ids) -> Ids:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HaloCover:
     """What a part reads of each peer, as rows and partial sums.
 
@@ -150,3 +150,32 @@ def halo_cover(
     worth = read - counts > least * read
     kept = np.where(worth[peer_of], cover.senders, asked)
     return HaloCover(kept, read, np.where(worth, counts, read))
+
+
+def cover_counts(
+    source: Ids, target: Ids, owner: Ids, parts: int, least: float = 0.0
+) -> NDArray[np.int64]:
+    """Return the number of rows and sums that each part reads of each other one, for a cut of a whole graph.
+
+    Args:
+        source: The source of each edge.
+        target: The target of each edge.
+        owner: The part of each vertex.
+        parts: The number of parts.
+        least: As of :func:`halo_cover`.
+
+    Shapes:
+        ``source [E]``, ``target [E]``, ``owner [N]``; result ``[parts, parts]``, by reader, then by sender.
+
+    Cost:
+        A matching over the edges that are cut.
+    """
+    found = np.zeros((parts, parts), np.int64)
+    sends, reads = owner[source], owner[target]
+    for part in range(parts):
+        cut = (reads == part) & (sends != part)
+        # Halo rows by the part that owns them, each once.
+        halo, row = np.unique(sends[cut] * owner.size + source[cut], return_inverse=True)
+        counts = np.bincount(halo // max(owner.size, 1), minlength=parts)
+        found[part] = halo_cover(row, target[cut], 0, tuple(counts.tolist()), least).counts
+    return found
