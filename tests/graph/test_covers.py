@@ -69,11 +69,11 @@ def test_each_peer_has_the_cover_of_its_own_edges(peers: int, edges: int, seed: 
 def test_a_cut_has_the_covers_of_its_parts(parts: int, edges: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     owner, edge_index = generator.integers(0, parts, 12), generator.integers(0, 12, (2, edges))
-    found = cover_counts(*edge_index, owner, parts)
+    rows, fewer = cover_counts(*edge_index, owner, parts)
     data = Data(edge_index=torch.from_numpy(edge_index), num_nodes=12)
     for number in range(parts):
         part = extract(data, torch.from_numpy(owner), number, parts)
         source, target = part.edge_index.numpy()
         alone = halo_cover(source, target, part.own.numel(), part.recv_counts)
-        assert found[number].tolist() == alone.counts.tolist()
-        assert alone.read.tolist() == list(part.recv_counts)
+        assert fewer[number].tolist() == alone.counts.tolist()
+        assert rows[number].tolist() == alone.read.tolist() == list(part.recv_counts)

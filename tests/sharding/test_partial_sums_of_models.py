@@ -19,7 +19,7 @@ import kagome
 from kagome.comm.channel import Channel
 from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.components.parallelize import PartOptions, parallelize
-from kagome.deferred.summed_reads import LEAST_EDGES
+from kagome.graph.partition.covers import LEAST_EDGES
 from kagome.graph.partition.partition import extract
 
 ON = kagome.Parallel(partial_sums="on")

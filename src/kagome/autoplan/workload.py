@@ -26,6 +26,7 @@ from kagome.comm.channel import Channel
 from kagome.components.parallelize import PartOptions
 from kagome.config import Allowed, Parallel, default_chunks
 from kagome.errors import KagomeError, PlanError
+from kagome.graph.partition.covers import sends_sums
 from kagome.graph.partition.partition import Partition
 from kagome.memory.estimate import MemoryRates as Held, rates_of
 from kagome.model.fingerprint import identity
@@ -36,7 +37,16 @@ from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, Timed
 from kagome.planner.pipe_candidates import PipeCut, pipes
 from kagome.profile.cache import MeasurementCache
-from kagome.profile.epoch_costs import alone, coded, coding, halo_bytes, shares_of, timed, transposes
+from kagome.profile.epoch_costs import (
+    alone,
+    coded,
+    coding,
+    halo_bytes,
+    shares_of,
+    summed,
+    timed,
+    transposes,
+)
 from kagome.profile.part_size import GroupSize, PartSize
 from kagome.profile.synthetic_graphs import GraphSize, cuts_of, samples_of
 from kagome.records.memory import MemoryByKind
@@ -174,6 +184,23 @@ class Workload:
         counts, uncertain = self.kept.value("parts", facts, measure)
         return tuple(PartSize(*each) for each in counts), uncertain
 
+    def _loads(
+        self, each: MeasuredWorkload, number: int, weights: tuple[float, ...] = ()
+    ) -> tuple[list[Load], float]:
+        """Return the loads of parts whose ranks read halos, and the relative uncertainty of the halo."""
+        counts, uncertain = self.parts(number, weights)
+
+        def measure() -> list[Any]:
+            return [list(pair) for pair in self.graph.saved(number, self.options.seed, weights)]
+
+        facts = [*self.facts[0][:4], self.options.seed, number, *weights]
+        saved = self.kept.value("saved rows", facts, measure)
+        share = each.rates.summed
+        return [
+            replace(_load(count, each.held.at(count)), saved=(share * sent, share * read))
+            for count, (sent, read) in zip(counts, saved, strict=False)
+        ], uncertain
+
     def coded(self, place: int) -> CostRates:
         """Return the rates of one model, with the cost of rows encoded at one bit per number."""
         one = self.models[place]
@@ -240,8 +267,7 @@ class Workload:
             # Encoding is timed only if some plan encodes.
             rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
             for number, weights in self._cuts(numbers, cluster):
-                counts, uncertain = self.parts(number, weights)
-                loads = [_load(count, each.held.at(count)) for count in counts]
+                loads, uncertain = self._loads(each, number, weights)
                 for way in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, **way}
                     found.append(parts(number, loads, rates, cluster, uncertain, weights=weights, **more))
@@ -286,9 +312,11 @@ class Workload:
                 continue
             loads = [_load(count, own.held.at(count)) for count in counts]
             found += [
-                pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=chunks > 1)
+                # Chunks send rows that other chunks read too, so partial sums are for parts of one.
+                pipes(cut, groups, loads if chunks > 1 else self._loads(own, groups)[0], own.rates, cluster,
+                      uncertain, chunks=chunks, exact=chunks > 1)
                 for chunks in ((1, default_chunks(cut.ranks, 1)) if cut.chunks else (1,))
-            ]
+            ]  # fmt: skip
             if history and cut.chunks:
                 dealt = [
                     pipes(each, groups, loads, own.rates, cluster, uncertain, chunks=chunks)
@@ -360,7 +388,9 @@ def _measured(
     weights = tuple(map(float, held.gradients))
     forward, backward = halo_bytes(model, part, options)
     took = asdict(timed(model, cuts_of(graph, part, options.seed), options))
-    rates = CostRates(**took, forward=forward, backward=backward, weights=weights)
+    # Measured only where a run would send partial sums.
+    share = summed(model, part, options) if sends_sums("auto", graph.edges) else 0.0
+    rates = CostRates(**took, forward=forward, backward=backward, weights=weights, summed=share)
     # Ranks were timed with their share of the threads; a single rank may have all.
     times, apart = alone(model, samples[0], rates, options, most)
     rates = replace(rates, alone=times, spread=max(rates.spread, apart))

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kagome.config import PartialSums
+from kagome.graph.partition.covers import LEAST_SAVED, sends_sums
 from kagome.halo.exchange import HaloExchange
 from kagome.halo.forward_pass import RunningForward
 from kagome.kernels.base.address import address
@@ -32,18 +33,6 @@ from kagome.sparse_ops.partial_sums import SumTables, WeightedSums, sum_tables
 
 if TYPE_CHECKING:
     from kagome.deferred.message import EdgeSet
-
-LEAST_EDGES: Final = 100_000
-"""Edges of the whole graph from which ``auto`` looks for sums: below, an exchange is mostly latency."""
-LEAST_SAVED: Final = 0.1
-"""Share of a peer's rows that ``auto`` wants saved: less is lost again by the walk that copies rows and adds
-sums into the message, which takes longer than a copy of rows alone."""
-
-
-def sends_sums(setting: PartialSums, edges: int) -> bool:
-    """Return whether parts of a graph of so many edges look for partial sums that save rows."""
-    return setting == "on" or (setting == "auto" and edges >= LEAST_EDGES)
-
 
 class SummedReads:
     """The sums over neighbours that are partly taken by the ranks that own the rows.

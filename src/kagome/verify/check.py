@@ -24,8 +24,8 @@ from kagome.components.model_setup import model_copy
 from kagome.components.rank_zero import by_first
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config.fields import check_kind
-from kagome.deferred.summed_reads import sends_sums
 from kagome.errors import CheckError, ConfigError, ModelError
+from kagome.graph.partition.covers import sends_sums
 from kagome.graph.partition.partition import Partition, split_all
 from kagome.graph.partition.sets_partition import Part, SetsPartition, scored_rows
 from kagome.graph.structure.attributes import Sorted

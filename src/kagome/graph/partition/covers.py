@@ -16,15 +16,30 @@ largest matching has edges (König)::
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from kagome.config import PartialSums
+from kagome.graph.partition.partition import Partition
+
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+LEAST_EDGES: Final = 100_000
+"""Edges of the whole graph from which ``auto`` looks for sums: below, an exchange is mostly latency."""
+LEAST_SAVED: Final = 0.1
+"""Share of a peer's rows that ``auto`` wants saved: less is lost again by the walk that copies rows and adds
+sums into the message, which takes longer than a copy of rows alone."""
+
+
+def sends_sums(setting: PartialSums, edges: int) -> bool:
+    """Return whether parts of a graph of so many edges look for partial sums that save rows."""
+    return setting == "on" or (setting == "auto" and edges >= LEAST_EDGES)
 
 
 @dataclass(frozen=True)
@@ -152,10 +167,33 @@ def halo_cover(
     return HaloCover(kept, read, np.where(worth, counts, read))
 
 
+def savings_text(pieces: Iterable[Partition]) -> str:
+    """Return a sentence on the rows that partial sums would save, given all parts of a cut, in order."""
+    found = [halo_cover(*_ends(piece), piece.own.numel(), piece.recv_counts) for piece in pieces]
+    tables = [np.stack([each.read for each in found]), np.stack([each.counts for each in found])]
+    rows, fewer = (int(table.sum()) for table in tables)
+    # A part sends along a column of the table, and the gradients of what it reads along a row.
+    most, less = (int(max(table.sum(0).max(), table.sum(1).max())) for table in tables)
+    return (
+        f"with partial sums, which layers that sum or average rows can send: {fewer:,} rows in place of "
+        f"{rows:,} ({_change(fewer, rows)}), the most of a part {less:,} in place of {most:,} "
+        f"({_change(less, most)})"
+    )
+
+
+def _ends(piece: Partition) -> tuple[Ids, Ids]:
+    source, target = piece.edge_index.numpy()
+    return source, target
+
+
+def _change(after: int, before: int) -> str:
+    return f"{(after - before) / max(before, 1):+.0%}"
+
+
 def cover_counts(
     source: Ids, target: Ids, owner: Ids, parts: int, least: float = 0.0
-) -> NDArray[np.int64]:
-    """Return the number of rows and sums that each part reads of each other one, for a cut of a whole graph.
+) -> tuple[Ids, Ids]:
+    """Return what each part reads of each other one, for a cut of a whole graph: rows; rows and sums.
 
     Args:
         source: The source of each edge.
@@ -165,17 +203,19 @@ def cover_counts(
         least: As of :func:`halo_cover`.
 
     Shapes:
-        ``source [E]``, ``target [E]``, ``owner [N]``; result ``[parts, parts]``, by reader, then by sender.
+        ``source [E]``, ``target [E]``, ``owner [N]``; both results ``[parts, parts]``, by reader, then by
+        sender.
 
     Cost:
         A matching over the edges that are cut.
     """
-    found = np.zeros((parts, parts), np.int64)
+    rows, fewer = np.zeros((2, parts, parts), np.int64)
     sends, reads = owner[source], owner[target]
     for part in range(parts):
         cut = (reads == part) & (sends != part)
         # Halo rows by the part that owns them, each once.
         halo, row = np.unique(sends[cut] * owner.size + source[cut], return_inverse=True)
         counts = np.bincount(halo // max(owner.size, 1), minlength=parts)
-        found[part] = halo_cover(row, target[cut], 0, tuple(counts.tolist()), least).counts
-    return found
+        found = halo_cover(row, target[cut], 0, tuple(counts.tolist()), least)
+        rows[part], fewer[part] = found.read, found.counts
+    return rows, fewer
