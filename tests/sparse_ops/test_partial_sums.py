@@ -65,7 +65,8 @@ def test_no_more_is_sent_than_rows_and_a_threshold_sends_rows(seed: int, peers: 
     assert (found <= read).all()
     rows = wanted(source, target, own, counts, 1.0)
     assert rows.recv_counts == tuple(read)
-    assert rows.saved == 0
+    assert rows.target.size == 0
+    assert rows.rows == read.sum()
     assert not rows.summed.any()
     for least in (0.2, 0.5):
         some = np.array(wanted(source, target, own, counts, least).recv_counts)
@@ -143,6 +144,7 @@ def summed(channel: Channel, world: int, kind: str, weights: str) -> dict[str, A
         "read": tables.exchange.recv_counts,
         "rows": view.rows.recv_counts,
         "numbers": tables.exchange.row_ids,
+        "crossing": tables.crossing,
     }
 
 
@@ -166,7 +168,9 @@ def test_sums_and_gradients_are_those_of_the_whole_graph(world: int, kind: str, 
     for p in range(world):
         for q in range(world):
             assert found[p]["sent"][q] == found[q]["read"][p] <= found[q]["rows"][p]
-    assert sum(sum(each["read"]) for each in found) < sum(sum(each["rows"]) for each in found)
+    before, after = (sum(sum(each[name]) for each in found) for name in ("rows", "read"))
+    assert after < before
+    assert all(each["crossing"] == (before, after) for each in found)
     numbers_agree(found, world)
 
 

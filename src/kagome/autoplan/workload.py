@@ -43,7 +43,7 @@ from kagome.profile.epoch_costs import (
     coding,
     halo_bytes,
     shares_of,
-    summed,
+    summed_share,
     timed,
     transposes,
 )
@@ -389,7 +389,7 @@ def _measured(
     forward, backward = halo_bytes(model, part, options)
     took = asdict(timed(model, cuts_of(graph, part, options.seed), options))
     # Measured only where a run would send partial sums.
-    share = summed(model, part, options) if sends_sums("auto", graph.edges) else 0.0
+    share = summed_share(model, part, options) if sends_sums("auto", graph.edges) else 0.0
     rates = CostRates(**took, forward=forward, backward=backward, weights=weights, summed=share)
     # Ranks were timed with their share of the threads; a single rank may have all.
     times, apart = alone(model, samples[0], rates, options, most)

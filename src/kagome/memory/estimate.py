@@ -65,6 +65,10 @@ SLICE_UNITS: Final = (
 SLICE_KINDS: Final = ("tables", "activations")
 # Ids are int64.
 INDEX_BYTES: Final = 8
+SUMS_EDGE: Final = 2 * INDEX_BYTES + 2 * 8 + 8 + 1
+"""Bytes of an edge in the lists of partial sums: its ends, two layouts, its weight, and who sums it."""
+SUMS_ROW: Final = 2 * 2 * INDEX_BYTES
+"""Bytes of a row in them: two numbers in each of two layouts."""
 NOTES: Final = 3
 """Further numbers that ranks sum along with gradients."""
 
@@ -111,7 +115,12 @@ class MemoryRates:
     fault: str = ""
 
     def at(
-        self, counts: PartSize, *, keeps_best: bool = True, group_size: GroupSize | None = None
+        self,
+        counts: PartSize,
+        *,
+        keeps_best: bool = True,
+        group_size: GroupSize | None = None,
+        partial_sums: bool = False,
     ) -> MemoryByKind:
         """Estimate the memory by kind of a rank with a part of this size.
 
@@ -119,6 +128,8 @@ class MemoryRates:
             counts: The size of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
             group_size: Size of the group that slices features with this rank; None without feature slices.
+            partial_sums: Whether parts send partial sums. Their tables are those of a model of which all
+                layers sum, at most.
         """
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
@@ -134,6 +145,8 @@ class MemoryRates:
             # twice.
             known |= {"halo": 0} if kinds else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
+        if partial_sums:
+            lists += SUMS_EDGE * counts.edges + SUMS_ROW * (counts.rows + counts.halo)
         return MemoryByKind(
             weights=self.weights + (self.best if keeps_best else 0),
             gradients=sum(self.gradients),

@@ -154,7 +154,7 @@ def halo_bytes(model: nn.Module, part: Partition, options: PartOptions) -> tuple
     return float(round(sent)), float(round(halo))
 
 
-def summed(model: nn.Module, part: Partition, options: PartOptions) -> float:
+def summed_share(model: nn.Module, part: Partition, options: PartOptions) -> float:
     """Measure the share of an epoch's halo bytes that are of rows which partial sums can replace.
 
     Args:

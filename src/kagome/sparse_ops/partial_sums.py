@@ -57,6 +57,7 @@ class Wanted:
         source: What each edge of the rest reads: an own row, or a row of the messages after them.
         target: The row that each partial sum belongs to.
         arrived: The place of each partial sum among the rows of all messages.
+        rows: The number of rows that it would read without sums.
 
     Shapes:
         ``edges``, ``row``, ``place``, ``summed`` ``[K]``; ``rest [E]``, ``source [E']``; ``target``,
@@ -73,11 +74,7 @@ class Wanted:
     source: Ids
     target: Ids
     arrived: Ids
-
-    @property
-    def saved(self) -> int:
-        """The number of partial sums that are asked for; 0 if all are rows."""
-        return self.target.size
+    rows: int
 
 
 def wanted(
@@ -100,7 +97,8 @@ def wanted(
     """
     peers, counts = len(recv_counts), np.asarray(recv_counts)
     peer_of, first = np.repeat(np.arange(peers), counts), np.cumsum(counts) - counts
-    kept = halo_cover(source, target, own, recv_counts, least).kept
+    cover = halo_cover(source, target, own, recv_counts, least)
+    kept = cover.kept
     beyond = np.flatnonzero(source >= own)
     sender = source[beyond] - own
     away = ~kept[sender]
@@ -135,6 +133,7 @@ def wanted(
         source=read[rest],
         target=sums % span,
         arrived=begin[sums // span] + place_of_sum,
+        rows=int(cover.read.sum()),
     )
 
 
@@ -193,6 +192,7 @@ class SumTables:
         rest: Whether the part sums an edge itself: these come first in ``reader``, then one for each sum.
         ask_counts: The number of ``asked`` of each peer.
         give_counts: The number of edges that this rank sums for each peer.
+        crossing: The rows that all ranks would read without sums, and the rows and sums that they read.
 
     Shapes:
         ``asked [K]``, ``summed [K]``, ``rest [E]``.
@@ -205,6 +205,7 @@ class SumTables:
     rest: Tensor
     ask_counts: tuple[int, ...]
     give_counts: tuple[int, ...]
+    crossing: tuple[int, int]
 
     @property
     def structures(self) -> tuple[Structure, Structure]:
@@ -284,8 +285,11 @@ def sum_tables(edges: Structure, rows: HaloExchange, least: float = 0.0) -> SumT
     channel, device, own = rows.channel, edges.source.device, rows.own
     source, target = edges.source.cpu().numpy(), edges.target.cpu().numpy()
     asked = wanted(source, target, own, rows.recv_counts, least)
-    count = torch.tensor(float(asked.saved), device=device)
-    if not float(channel.all_reduce(count, action="number of partial sums", kind="other")):
+    # Of all ranks: sums, rows without them, and rows and sums. Whole numbers, exact as doubles.
+    told = [float(asked.target.size), float(asked.rows), float(sum(asked.recv_counts))]
+    count = torch.tensor(told, dtype=torch.float64, device=device)
+    sums, before, after = channel.all_reduce(count, action="number of partial sums", kind="other").tolist()
+    if not sums:
         return None
     reader = Structure(
         torch.from_numpy(np.concatenate([asked.source, own + asked.arrived])).to(device),
@@ -297,7 +301,8 @@ def sum_tables(edges: Structure, rows: HaloExchange, least: float = 0.0) -> SumT
     give_counts = tuple(swap_counts(channel, asked.edge_counts, "counts of partial sums"))
     exchange = _exchange(rows, asked, channel, give_counts, device)
     lists = (torch.from_numpy(each).to(device) for each in (asked.edges, asked.summed, asked.rest))
-    return SumTables(reader, exchange, *lists, asked.edge_counts, give_counts)
+    crossing = int(before), int(after)
+    return SumTables(reader, exchange, *lists, asked.edge_counts, give_counts, crossing)
 
 
 def _exchange(

@@ -392,7 +392,7 @@ class GraphEngine:
 
     def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run."""
-        return self.controller.final_notes()
+        return (*self.scope.deferral.summed.notes(), *self.controller.final_notes())
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the notes on forward passes since the last call."""
