@@ -76,10 +76,10 @@ def grid(options: Options) -> Iterator[tuple[list[speed.Case], speed.Options]]:
                     data=options.data,
                     runs=options.out / "runs",
                 )
-                keys = {rate: f"{graph}/{model}/{options.hidden}/{rate:g}/{setting}" for rate in options.rates}
-                cases = [
-                    speed.Case(graph, model, "graph", rate, 1, options.hosts, key) for rate, key in keys.items()
-                ]
+                cases = []
+                for rate in options.rates:
+                    key = f"{graph}/{model}/{options.hidden}/{rate:g}/{setting}"
+                    cases.append(speed.Case(graph, model, "graph", rate, 1, options.hosts, key))
                 yield cases, settings
 
 
@@ -123,8 +123,8 @@ def write(options: Options, file: Path, rows: Mapping[str, Any]) -> None:
 def table(rows: Mapping[str, Any]) -> str:
     """Seconds and halo bytes of an epoch with rows and with sums, a line a graph, model, width and rate."""
     lines = [
-        "| graph | model | hidden | Mbit/s | codec | rows: s | sums: s | times as fast | bound | halo MB: rows "
-        "| sums | |",
+        "| graph | model | hidden | Mbit/s | codec | rows: s | sums: s | times as fast | bound | "
+        "halo MB: rows | sums | |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     measured = {tuple(key.split("/")): row for key, row in rows.items() if "epoch_seconds" in row}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch_geometric.nn as pyg
-from parity import TOLERANCE, Result, differences, joined, one_rank, parity, whole
 from test_inexact_rows import losses_by_loop
 from test_shard import F, N, graph, net_of, of_first
+from test_vertex_sets import by_types
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
@@ -21,6 +21,7 @@ from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.components.parallelize import PartOptions, parallelize
 from kagome.graph.partition.covers import LEAST_EDGES
 from kagome.graph.partition.partition import extract
+from parity import TOLERANCE, Result, differences, joined, one_rank, parity, whole
 
 ON = kagome.Parallel(partial_sums="on")
 SUMS = ("gcn", "gcn-weighted", "sage", "gin", "graph-weighted", "mixed")
@@ -51,8 +52,8 @@ class Layers(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
         weight = edge_weight if self.scale is None else torch.sigmoid(edge_weight * self.scale)
         for conv in self.convs:
-            x = conv(self.dropout(x), edge_index, weight) if self.weighted else conv(self.dropout(x), edge_index)
-            x = x.tanh()
+            more = (weight,) if self.weighted else ()
+            x = conv(self.dropout(x), edge_index, *more).tanh()
         return x
 
 
@@ -190,10 +191,26 @@ def test_late_sums_are_sums_of_late_rows(ranks: Any, settings: dict[str, Any]) -
 )
 def test_codecs_round_sums_as_they_round_rows(ranks: Any, settings: dict[str, Any], near: float) -> None:
     exact = ranks(2, losses_by_loop, {})[0]
-    found = ranks(2, losses_by_loop, {**settings, "partial_sums": "on"})
+    settings = {**settings, "partial_sums": "on"}
+    found = ranks(2, losses_by_loop, settings)
     assert found[0] == found[1]
-    assert ranks(2, losses_by_loop, {**settings, "partial_sums": "on"}) == found  # draws are those of the seed
+    assert ranks(2, losses_by_loop, settings) == found  # draws are those of the seed
     assert 0 < max(abs(a - b) for a, b in zip(found[0], exact, strict=True)) < near
+
+
+def by_sums(channel: Channel | None, kind: str) -> dict[str, Tensor]:
+    return by_types(channel, kind, "", partial_sums="on")
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", ["to_hetero", "sage"])
+def test_several_vertex_sets(ranks: Any, world: int, kind: str) -> None:
+    expected = by_types(None, kind)
+    for rank, found in enumerate(ranks(world, by_sums, kind)):
+        for name, value in expected.items():
+            if not (rank and name.startswith("out")):
+                torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def large(channel: Any, setting: str) -> int:

@@ -60,7 +60,8 @@ def test_each_edge_is_summed_once(seed: int, peers: int, edges: int, least: floa
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 40))
 def test_no_more_is_sent_than_rows_and_a_threshold_sends_rows(seed: int, peers: int, edges: int) -> None:
     source, target, own, counts = halo_of(seed, peers, edges)
-    read = np.bincount(np.repeat(np.arange(peers), counts)[np.unique(source[source >= own]) - own], minlength=peers)
+    peer = np.repeat(np.arange(peers), counts)[np.unique(source[source >= own]) - own]
+    read = np.bincount(peer, minlength=peers)
     found = np.array(wanted(source, target, own, counts).recv_counts)
     assert (found <= read).all()
     rows = wanted(source, target, own, counts, 1.0)
@@ -80,7 +81,8 @@ def graph(edges: int = 140) -> tuple[Data, Tensor]:
     """A graph, and a weight for each of its edges."""
     generator = torch.Generator().manual_seed(4)
     edge_index = torch.randint(0, N, (2, edges), generator=generator)
-    return Data(edge_index=edge_index, num_nodes=N), torch.rand(edges, generator=generator, dtype=torch.float64)
+    weight = torch.rand(edges, generator=generator, dtype=torch.float64)
+    return Data(edge_index=edge_index, num_nodes=N), weight
 
 
 def owner_of(world: int, kind: str) -> Tensor:
@@ -158,7 +160,8 @@ def test_sums_and_gradients_are_those_of_the_whole_graph(world: int, kind: str, 
     if weights == "factored":
         edge_index, weight = rooted(edge_index)
     weight = torch.ones_like(weight) if weights == "none" else weight
-    matrix = torch.zeros(N, N, dtype=torch.float64).index_put_((edge_index[1], edge_index[0]), weight, accumulate=True)
+    matrix = torch.zeros(N, N, dtype=torch.float64)
+    matrix.index_put_((edge_index[1], edge_index[0]), weight, accumulate=True)
     x = torch.randn(N, F, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     by = torch.randn(N, F, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     found = ThreadGroup(world).run(lambda channel: summed(channel, world, kind, weights))

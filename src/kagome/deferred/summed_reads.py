@@ -34,6 +34,7 @@ from kagome.sparse_ops.partial_sums import SumTables, WeightedSums, sum_tables
 if TYPE_CHECKING:
     from kagome.deferred.message import EdgeSet
 
+
 class SummedReads:
     """The sums over neighbours that are partly taken by the ranks that own the rows.
 
@@ -72,7 +73,7 @@ class SummedReads:
         if self._forward.forward_pass.once or not constants.is_constant(weight):
             return None
         key = ("partial sums", id(edges), None if weight is None else (address(weight), weight.numel()))
-        found: tuple[Any, ...] | None = constants.cached(key)
+        found: Any = constants.cached(key)
         if found is None:
             factor = edges.factors(weight)
             with torch._C.DisableTorchFunction(), constants.once():
@@ -81,8 +82,7 @@ class SummedReads:
             # The tensors stand beside what holds them, so that they count as kept.
             held = () if sums is None else (sums.weight, sums.factor, sums.exchange.weight)
             found = constants.cache(key, (sums, *held))
-        sums = found[0]
-        return sums
+        return found[0]  # type: ignore[no-any-return]
 
     def _serve(self, edges: EdgeSet) -> bool:
         """Return whether partial sums may be sent along an edge set, whatever its weights. Ranks agree."""

@@ -46,8 +46,8 @@ class Wanted:
     """What a part asks of its peers in place of all halo rows.
 
     Args:
-        edges: The edges that the peers sum, or of which they send the rows, by peer: the first edge that reads
-            a row stands for it.
+        edges: The edges that the peers sum, or of which they send the rows, by peer: the first edge that
+            reads a row stands for it.
         row: The row that each of them reads, as its place among the rows that the peer sends without sums.
         place: The place in the peer's message that each of them is added to.
         summed: Whether the edge's weight belongs to the sum; a row is sent as it is.
@@ -77,9 +77,7 @@ class Wanted:
     rows: int
 
 
-def wanted(
-    source: Ids, target: Ids, own: int, recv_counts: tuple[int, ...], least: float = 0.0
-) -> Wanted:
+def wanted(source: Ids, target: Ids, own: int, recv_counts: tuple[int, ...], least: float = 0.0) -> Wanted:
     """Return what a part asks of its peers, the smallest cover of what it reads of each.
 
     Args:
@@ -314,7 +312,8 @@ def _exchange(
     table = torch.from_numpy(np.stack([asked.row, asked.place], axis=1))
     row, place = channel.start(table.to(device), request).wait().cpu().unbind(1)
     send_counts = _most(place, give_counts)
-    read, at = rows.send.cpu()[row + _begins(rows.send_counts, give_counts)], place + _begins(send_counts, give_counts)
+    read = rows.send.cpu()[row + _begins(rows.send_counts, give_counts)]
+    at = place + _begins(send_counts, give_counts)
     me, size, peers = channel.rank, channel.size, range(channel.size)
     # The same numbers from both sides: from the rows that peers read, and from those that this rank reads.
     sent = _numbers(rows, read, at, send_counts, [me * size + peer for peer in peers])
@@ -349,7 +348,9 @@ def _most(place: Tensor, counts: tuple[int, ...]) -> tuple[int, ...]:
 # [Note: numbers of sums] Codecs draw by a number of each row that is the same for any number of ranks, the
 # vertex id. A partial sum depends on the cut, so it has no such number; what counts is that no two have the
 # same one. A sum of one edge is a row times a weight, and has the row's.
-def _numbers(rows: HaloExchange, table: Tensor, at: Tensor, counts: tuple[int, ...], pairs: list[int]) -> Tensor:
+def _numbers(
+    rows: HaloExchange, table: Tensor, at: Tensor, counts: tuple[int, ...], pairs: list[int]
+) -> Tensor:
     """Return the number of each row and sum of all messages: see [Note: numbers of sums].
 
     Args:

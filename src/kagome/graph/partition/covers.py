@@ -1,12 +1,12 @@
 """Covers: which rows and which partial sums one part has to send another, as few of both as there can be.
 
-Where it sits: ``sparse_ops.partial_sums`` takes the cover of what a part reads, and ``kagome partition`` counts
-those of all parts.
+Where it sits: ``sparse_ops.partial_sums`` takes the cover of what a part reads, and ``kagome partition``
+counts those of all parts.
 
 [Note: cover] The edges from one part to another are a bipartite graph of senders and receivers. An edge is
 served if its sender's row is sent, or if the sum over the edges of its receiver is. So what is sent is a
-vertex cover of that graph: a set that has one end of each edge. The smallest cover has as many vertices as the
-largest matching has edges (König)::
+vertex cover of that graph: a set that has one end of each edge. The smallest cover has as many vertices as
+the largest matching has edges (König)::
 
     edges             a -> x   a -> y   a -> z   b -> x   c -> x   d -> x
     halo rows         a b c d          4 rows
@@ -190,9 +190,7 @@ def _change(after: int, before: int) -> str:
     return f"{(after - before) / max(before, 1):+.0%}"
 
 
-def cover_counts(
-    source: Ids, target: Ids, owner: Ids, parts: int, least: float = 0.0
-) -> tuple[Ids, Ids]:
+def cover_counts(source: Ids, target: Ids, owner: Ids, parts: int, least: float = 0.0) -> tuple[Ids, Ids]:
     """Return what each part reads of each other one, for a cut of a whole graph: rows; rows and sums.
 
     Args:
