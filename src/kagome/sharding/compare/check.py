@@ -69,7 +69,8 @@ def check(model: nn.Module, *inputs: Any, **settings: Any) -> CheckResult:
             reduce messages; ``partial_sums=False``, whether parts send partial sums. Of a sharded model
             ``loss``, a function ``loss(net, out)`` of one number, which is called with the sharded model and
             own rows, and with the whole model, as a net of one rank, and all rows; ``second=False``, whether
-            gradients of the gradients of inputs are compared; ``dtype=torch.float64``, in which both run; and inputs of the model by name.
+            gradients of the gradients of inputs are compared; ``dtype=torch.float64``, in which both
+            run; and inputs of the model by name.
 
     Returns:
         The result. Of a module, see :meth:`CheckResult.raise_if_different`; of a sharded model all is equal.
