@@ -302,7 +302,7 @@ def test_what_is_no_plan_is_refused_in_one_short_sentence(tmp_path, text):
 )
 def test_partial_sums_give_way_to_what_needs_rows_or_are_refused(settings, ranks, got):
     auto = config.Parallel(**settings)
-    assert auto.partial_sums_sent == ("auto" if ranks else "off")
+    assert auto.partial_sums_sent == ("auto" if "chunks" in settings else "off")
     with pytest.raises(ConfigError, match=got):
         config.Parallel(**settings, partial_sums="on").fit(ranks or 2)
     if ranks:

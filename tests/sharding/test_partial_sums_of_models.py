@@ -57,7 +57,7 @@ class Layers(nn.Module):
         return x
 
 
-def data_of(edges: int = 150, *, gradient: bool = True) -> Data:
+def data_of(edges: int = 60, *, gradient: bool = True) -> Data:
     generator = torch.Generator().manual_seed(6)
     # Vertices of small numbers have most edges, at either end, and some edges occur twice.
     ends = (24 * torch.rand(2, edges, generator=generator, dtype=torch.float64) ** 2).long()
@@ -95,7 +95,7 @@ def test_values_and_gradients_are_those_of_one_process(ranks: Any, world: int, c
     for name, error in differences(found, expected).items():
         assert error <= TOLERANCE, (name, error)
     rows = trained(ranks, world, kind, cut, "off").halo
-    if world > 1 and cut != "empty" and kind in SUMS:
+    if world > 1 and (world, cut) != (2, "empty") and kind in SUMS:
         assert found.halo[1] < rows[1]
     if kind in ROWS:
         assert found.halo == rows

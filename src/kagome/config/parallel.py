@@ -128,12 +128,6 @@ class ExchangeSettings:
     shared_memory: bool = True
     """Pass large messages between ranks of one host through memory that both map, instead of a socket."""
 
-    @property
-    def partial_sums_sent(self) -> PartialSums:
-        """When partial sums are sent, with ``auto`` resolved where other settings choose among rows."""
-        chooses = any(validation.choosers(self).values())
-        return "off" if chooses and self.partial_sums == "auto" else self.partial_sums
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
@@ -234,6 +228,12 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
         # Under 1F1B a chunk's backward precedes later chunks' forward, so chunks must not read each other.
         alone = self.cross_chunk == "drop" and self.stages_per_rank == 1
         return ("1f1b" if alone else "fill-drain") if self.schedule == "auto" else self.schedule
+
+    @property
+    def partial_sums_sent(self) -> PartialSums:
+        """When partial sums are sent: ``auto`` gives way to settings that need rows."""
+        rows = self.tensor > 1 or any(validation.choosers(self).values())
+        return "off" if rows and self.partial_sums == "auto" else self.partial_sums
 
     def cutter(self, ranks: int) -> str:
         """Return the partitioner for this many ranks, those of one stage.

@@ -119,7 +119,7 @@ class Admission:
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
-        sums = channel.size > 1 and tensor == 1 and sends_sums(parallel.partial_sums_sent, part.num_edges)
+        sums = channel.size > 1 and sends_sums(parallel.partial_sums_sent, part.num_edges)
         size = len(offers) // parallel.pipe  # ranks of a stage
         stages = [offers[first : first + size] for first in range(0, len(offers), size)]
         group_sizes = [group_size for stage in stages for group_size in _group_sizes(stage, tensor)]

@@ -400,7 +400,7 @@ def check_on_first(model: nn.Module, part: Part, channel: Channel, settings: con
 def sums_sent(cut: config.Parallel, part: Part) -> bool:
     """Return whether a run with this part sends partial sums, so that a check on a sample sends them too."""
     of_sets = [part] if isinstance(part, Partition) else [each.part for each in part.edges]
-    return cut.tensor == 1 and any(sends_sums(cut.partial_sums_sent, each.num_edges) for each in of_sets)
+    return any(sends_sums(cut.partial_sums_sent, each.num_edges) for each in of_sets)
 
 
 def way_alone(model: nn.Module, part: Part, settings: config.Run) -> tuple[Way, str]:
