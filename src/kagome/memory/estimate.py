@@ -38,6 +38,7 @@ from kagome.model.state import state_of
 from kagome.profile.part_size import UNITS, GroupSize, PartSize, counts_of, fitted, split_counts
 from kagome.profile.synthetic_parts import drawn, fit, made_pieces, tables_of
 from kagome.records.memory import MemoryByKind
+from kagome.sparse_ops.partial_sums import EDGE_BYTES, ROW_BYTES
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
@@ -65,10 +66,6 @@ SLICE_UNITS: Final = (
 SLICE_KINDS: Final = ("tables", "activations")
 # Ids are int64.
 INDEX_BYTES: Final = 8
-SUMS_EDGE: Final = 2 * INDEX_BYTES + 2 * 8 + 8 + 1
-"""Bytes of an edge in the lists of partial sums: its ends, two layouts, its weight, and who sums it."""
-SUMS_ROW: Final = 2 * 2 * INDEX_BYTES
-"""Bytes of a row in them: two numbers in each of two layouts."""
 NOTES: Final = 3
 """Further numbers that ranks sum along with gradients."""
 
@@ -128,8 +125,7 @@ class MemoryRates:
             counts: The size of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
             group_size: Size of the group that slices features with this rank; None without feature slices.
-            partial_sums: Whether parts send partial sums. Their tables are those of a model of which all
-                layers sum, at most.
+            partial_sums: Whether parts send partial sums, whose tables are counted as if a layer sent some.
         """
 
         def bytes_of(rates: Sequence[float], units: Sequence[float]) -> int:
@@ -146,7 +142,7 @@ class MemoryRates:
             known |= {"halo": 0} if kinds else {}
         lists = INDEX_BYTES * (counts.sent + counts.train)
         if partial_sums:
-            lists += SUMS_EDGE * counts.edges + SUMS_ROW * (counts.rows + counts.halo)
+            lists += EDGE_BYTES * counts.edges + ROW_BYTES * (counts.rows + counts.halo)
         return MemoryByKind(
             weights=self.weights + (self.best if keeps_best else 0),
             gradients=sum(self.gradients),

@@ -39,6 +39,10 @@ from kagome.kernels.base.csr import Structure
 
 SUMS_BEGIN: Final = 2**62
 """The least number of a partial sum; vertices have smaller ones."""
+EDGE_BYTES: Final = 2 * 8 + 2 * 8 + 8 + 1
+"""Bytes that the tables keep of an edge: its ends, two layouts, its weight, and who sums it."""
+ROW_BYTES: Final = 2 * 2 * 8
+"""Bytes that they keep of a row: two numbers in each of two layouts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,8 +281,8 @@ def sum_tables(edges: Structure, rows: HaloExchange, least: float = 0.0) -> SumT
 
     Cost:
         Once: a matching over the edges that read halo rows; 16 bytes sent for each edge that is summed
-        elsewhere and for each row that is sent. Keeps a second list of the edges, with layouts: some 33 bytes
-        an edge.
+        elsewhere and for each row that is sent. Keeps a second list of the edges, with layouts:
+        :data:`EDGE_BYTES` an edge with weights.
     """
     channel, device, own = rows.channel, edges.source.device, rows.own
     source, target = edges.source.cpu().numpy(), edges.target.cpu().numpy()
@@ -298,9 +302,16 @@ def sum_tables(edges: Structure, rows: HaloExchange, least: float = 0.0) -> SumT
     )
     give_counts = tuple(swap_counts(channel, asked.edge_counts, "counts of partial sums"))
     exchange = _exchange(rows, asked, channel, give_counts, device)
-    lists = (torch.from_numpy(each).to(device) for each in (asked.edges, asked.summed, asked.rest))
-    crossing = int(before), int(after)
-    return SumTables(reader, exchange, *lists, asked.edge_counts, give_counts, crossing)
+    return SumTables(
+        reader,
+        exchange,
+        asked=torch.from_numpy(asked.edges).to(device),
+        summed=torch.from_numpy(asked.summed).to(device),
+        rest=torch.from_numpy(asked.rest).to(device),
+        ask_counts=asked.edge_counts,
+        give_counts=give_counts,
+        crossing=(int(before), int(after)),
+    )
 
 
 def _exchange(
