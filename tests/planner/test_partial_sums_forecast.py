@@ -10,6 +10,7 @@ from torch import nn
 from torch_geometric.data import Data
 
 from kagome.components.parallelize import PartOptions
+from kagome.config import parallel
 from kagome.graph.partition import covers
 from kagome.graph.partition.partition import extract, split_all
 from kagome.planner.cost_model import CostRates, Load, halos
@@ -44,7 +45,7 @@ def test_saved_rows_are_those_of_the_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     data = made()
     graph = GraphSize(40, 400, data)
     assert graph.saved(3, 0) == [(0, 0)] * 3  # a run looks for sums in larger graphs
-    monkeypatch.setattr(covers, "LEAST_EDGES", 400)
+    monkeypatch.setattr(parallel, "LEAST_EDGES", 400)
     found = graph.saved(3, 0)
     parts = split_all(data, graph.owner("metis", 3, 0), 3)
     read = [

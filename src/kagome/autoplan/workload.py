@@ -24,9 +24,8 @@ from torch_geometric.nn import MessagePassing
 
 from kagome.comm.channel import Channel
 from kagome.components.parallelize import PartOptions
-from kagome.config import Allowed, Parallel, default_chunks
+from kagome.config import Allowed, Parallel, default_chunks, sends_sums
 from kagome.errors import KagomeError, PlanError
-from kagome.graph.partition.covers import sends_sums
 from kagome.graph.partition.partition import Partition
 from kagome.memory.estimate import MemoryRates as Held, rates_of
 from kagome.model.fingerprint import identity
@@ -189,16 +188,20 @@ class Workload:
     ) -> tuple[list[Load], float]:
         """Return the loads of parts whose ranks read halos, and the relative uncertainty of the halo."""
         counts, uncertain = self.parts(number, weights)
+        share = each.rates.summed
+        loads = [_load(count, each.held.at(count, partial_sums=share > 0)) for count in counts]
+        if not share:
+            return loads, uncertain
 
         def measure() -> list[Any]:
             return [list(pair) for pair in self.graph.saved(number, self.options.seed, weights)]
 
         facts = [*self.facts[0][:4], self.options.seed, number, *weights]
-        saved = self.kept.value("saved rows", facts, measure)
-        share = each.rates.summed
+        # A load may stand for all parts; none of them is then known to save anything.
+        saved = self.kept.value("saved rows", facts, measure)[: len(loads)]
         return [
-            replace(_load(count, each.held.at(count)), saved=(share * sent, share * read))
-            for count, (sent, read) in zip(counts, saved, strict=False)
+            replace(load, saved=(share * sent, share * read))
+            for load, (sent, read) in zip(loads, saved, strict=True)
         ], uncertain
 
     def coded(self, place: int) -> CostRates:

@@ -16,6 +16,7 @@ from kagome.config.parallel import (
     Schedule,
     SumCodec,
     default_chunks,
+    sends_sums,
 )
 from kagome.config.settings import Data, Loss, Metric, Model, Report, Run, Train
 
@@ -42,4 +43,5 @@ __all__ = [
     "Train",
     "at_least",
     "default_chunks",
+    "sends_sums",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from kagome.config import plan_io, validation
 from kagome.config.fields import at_least, check_kinds
@@ -29,6 +29,9 @@ SumCodec = Literal["none", "fp32", "bf16"]
 CodecName = Literal["none", "fp32", "bf16", "fp16", "int8", "int4", "int2", "onebit"]
 PartialSums = Literal["auto", "on", "off"]
 Allowed = Literal["decoupled", "history", "onebit", "stale"]
+LEAST_EDGES: Final = 100_000
+"""Edges of the whole graph from which ``partial_sums="auto"`` looks for sums: below, an exchange is mostly
+latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +252,11 @@ class Parallel(PlanSettings, MemorySettings, ExchangeSettings, PipelineSettings,
             return "contiguous" if self.partitioner == "auto" else self.partitioner
         # For example "metis/2": parts by METIS, each dealt to 2 ranks.
         return f"{self.partitioner}/{self.tensor}{behind}"
+
+
+def sends_sums(setting: PartialSums, edges: int) -> bool:
+    """Return whether parts of a graph of so many edges look for partial sums that save rows."""
+    return setting == "on" or (setting == "auto" and edges >= LEAST_EDGES)
 
 
 def default_chunks(pipe: int, tensor: int) -> int:

@@ -45,7 +45,7 @@ class Deferral:
         ranks: The ranks that share the graph.
         reads: The reads of other ranks' rows.
         sliced: The rows of all ranks in some columns.
-        summed: The sums that other ranks take in part.
+        summed: The sums that other ranks take in part; None if all of them read rows.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Deferral:
         ranks: RankSums,
         reads: NeighborReads,
         sliced: SlicedReads,
-        summed: SummedReads,
+        summed: SummedReads | None,
     ) -> None:
         self._views, self.axes, self.placements, self.forward = views, axes, axes.placements, forward
         self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
@@ -247,7 +247,7 @@ class Deferral:
         """Yield the edges, grouped by their ends, that are kept from one forward pass to the next."""
         yield from (edges.structure for edges in self._edge_sets.values())
         yield from (layout.structure for layout in self.sliced.layouts())
-        yield from self.summed.structures()
+        yield from () if self.summed is None else self.summed.structures()
 
     def _by_target(self, value: Any, index: Any, dim: int) -> message.EdgeSet | None:
         placement = self.placements.get(index)

@@ -269,7 +269,8 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     if not message.source.has_halo and edges.deferral.ranks.size > 1:
         with_halo = edges.deferral.reads.held(rows, edges.placement)
         if with_halo is None:
-            exchange, sums = edges.halo_exchange, edges.deferral.summed.of(edges, message.weight)
+            exchange, summed = edges.halo_exchange, edges.deferral.summed
+            sums = None if summed is None else summed.of(edges, message.weight)
             if sums is not None:
                 exchange, s, weight, factor = sums.exchange, sums.edges, sums.weight, sums.factor
             halo_work = exchange.halo_work(rows, edges.deferral.forward.forward_pass, message.source.site)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kagome.config import PartialSums
-from kagome.graph.partition.covers import LEAST_SAVED, sends_sums
+from kagome.config import PartialSums, sends_sums
+from kagome.graph.partition.covers import LEAST_SAVED
 from kagome.halo.exchange import HaloExchange
 from kagome.halo.forward_pass import RunningForward
 from kagome.kernels.base.address import address

@@ -136,7 +136,6 @@ class HaloExchange:
 
     def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to fetch the halo rows ``[H, W]`` of own rows ``[n, W]``."""
-        sent, index = self.outgoing(rows)
         request = site.request(
             label,
             direction,
@@ -144,14 +143,10 @@ class HaloExchange:
             self.recv_counts,
             width=self.agreed(rows.size(1)),
             row_ids=self.row_ids[0],
-            index=index,
+            index=self.send,
             reads=self.reads,
         )
-        return self.channel.start(sent, request)
-
-    def outgoing(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rows to send, or rows and the indices of those to send."""
-        return rows, self.send
+        return self.channel.start(rows, request)
 
     def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
         """Begin to send values at halo rows ``[H, W]`` to their owners.

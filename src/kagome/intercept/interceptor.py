@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kagome.comm.exchange import Exchange
-from kagome.config import PartialSums
+from kagome.config import PartialSums, sends_sums
 from kagome.deferred import rewrite_rules
 from kagome.deferred.deferral import Deferral
 from kagome.deferred.lazy_tensor import refuse_in_function, refuse_transform
@@ -141,7 +141,9 @@ class Interceptor(TorchFunctionMode):
             channel, forward, views, self.ids, placements, constants, sums_only=sums_only
         )
         self.sliced = SlicedReads(tensor, channel, forward, constants, self.reads)
-        summed = SummedReads(partial_sums, views, forward, constants)
+        # Views that are added later have as many edges as these.
+        large = self.size > 1 and any(sends_sums(partial_sums, view.count) for view in views)
+        summed = SummedReads(partial_sums, views, forward, constants) if large else None
         self.deferral = Deferral(views, axes, forward, constants, self.ranks, self.reads, self.sliced, summed)
 
     # What the model is given ---------------------------------------------------------------------

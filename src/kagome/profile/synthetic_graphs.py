@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from kagome.config import sends_sums
 from kagome.graph.partition.choice import PartitionMethod
-from kagome.graph.partition.covers import LEAST_SAVED, cover_counts, sends_sums
+from kagome.graph.partition.covers import LEAST_SAVED, cover_counts
 from kagome.graph.partition.partition import Partition, extract, kinds_of
 from kagome.graph.partition.partitioners import assign, shared_out
 from kagome.graph.structure.attributes import Sorted

@@ -31,9 +31,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kagome.comm.exchange import Exchange, ExchangeRequest, swap_counts
+from kagome.comm.exchange import Exchange, ExchangeRequest, Work, swap_counts
 from kagome.graph.partition.covers import Ids, halo_cover
 from kagome.halo.exchange import HaloExchange
+from kagome.halo.forward_pass import Site
 from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
 
@@ -171,10 +172,12 @@ class SummedExchange(HaloExchange):
         assert self.ids is not None
         return self.sent_ids, self.ids[self.own :]
 
-    def outgoing(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the rows and sums to send, in their order."""
+    def start_gather(self, rows: Tensor, site: Site, label: str, direction: int) -> Work:
+        """Begin to send the rows and sums of own rows ``[n, W]``, and to fetch ``[H, W]`` of them."""
         assert self.sums is not None
-        return ops.sum_rows(self.sums.by_target, rows.contiguous(), self.weight), None
+        # A row is a sum of one edge of weight 1, so one walk makes the message.
+        message = ops.sum_rows(self.sums.by_target, rows.contiguous(), self.weight)
+        return super().start_gather(message, site, label, direction)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to own rows, those at a sum to each row that it has, in place."""
@@ -335,7 +338,7 @@ def _exchange(
     return SummedExchange(
         rows.own,
         sum(asked.recv_counts),
-        rows.send[:0],  # what is sent is in ``sums``
+        torch.arange(sum(send_counts), device=device),  # all that ``sums`` makes
         send_counts,
         asked.recv_counts,
         channel,

@@ -24,7 +24,6 @@ from kagome.components.model_setup import materialise
 from kagome.components.parallelize import CPU, PartOptions
 from kagome.errors import ModelError
 from kagome.graph.partition.choice import PartitionMethod, choose
-from kagome.graph.partition.covers import sends_sums
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.partitioners import assign
 from kagome.graph.partition.sets_partition import Part
@@ -119,7 +118,7 @@ class Admission:
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
-        sums = channel.size > 1 and sends_sums(parallel.partial_sums_sent, part.num_edges)
+        sums = channel.size > 1 and config.sends_sums(parallel.partial_sums_sent, part.num_edges)
         size = len(offers) // parallel.pipe  # ranks of a stage
         stages = [offers[first : first + size] for first in range(0, len(offers), size)]
         group_sizes = [group_size for stage in stages for group_size in _group_sizes(stage, tensor)]
@@ -208,7 +207,7 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         pos = part.nodes.get("pos")
         owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed, pos)
     counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))
-    sums = parts > 1 and sends_sums(settings.parallel.partial_sums_sent, part.num_edges)
+    sums = parts > 1 and config.sends_sums(settings.parallel.partial_sums_sent, part.num_edges)
     return _memory_text([rates.at(one, partial_sums=sums) for one in counts], rates)
 
 

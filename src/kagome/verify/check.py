@@ -25,7 +25,6 @@ from kagome.components.rank_zero import by_first
 from kagome.components.wrappers import as_written, refuse_no_module, unwrapped
 from kagome.config.fields import check_kind
 from kagome.errors import CheckError, ConfigError, ModelError
-from kagome.graph.partition.covers import sends_sums
 from kagome.graph.partition.partition import Partition, split_all
 from kagome.graph.partition.sets_partition import Part, SetsPartition, scored_rows
 from kagome.graph.structure.attributes import Sorted
@@ -400,7 +399,7 @@ def check_on_first(model: nn.Module, part: Part, channel: Channel, settings: con
 def sums_sent(cut: config.Parallel, part: Part) -> bool:
     """Return whether a run with this part sends partial sums, so that a check on a sample sends them too."""
     of_sets = [part] if isinstance(part, Partition) else [each.part for each in part.edges]
-    return any(sends_sums(cut.partial_sums_sent, each.num_edges) for each in of_sets)
+    return any(config.sends_sums(cut.partial_sums_sent, each.num_edges) for each in of_sets)
 
 
 def way_alone(model: nn.Module, part: Part, settings: config.Run) -> tuple[Way, str]:

@@ -25,21 +25,13 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from kagome.config import PartialSums
 from kagome.graph.partition.partition import Partition
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-LEAST_EDGES: Final = 100_000
-"""Edges of the whole graph from which ``auto`` looks for sums: below, an exchange is mostly latency."""
 LEAST_SAVED: Final = 0.1
 """Share of a peer's rows that ``auto`` wants saved: less is lost again by the walk that copies rows and adds
 sums into the message, which takes longer than a copy of rows alone."""
-
-
-def sends_sums(setting: PartialSums, edges: int) -> bool:
-    """Return whether parts of a graph of so many edges look for partial sums that save rows."""
-    return setting == "on" or (setting == "auto" and edges >= LEAST_EDGES)
 
 
 @dataclass(frozen=True)
