@@ -19,6 +19,7 @@ from kagome.halo.forward_pass import ForwardPass
 from kagome.kernels.base.csr import Structure
 from kagome.sparse_ops.edge_sum import neighbor_sum
 from kagome.sparse_ops.edge_view import in_view
+from kagome.sparse_ops.factored_weights import factors_of
 from kagome.sparse_ops.partial_sums import SUMS_BEGIN, Ids, sum_tables, wanted
 
 CPU, N, F = torch.device("cpu"), 20, 3
@@ -106,8 +107,6 @@ def rooted(edge_index: Tensor) -> tuple[Tensor, Tensor]:
 
 def summed(channel: Channel, world: int, kind: str, weights: str) -> dict[str, Any]:
     """A sum with partial sums on this rank, and the gradient of its rows."""
-    from kagome.sparse_ops.factored_weights import factors_of
-
     (data, weight), owner = graph(), owner_of(world, kind)
     if weights == "factored":
         data.edge_index, weight = rooted(data.edge_index)

@@ -189,8 +189,9 @@ class Workload:
         """Return the loads of parts whose ranks read halos, and the relative uncertainty of the halo."""
         counts, uncertain = self.parts(number, weights)
         share = each.rates.summed
-        loads = [_load(count, each.held.at(count, partial_sums=share > 0)) for count in counts]
-        if not share:
+        sums = share > 0 and number > 1
+        loads = [_load(count, each.held.at(count, partial_sums=sums)) for count in counts]
+        if not sums:
             return loads, uncertain
 
         def measure() -> list[Any]:
