@@ -228,7 +228,7 @@ def test_late_sums_are_sums_of_late_rows(ranks: Any, settings: dict[str, Any]) -
 def test_codecs_round_sums_as_they_round_rows(ranks: Any, settings: dict[str, Any]) -> None:
     exact = ranks(2, learned, {})[0][0]
     for found in rows_and_sums(ranks, 2, settings):
-        assert 0 < max(abs(a - b) for a, b in zip(found, exact, strict=True)) < 0.02
+        assert 0 < max(abs(a - b) for a, b in zip(found, exact, strict=True)) < 0.05
 
 
 def by_sums(channel: Channel | None, kind: str) -> dict[str, Tensor]:
