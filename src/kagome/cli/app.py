@@ -544,8 +544,7 @@ def _check(args: list[str]) -> int:
 
 def _partition(args: list[str]) -> int:
     command: PartitionCommand = _parse(PartitionCommand, args, "partition")
-    from kagome.graph.partition.covers import savings_text
-    from kagome.graph.partition.store import load_part
+    from kagome.graph.partition.covers import savings
     from kagome.train.data import prepare
 
     meta = prepare(
@@ -564,9 +563,7 @@ def _partition(args: list[str]) -> int:
         f"in-edges {quality.edge_balance:.2f}; "
         f"most rows sent or read by a part, over the mean: {quality.row_balance:.2f}"
     )
-    if quality.cut_edges:
-        print(savings_text(load_part(command.out, part) for part in range(command.parts)))
-    for sentence in quality.advice:
+    for sentence in (*savings(command.out, command.parts), *quality.advice):
         print(sentence)
     print(f"Parts: {command.out}   (kagome train --data.partition {command.out} --nproc {command.parts})")
     return 0

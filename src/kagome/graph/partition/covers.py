@@ -16,16 +16,14 @@ the largest matching has edges (König)::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from kagome.graph.partition.partition import Partition
+from kagome.graph.partition.store import load_part
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -77,6 +75,10 @@ def smallest_cover(sender: Ids, receiver: Ids, senders: int, receivers: int) -> 
     """
     if not sender.size:
         return Cover(np.zeros(senders, np.bool_), np.zeros(receivers, np.bool_))
+    # Imported here: a run that sends no partial sums starts without scipy.
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
     # Edges that share both ends are one entry: the constructor adds them up.
     graph = csr_matrix((np.ones(sender.size, np.int32), (sender, receiver)), shape=(senders, receivers))
     sender_of = maximum_bipartite_matching(graph, perm_type="row")  # of each receiver; -1 if unmatched
@@ -89,7 +91,7 @@ def smallest_cover(sender: Ids, receiver: Ids, senders: int, receivers: int) -> 
     begin = np.flatnonzero(~matched & (np.diff(graph.indptr) > 0))
     while begin.size:
         reached[begin] = True
-        found = np.unique(_neighbours(graph, begin))
+        found = np.unique(_neighbours(graph.indptr, graph.indices, begin))
         found = found[~sums[found]]
         sums[found] = True
         # A receiver that is reached has a sender in the matching, or the matching could have been larger.
@@ -98,13 +100,11 @@ def smallest_cover(sender: Ids, receiver: Ids, senders: int, receivers: int) -> 
     return Cover(matched & ~reached, sums)
 
 
-def _neighbours(graph: csr_matrix, rows: Ids) -> Ids:
-    """Return the columns of some rows of a sparse matrix, one row after the other."""
-    begin, count = graph.indptr[rows], np.diff(graph.indptr)[rows]
+def _neighbours(pointer: Ids, column: Ids, rows: Ids) -> Ids:
+    """Return the columns of some rows of a compressed sparse matrix, one row after the other."""
+    begin, count = pointer[rows], np.diff(pointer)[rows]
     # Place k of the result is column k - (what earlier rows had) of its row.
-    places = np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)
-    found: Ids = graph.indices[places]
-    return found
+    return column[np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,27 +159,24 @@ def halo_cover(
     return HaloCover(kept, read, np.where(worth, counts, read))
 
 
-def savings_text(pieces: Iterable[Partition]) -> str:
-    """Return a sentence on the rows that partial sums would save, given all parts of a cut, in order."""
-    found = [halo_cover(*_ends(piece), piece.own.numel(), piece.recv_counts) for piece in pieces]
+def savings(folder: str | Path, parts: int) -> tuple[str, ...]:
+    """Return a sentence on the rows that partial sums would save in a saved partition, if any edge is cut."""
+    found = []
+    for number in range(parts):
+        piece = load_part(folder, number)
+        source, target = piece.edge_index.numpy()
+        found.append(halo_cover(source, target, piece.own.numel(), piece.recv_counts))
     tables = [np.stack([each.read for each in found]), np.stack([each.counts for each in found])]
     rows, fewer = (int(table.sum()) for table in tables)
+    if not rows:
+        return ()
     # A part sends along a column of the table, and the gradients of what it reads along a row.
     most, less = (int(max(table.sum(0).max(), table.sum(1).max())) for table in tables)
     return (
         f"with partial sums, which layers that sum or average rows can send: {fewer:,} rows in place of "
-        f"{rows:,} ({_change(fewer, rows)}), the most of a part {less:,} in place of {most:,} "
-        f"({_change(less, most)})"
+        f"{rows:,} ({fewer / rows - 1:+.0%}), the most of a part {less:,} in place of {most:,} "
+        f"({less / most - 1:+.0%})",
     )
-
-
-def _ends(piece: Partition) -> tuple[Ids, Ids]:
-    source, target = piece.edge_index.numpy()
-    return source, target
-
-
-def _change(after: int, before: int) -> str:
-    return f"{(after - before) / max(before, 1):+.0%}"
 
 
 def cover_counts(source: Ids, target: Ids, owner: Ids, parts: int, least: float = 0.0) -> tuple[Ids, Ids]:
