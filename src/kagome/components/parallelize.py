@@ -72,7 +72,7 @@ class PartOptions:
     memory: int | None = None
     recompute: bool = False
     amp: bool = False
-    partial_sums: PartialSums = "off"
+    partial_sums: PartialSums = "auto"
 
     @staticmethod
     def of(
