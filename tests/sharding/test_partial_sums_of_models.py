@@ -19,6 +19,7 @@ from kagome.comm.channel import Channel
 from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.components.parallelize import PartOptions, parallelize
 from kagome.config.parallel import LEAST_EDGES
+from kagome.deferred.summed_reads import SummedReads
 from kagome.graph.partition.partition import extract
 from parity import TOLERANCE, Result, differences, joined, one_rank, parity, whole
 
@@ -263,3 +264,19 @@ def large(channel: Any, setting: str) -> int:
 def test_auto_looks_for_sums_in_large_graphs() -> None:
     assert all(count > 0 for count in ThreadGroup(2).run(lambda channel: large(channel, "auto")))
     assert ThreadGroup(2).run(lambda channel: large(channel, "off")) == [0, 0]
+
+
+def test_a_check_sends_sums_if_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, of = [], SummedReads.of
+
+    def noted(self: SummedReads, edges: Any, weight: Tensor | None) -> Any:
+        given.append(of(self, edges, weight))
+        return given[-1]
+
+    monkeypatch.setattr(SummedReads, "of", noted)
+    data = kagome.load("sbm:vertices=60,degree=4,features=6,classes=3,communities=3")
+    model = pyg.GCN(6, 8, num_layers=2, out_channels=3, dropout=0.5)
+    assert kagome.check(model, data, parts=3).first is None
+    assert not given
+    assert kagome.check(model, data, parts=3, partial_sums=True).first is None
+    assert any(each is not None for each in given)
