@@ -24,7 +24,7 @@ from kagome.graph.partition.partition import extract
 from parity import TOLERANCE, Result, differences, joined, one_rank, parity, whole
 
 ON = kagome.Parallel(partial_sums="on")
-SUMS = ("gcn", "gcn-weighted", "sage", "gin", "graph-weighted", "mixed")
+SUMS = ("gcn", "gcn-weighted", "sage", "gin", "graph-weighted", "mixed", "forces")
 ROWS = ("sage-max", "gat", "learned")
 
 
@@ -35,6 +35,7 @@ class Layers(nn.Module):
         super().__init__()
         self.kind, self.dropout = kind, nn.Dropout(dropout)
         sizes = ((3, 8), (8, 8), (8, 4))
+        kind = kind.replace("forces", "gcn")
         make: dict[str, Callable[[int, int], nn.Module]] = {
             "gcn": pyg.GCNConv,
             "sage": pyg.SAGEConv,
@@ -50,6 +51,14 @@ class Layers(nn.Module):
         self.scale = nn.Parameter(torch.ones(1)) if kind == "learned" else None
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        out = self.layers(x, edge_index, edge_weight)
+        if self.kind != "forces":
+            return out
+        # The loss's backward runs through this derivative's, and so through that of partial sums.
+        (force,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
+        return torch.cat([out, force], 1)
+
+    def layers(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
         weight = edge_weight if self.scale is None else torch.sigmoid(edge_weight * self.scale)
         for conv in self.convs:
             more = (weight,) if self.weighted else ()
