@@ -29,8 +29,8 @@ Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 LEAST_SAVED: Final = 0.1
 """Share of a peer's rows that ``auto`` wants saved: less does not pay for the second list of edges that a
-rank keeps for sums. Time does not decide: 20,000 rows of 128 numbers took 1.2 ms of processor time to copy for
-their readers, and as sums of one edge each, which is the worst case, 1.6 ms."""
+rank keeps for sums. Time does not decide: 20,000 rows of 128 numbers took 1.2 ms of processor time to copy
+for their readers, and as sums of one edge each, which is the worst case, 1.6 ms."""
 
 
 @dataclass(frozen=True)
