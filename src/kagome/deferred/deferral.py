@@ -247,7 +247,8 @@ class Deferral:
         """Yield the edges, grouped by their ends, that are kept from one forward pass to the next."""
         yield from (edges.structure for edges in self._edge_sets.values())
         yield from (layout.structure for layout in self.sliced.layouts())
-        yield from () if self.summed is None else self.summed.structures()
+        if self.summed is not None:
+            yield from self.summed.structures()
 
     def _by_target(self, value: Any, index: Any, dim: int) -> message.EdgeSet | None:
         placement = self.placements.get(index)

@@ -167,9 +167,11 @@ def summed_share(model: nn.Module, part: Partition, options: PartOptions) -> flo
     rows, sums = (
         sum(each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, options, cut)) for cut in cuts
     )
-    covers = [halo_cover(*each.edge_index.numpy(), each.own.numel(), each.recv_counts) for each in pieces]
-    read, fewer = (sum(int(counts.sum()) for counts in some) for some in
-                   ((each.read for each in covers), (each.counts for each in covers)))  # fmt: skip
+    read = fewer = 0
+    for piece in pieces:
+        source, target = piece.edge_index.numpy()
+        cover = halo_cover(source, target, piece.own.numel(), piece.recv_counts)
+        read, fewer = read + int(cover.read.sum()), fewer + int(cover.counts.sum())
     # Rows of both kinds have the widths of the model. All halo bytes are in proportion to rows:
     #    rows = c * read          sums = c * ((1 - share) * read + share * fewer)
     return 0.0 if not rows or read == fewer else (rows - sums) / rows * read / (read - fewer)

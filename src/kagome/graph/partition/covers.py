@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kagome.graph.partition.store import load_part
 
-Ids = NDArray[np.int64]
+Ids = NDArray[np.integer[Any]]
 Mask = NDArray[np.bool_]
 LEAST_SAVED: Final = 0.1
 """Share of a peer's rows that ``auto`` wants saved: less does not pay for the second list of edges that a
