@@ -278,8 +278,8 @@ def split_of(
         partial_sums: Whether pieces send partial sums in place of rows where these are fewer.
     """
     # Threads share memory, so each needs parameters, gradients and buffers of its own.
-    copies, sums = [copied(model) for _ in pieces], partial_sums
-    options = PartOptions(seed=seed, fast=fast, tensor=tensor, partial_sums="on" if sums else "off")
+    copies = [copied(model) for _ in pieces]
+    options = PartOptions(seed=seed, fast=fast, tensor=tensor, partial_sums="on" if partial_sums else "off")
 
     def work(channel: ThreadChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]
