@@ -105,7 +105,8 @@ def _neighbours(pointer: Ids, column: Ids, rows: Ids) -> Ids:
     """Return the columns of some rows of a compressed sparse matrix, one row after the other."""
     begin, count = pointer[rows], np.diff(pointer)[rows]
     # Place k of the result is column k - (what earlier rows had) of its row.
-    return column[np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)]
+    found: Ids = column[np.arange(count.sum()) + np.repeat(begin - (np.cumsum(count) - count), count)]
+    return found
 
 
 @dataclass(frozen=True, eq=False)
