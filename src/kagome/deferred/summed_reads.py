@@ -67,6 +67,8 @@ class SummedReads:
         Cost:
             The tables and the weights of sums, at the first call for them. See :func:`sum_tables`.
         """
+        # All that is asked here is the same on all ranks: they agree on what is constant, and on numbers of
+        # edges of the whole graph. A rank that went another way would leave its peers waiting for the tables.
         constants = self._constants
         if not self._serve(edges) or (weight is not None and weight.dim() != 1):
             return None

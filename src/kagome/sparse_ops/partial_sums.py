@@ -82,6 +82,17 @@ class Wanted:
     rows: int
 
 
+# [Note: places] What a part asks of a peer that has the rows a b c d for it, if the cover is a's row and the
+# sum of b, c and d for x:
+#
+#     edge       a -> x   a -> y   b -> x   c -> x   d -> x
+#     row        0                 1        2        3          in the peer's list of rows
+#     place      0                 1        1        1          in its message: rows first, then sums
+#     summed     no                yes      yes      yes        whether the edge's weight goes with it
+#     rest       yes      yes      no       no       no         whether this part sums the edge itself
+#
+# The edge a -> y is not asked for again: it reads place 0 too. The part has one more edge, from place 1 to x,
+# whose weight is 1.
 def wanted(source: Ids, target: Ids, own: int, recv_counts: tuple[int, ...], least: float = 0.0) -> Wanted:
     """Return what a part asks of its peers, the smallest cover of what it reads of each.
 
@@ -240,7 +251,8 @@ class SumTables:
         """
         if weight is None:
             return WeightedSums(self.reader, self.exchange, None, None)
-        # The part of an edge's weight that multiplies the row: all of it, or the row's factor.
+        # The part of an edge's weight that multiplies the row: all of it, or the row's factor. A row that is
+        # sent as it is has 1, since its reader may have several edges to it, of different weights.
         each = weight[self.asked] if factor is None else factor[source[self.asked]]
         told = torch.where(self.summed, each, torch.ones_like(each)).unsqueeze(1)
         request = ExchangeRequest(self.ask_counts, self.give_counts, "weights of partial sums", "other")

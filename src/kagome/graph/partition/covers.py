@@ -156,6 +156,8 @@ def halo_cover(
     read = np.bincount(peer_of[asked], minlength=peers)
     counts = np.bincount(peer_of[cover.senders], minlength=peers)
     counts += np.bincount(receivers[cover.receivers] % peers, minlength=peers)
+    # Where sums save nothing, the smallest cover that has most senders is all senders. So `worth` is False
+    # there for any threshold, and a peer without sums sends what it would send without covers.
     worth = read - counts > least * read
     kept = np.where(worth[peer_of], cover.senders, asked)
     return HaloCover(kept, read, np.where(worth, counts, read))
