@@ -262,16 +262,35 @@ def test_rows_that_volume_cuts_save(tmp_path: Path) -> None:
     assert row["rows"] / 2 <= row["rows_largest"] <= row["rows"]
 
 
-def test_the_smallest_cover_of_a_pair_of_parts() -> None:
+def test_what_volume_cuts_save_is_counted_both_ways() -> None:
     import runpy
 
-    import numpy as np
+    import torch
 
-    pair = runpy.run_path(str(BENCHMARKS / "volume" / "main.py"))["pair"]
+    counted = runpy.run_path(str(BENCHMARKS / "volume" / "main.py"))["counted"]
+    # 0 is read by 3, 4 and 5; 3 reads 0, 1 and 2, once twice: the row of 0 and the sum of 3 serve all.
+    edge_index = torch.tensor([[0, 0, 0, 1, 2, 2, 5], [3, 4, 5, 3, 3, 3, 0]])
+    found = counted(edge_index, torch.tensor([0, 0, 0, 1, 1, 1]), 2)
+    assert {name: found[name] for name in ("cut", "rows", "sums", "cover")} == {
+        "cut": 7,
+        "rows": 4,
+        "sums": 4,
+        "cover": 3,
+    }
+    assert (found["rows_largest"], found["cover_largest"]) == (3, 2)
 
-    # 0 is read by 10, 11 and 12; 10 reads 0, 1 and 2, once twice: the row of 0 and the sum of 10 serve all.
-    source, target = np.array([0, 0, 0, 1, 2, 2]), np.array([10, 11, 12, 10, 10, 10])
-    assert pair(source, target) == (3, 3, 2)
+
+def test_epochs_with_sums_are_told_beside_those_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    import runpy
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = runpy.run_path(str(BENCHMARKS / "volume" / "epochs.py"))["table"]
+    row = {"epoch_seconds": 2.0, "exposed_share": 0.5, "bytes_per_epoch": {"halo": 8e6, "total": 10e6}}
+    sums = {"epoch_seconds": 1.6, "exposed_share": 0.4, "bytes_per_epoch": {"halo": 4e6, "total": 6e6}}
+    found = table({"made/gcn/256/100/rows": row, "made/gcn/256/100/sums": sums, "made/gcn/256/200/rows": row})
+    assert found.splitlines()[2:] == [
+        "| made | gcn | 256 | 100 | none | 2.000 | 1.600 | 1.25x | 1.25x | 8.0 | 4.0 | -50% |"
+    ]
 
 
 def test_what_a_start_imports_is_counted_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,10 @@ from typing import Final
 import numpy as np
 import torch
 import tyro
-from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from kagome import config
 from kagome.graph.datasets.load import load_data
+from kagome.graph.partition.covers import cover_counts
 from kagome.graph.partition.partitioners import assign
 from kagome.graph.structure import edges
 
@@ -104,9 +102,10 @@ def counted(edge_index: torch.Tensor, owner: torch.Tensor, parts: int) -> Row:
         for q in range(parts):
             between = (of == p) & (to == q)
             if p != q and between.any():
-                found = pair(source[between], target[between])
-                for way, count in zip(WAYS, found, strict=True):
-                    sent[way][p, q] = count
+                senders, receivers = (np.unique(ends[between]).size for ends in (source, target))
+                sent["sums"][p, q] = min(senders, receivers)
+    # Kagome's tables, by reader and sender.
+    sent["rows"], sent["cover"] = (found.T for found in cover_counts(source, target, places, parts))
     readers = edges.read_by(source, target, places.astype(np.int32), parts)[0]
     assert sent["rows"].sum() == edges.halo_counts(readers, parts).sum()  # the halo of Kagome's own tables
     return {
@@ -115,15 +114,6 @@ def counted(edge_index: torch.Tensor, owner: torch.Tensor, parts: int) -> Row:
         # Forward sends along the rows of the table and backward along its columns.
         **{f"{way}_largest": int(max(table.sum(1).max(), table.sum(0).max())) for way, table in sent.items()},
     }
-
-
-def pair(source: NDArray[np.int64], target: NDArray[np.int64]) -> tuple[int, int, int]:
-    """Rows from one part to another: halo rows, the fewer of rows and sums, and the smallest cover."""
-    senders, s = np.unique(source, return_inverse=True)
-    receivers, t = np.unique(target, return_inverse=True)
-    graph = csr_matrix((np.ones(s.size, np.int8), (s, t)), shape=(senders.size, receivers.size))
-    matched = int((maximum_bipartite_matching(graph) >= 0).sum())
-    return senders.size, min(senders.size, receivers.size), matched
 
 
 def less(fewer: int, rows: int) -> str:

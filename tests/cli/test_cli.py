@@ -355,6 +355,9 @@ def test_partition_says_how_good_the_cut_is_and_refuses_another_number_of_ranks(
     code, out, _ = kagome("partition", "--data.name", SBM, "--parts", "3", "--out", "parts")
     assert code == 0
     assert "of edges are cut" in out
+    (sums,) = [line for line in out.splitlines() if line.startswith("with partial sums")]
+    rows = sum(int(line.split()[3].replace(",", "")) for line in out.splitlines()[1:4])
+    assert f" rows in place of {rows:,} (" in sums
     assert "--data.partition parts --nproc 3" in out
     assert sum(int(line.split()[1]) for line in out.splitlines()[1:4]) == 300
     code, _, err = kagome("train", "--data.partition", "parts", "--nproc", "1")

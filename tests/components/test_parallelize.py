@@ -170,7 +170,8 @@ def test_errors_of_a_users_forward_are_explained_by_the_caller() -> None:
 def test_options_of_a_runs_settings() -> None:
     train, parallel = Train(seed=3, amp="bf16"), Parallel(tensor=2, memory_gib=0.5)
     found = PartOptions.of(train, CPU, parallel, fast=False, recompute=True)
-    assert found == PartOptions(CPU, 3, False, 2, memory=2**29, recompute=True, amp=True)
+    kept = {"memory": 2**29, "recompute": True, "amp": True, "partial_sums": "off"}  # slices send rows
+    assert found == PartOptions(CPU, 3, False, 2, **kept)
     assert PartOptions.of(Train(), fast=True) == PartOptions(seed=Train().seed)
     assert PartOptions.of(Train(), CPU, Parallel(graph=2, halo_sample=0.5), fast=True).sums_only
     bound = interceptor_of(extract(sample_graph(1), random_owner(30, 1), 0, 1), alone(), found).sliced.bound

@@ -288,3 +288,23 @@ def test_what_is_no_plan_is_refused_in_one_short_sentence(tmp_path, text):
         config.Parallel(plan=str(path))
     assert "plan" in str(caught.value)
     assert len(str(caught.value)) < 1_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "got"),
+    [
+        ({"halo_sample": 0.5}, None, "rows of other parts for halo_sample"),
+        ({"skip_drift": 0.1, "max_age": 2}, None, "rows of other parts for skip_drift"),
+        ({"adaptive_bits": True, "codec": "int4"}, None, "rows of other parts for adaptive_bits"),
+        ({"chunks": 2}, 2, "parts of one chunk for partial_sums"),
+        ({"tensor": 2}, 2, "whole parts for tensor=2"),
+    ],
+)
+def test_partial_sums_give_way_to_what_needs_rows_or_are_refused(settings, ranks, got):
+    auto = config.Parallel(**settings)
+    assert auto.partial_sums_sent == ("auto" if "chunks" in settings else "off")
+    with pytest.raises(ConfigError, match=got):
+        config.Parallel(**settings, partial_sums="on").fit(ranks or 2)
+    if ranks:
+        auto.fit(ranks)
+    assert config.Parallel(codec="int4", max_age=1, partial_sums="on").partial_sums_sent == "on"

@@ -23,6 +23,7 @@ from convolutions import CASES, ConvCase, double_precision
 from kagome.comm.channel import Channel
 from kagome.comm.stats import Traffic
 from kagome.components.parallelize import PartOptions, parallelize
+from kagome.config import PartialSums
 from kagome.graph.partition.partition import extract
 from kagome.model.forward_call import ForwardCall
 from odd_models import ODD_MODELS
@@ -105,6 +106,7 @@ def parity(
     epochs: int = 1,
     tensor: int = 1,
     bound: int | None = None,
+    partial_sums: PartialSums = "off",
 ) -> Share:
     """Train ``epochs`` times on this rank's part, as ``run.engine`` does, without a step.
 
@@ -117,7 +119,9 @@ def parity(
         epochs: Forward and backward passes.
         tensor: How many ranks reduce some columns of a part each, where columns do not meet.
         bound: Bytes of working memory of such sums.
+        partial_sums: When parts send partial sums in place of rows.
     """
+    options = PartOptions(seed=seed, tensor=tensor, memory=bound, partial_sums=partial_sums)
     with double_precision():
         part = extract(data, owner, channel.rank, channel.size)
         x = part.nodes["x"] = part.nodes["x"].detach().clone().requires_grad_(data.x.requires_grad)
@@ -126,7 +130,7 @@ def parity(
         halo = []
         take_traffic = getattr(channel, "take_traffic", Traffic)
         take_traffic()
-        with parallelize(model, part, channel, PartOptions(seed=seed, tensor=tensor, memory=bound)) as net:
+        with parallelize(model, part, channel, options) as net:
             for epoch in range(1, epochs + 1):
                 model.zero_grad(set_to_none=True)
                 x.grad = None

@@ -24,7 +24,7 @@ from torch_geometric.nn import MessagePassing
 
 from kagome.comm.channel import Channel
 from kagome.components.parallelize import PartOptions
-from kagome.config import Allowed, Parallel, default_chunks
+from kagome.config import Allowed, Parallel, default_chunks, sends_sums
 from kagome.errors import KagomeError, PlanError
 from kagome.graph.partition.partition import Partition
 from kagome.memory.estimate import MemoryRates as Held, rates_of
@@ -37,7 +37,16 @@ from kagome.planner.cost_model import CostRates, Load, Sliced, Timed
 from kagome.planner.memory_knobs import eased
 from kagome.planner.pipe_candidates import PipeCut, pipes
 from kagome.profile.cache import MeasurementCache
-from kagome.profile.epoch_costs import alone, coded, coding, halo_bytes, shares_of, timed, transposes
+from kagome.profile.epoch_costs import (
+    alone,
+    coded,
+    coding,
+    halo_bytes,
+    shares_of,
+    summed_share,
+    timed,
+    transposes,
+)
 from kagome.profile.part_size import GroupSize, PartSize
 from kagome.profile.synthetic_graphs import GraphSize, cuts_of, samples_of
 
@@ -178,6 +187,28 @@ class Workload:
         counts, uncertain = self.kept.value("parts", facts, measure)
         return tuple(PartSize(*each) for each in counts), uncertain
 
+    def _loads(
+        self, each: MeasuredWorkload, number: int, weights: tuple[float, ...] = ()
+    ) -> tuple[list[Load], float]:
+        """Return the loads of parts whose ranks read halos, and the relative uncertainty of the halo."""
+        counts, uncertain = self.parts(number, weights)
+        share = each.rates.summed
+        sums = share > 0 and number > 1
+        loads = [_load(count, each.held, partial_sums=sums) for count in counts]
+        if not sums:
+            return loads, uncertain
+
+        def measure() -> list[Any]:
+            return [list(pair) for pair in self.graph.saved(number, self.options.seed, weights)]
+
+        facts = [*self.facts[0][:4], self.options.seed, number, *weights]
+        # A load may stand for all parts; none of them is then known to save anything.
+        saved = self.kept.value("saved rows", facts, measure)[: len(loads)]
+        return [
+            replace(load, saved=(share * sent, share * read))
+            for load, (sent, read) in zip(loads, saved, strict=True)
+        ], uncertain
+
     def coded(self, place: int) -> CostRates:
         """Return the rates of one model, with the cost of rows encoded at one bit per number."""
         one = self.models[place]
@@ -283,8 +314,7 @@ class Workload:
             # Encoding is timed only if some plan encodes.
             rates = self.coded(place) if "onebit" in allow and size > 1 else each.rates
             for number, weights in self._cuts(numbers, cluster):
-                counts, uncertain = self.parts(number, weights)
-                loads = [_load(count, each.held) for count in counts]
+                loads, uncertain = self._loads(each, number, weights)
                 for way in _ways(allow if number > 1 else ()):
                     more = {"decoupled": each.decoupled, **way}
                     found.append(parts(number, loads, rates, cluster, uncertain, weights=weights, **more))
@@ -326,9 +356,11 @@ class Workload:
                 continue
             loads = [_load(count, own.held) for count in counts]
             found += [
-                pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=chunks, exact=chunks > 1)
+                # Chunks send rows that other chunks read too, so partial sums are for parts of one.
+                pipes(cut, groups, loads if chunks > 1 else self._loads(own, groups)[0], own.rates, cluster,
+                      uncertain, chunks=chunks, exact=chunks > 1)
                 for chunks in ((1, default_chunks(cut.ranks, 1)) if cut.chunks else (1,))
-            ]
+            ]  # fmt: skip
             if history and cut.chunks:
                 dealt = [
                     pipes(each, groups, loads, own.rates, cluster, uncertain, chunks=chunks)
@@ -399,7 +431,9 @@ def _measured(
     weights = tuple(map(float, held.gradients))
     forward, backward = halo_bytes(model, part, options)
     took = asdict(timed(model, cuts_of(graph, part, options.seed), options))
-    rates = CostRates(**took, forward=forward, backward=backward, weights=weights)
+    # Measured only where a run would send partial sums.
+    share = summed_share(model, part, options) if sends_sums("auto", graph.edges) else 0.0
+    rates = CostRates(**took, forward=forward, backward=backward, weights=weights, summed=share)
     # Ranks were timed with their share of the threads; a single rank may have all.
     times, apart = alone(model, samples[0], rates, options, most)
     rates = replace(rates, alone=times, spread=max(rates.spread, apart))
@@ -479,7 +513,12 @@ def _ways(allow: Collection[Allowed]) -> list[dict[str, bool]]:
 
 
 def _load(
-    counts: PartSize, rates: Held, share: PartSize | None = None, group_size: GroupSize | None = None
+    counts: PartSize,
+    rates: Held,
+    share: PartSize | None = None,
+    group_size: GroupSize | None = None,
+    *,
+    partial_sums: bool = False,
 ) -> Load:
     """Return the load of a part.
 
@@ -488,8 +527,9 @@ def _load(
         rates: The memory rates of the model.
         share: The size of a rank's share of the part; None if a rank has the whole part.
         group_size: The size of the group that slices features; None without feature slices.
+        partial_sums: Whether parts send partial sums.
     """
-    held = rates.at(share or counts, group_size=group_size)
+    held = rates.at(share or counts, group_size=group_size, partial_sums=partial_sums)
     whole = held.features + held.edges + held.tables + held.weights
     return Load(
         counts.rows,

@@ -544,6 +544,7 @@ def _check(args: list[str]) -> int:
 
 def _partition(args: list[str]) -> int:
     command: PartitionCommand = _parse(PartitionCommand, args, "partition")
+    from kagome.graph.partition.covers import savings
     from kagome.train.data import prepare
 
     meta = prepare(
@@ -562,7 +563,7 @@ def _partition(args: list[str]) -> int:
         f"in-edges {quality.edge_balance:.2f}; "
         f"most rows sent or read by a part, over the mean: {quality.row_balance:.2f}"
     )
-    for sentence in quality.advice:
+    for sentence in (*savings(command.out, command.parts), *quality.advice):
         print(sentence)
     print(f"Parts: {command.out}   (kagome train --data.partition {command.out} --nproc {command.parts})")
     return 0

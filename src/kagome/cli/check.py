@@ -24,7 +24,7 @@ from kagome.train.admission import foresee_split
 from kagome.train.data import for_model, from_data
 from kagome.train.engines import refuse_slices_by_pyg
 from kagome.train.sets_source import from_hetero, refuse_for_sets
-from kagome.verify.check import CheckResult, check
+from kagome.verify.check import CheckResult, check, sums_sent
 
 PARTS = 3
 """Number of parts to split into if no flag gives it."""
@@ -76,7 +76,14 @@ def checked(
     # `parts` counts ranks: with slices each part has `tensor` of them.
     parts = (cut.graph or 1) * cut.tensor if cut.tensor > 1 else cut.graph or PARTS
     result = check(
-        model, part, parts=parts, vertices=vertices, seed=seed, tensor=cut.tensor, fast=settings.model.fast
+        model,
+        part,
+        parts=parts,
+        vertices=vertices,
+        seed=seed,
+        tensor=cut.tensor,
+        fast=settings.model.fast,
+        partial_sums=sums_sent(cut, part),
     )
     notes = left_out(cut)
     # The estimate of memory that needs no ranks covers parts of one vertex set only.

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from kagome.comm.exchange import Exchange
-from kagome.config import Parallel, Train
+from kagome.config import Parallel, PartialSums, Train
 from kagome.deferred.lazy_tensor import EscapeError
 from kagome.errors import KagomeError, ModelError
 from kagome.feature_parallel.tiled_reduce import TileBound
@@ -61,6 +61,7 @@ class PartOptions:
         memory: The most bytes of working memory that a sum over feature slices uses; None for no bound.
         recompute: Whether each layer keeps its inputs only, and runs again in backward.
         amp: Whether forward runs under bf16 autocast.
+        partial_sums: When sums over neighbours are partly taken by the ranks that own the rows.
     """
 
     device: torch.device = CPU
@@ -71,6 +72,7 @@ class PartOptions:
     memory: int | None = None
     recompute: bool = False
     amp: bool = False
+    partial_sums: PartialSums = "auto"
 
     @staticmethod
     def of(
@@ -92,6 +94,7 @@ class PartOptions:
             # A plan holds settings of ``Parallel`` alone, so recomputation is one of these too.
             recompute=recompute or parallel.activations == "recompute",
             amp=train.amp == "bf16",
+            partial_sums=parallel.partial_sums_sent,
         )
 
 
@@ -147,6 +150,7 @@ def interceptor_of(
         rows=rows,
         tensor=options.tensor,
         sums_only=options.sums_only,
+        partial_sums=options.partial_sums,
     )
     if options.memory is not None:
         scope.sliced.bound = TileBound(options.memory, options.device)

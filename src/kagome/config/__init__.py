@@ -10,11 +10,13 @@ from kagome.config.parallel import (
     ExchangeSettings,
     MemorySettings,
     Parallel,
+    PartialSums,
     Partitioner,
     PipelineSettings,
     Schedule,
     SumCodec,
     default_chunks,
+    sends_sums,
 )
 from kagome.config.settings import Data, Loss, Metric, Model, Report, Run, Train
 
@@ -31,6 +33,7 @@ __all__ = [
     "Metric",
     "Model",
     "Parallel",
+    "PartialSums",
     "Partitioner",
     "PipelineSettings",
     "Report",
@@ -40,4 +43,5 @@ __all__ = [
     "Train",
     "at_least",
     "default_chunks",
+    "sends_sums",
 ]

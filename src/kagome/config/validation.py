@@ -128,12 +128,18 @@ def _choice_of_rows(cut: ExchangeSettings) -> None:
             hint="codec='int2'",
         )
     # Each decides on its own which rows are sent, or how; there is no rule for two of them.
-    chosen = [cut.halo_sample < 1, cut.skip_drift > 0, cut.adaptive_bits]
-    if sum(chosen) > 1:
+    chosen = [name for name, chooses in choosers(cut).items() if chooses]
+    if len(chosen) > 1:
         raise ConfigError(
             "at most one of halo_sample, skip_drift and adaptive_bits to choose what crosses",
-            f"{sum(chosen)} of them",
+            f"{len(chosen)} of them",
             hint="leave the others out",
+        )
+    if chosen and cut.partial_sums == "on":
+        raise ConfigError(
+            f"rows of other parts for {chosen[0]}, which chooses among them",
+            "partial_sums='on', which sends sums in place of some",
+            hint="partial_sums='auto', which then sends rows",
         )
     if cut.adaptive_bits and not {cut.codec, cut.codec_backward} & SHARED_OUT:
         raise ConfigError(
@@ -141,6 +147,15 @@ def _choice_of_rows(cut: ExchangeSettings) -> None:
             f"codec={cut.codec!r}, which has none to share",
             hint="codec='int4'",
         )
+
+
+def choosers(cut: ExchangeSettings) -> dict[str, bool]:
+    """Return the settings that choose among rows, each with whether it is on."""
+    return {
+        "halo_sample": cut.halo_sample < 1,
+        "skip_drift": cut.skip_drift > 0,
+        "adaptive_bits": cut.adaptive_bits,
+    }
 
 
 def check_mesh(cut: Parallel, world_size: int) -> None:
@@ -167,6 +182,12 @@ def check_mesh(cut: Parallel, world_size: int) -> None:
             f"a weight for each of {cut.graph} parts (graph={cut.graph})",
             f"part_weights={list(cut.part_weights)}",
             hint="part_weights=(2, 1) for two parts, or leave it out",
+        )
+    if cut.chunks > 1 and cut.partial_sums == "on":
+        raise ConfigError(
+            "parts of one chunk for partial_sums='on'",
+            f"{cut.chunks} chunks a part, which send rows that other chunks read too",
+            hint="chunks=1, or partial_sums='auto', which then sends rows",
         )
     # Chunks keep tables of historical rows, which know nothing of late or selected rows.
     for name, without in WHOLE_PARTS.items():
@@ -228,6 +249,7 @@ def _slices(cut: Parallel) -> None:
         f"halo_sample={cut.halo_sample}": cut.halo_sample < 1,
         "error_feedback": cut.error_feedback,
         "adaptive_bits": cut.adaptive_bits,
+        "partial_sums='on'": cut.partial_sums == "on",
     }
     for setting, clash in others.items():
         if clash:

@@ -17,6 +17,7 @@ from kagome.deferred import message, reduce, rewrite_rules, sliced_attention
 from kagome.deferred.edge_map import WIDENS
 from kagome.deferred.lazy_tensor import LazyTensor, supports
 from kagome.deferred.sliced_reduce import SlicedReads
+from kagome.deferred.summed_reads import SummedReads
 from kagome.halo.forward_pass import RunningForward, transformed
 from kagome.kernels.base.address import address
 from kagome.kernels.base.csr import Structure
@@ -44,6 +45,7 @@ class Deferral:
         ranks: The ranks that share the graph.
         reads: The reads of other ranks' rows.
         sliced: The rows of all ranks in some columns.
+        summed: The sums that other ranks take in part; None if all of them read rows.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Deferral:
         ranks: RankSums,
         reads: NeighborReads,
         sliced: SlicedReads,
+        summed: SummedReads | None,
     ) -> None:
         self._views, self.axes, self.placements, self.forward = views, axes, axes.placements, forward
         self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
+        self.summed = summed
         self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
 
     def as_sparse(self, rows: Tensor) -> Tensor | SparseFeatures:
@@ -243,6 +247,8 @@ class Deferral:
         """Yield the edges, grouped by their ends, that are kept from one forward pass to the next."""
         yield from (edges.structure for edges in self._edge_sets.values())
         yield from (layout.structure for layout in self.sliced.layouts())
+        if self.summed is not None:
+            yield from self.summed.structures()
 
     def _by_target(self, value: Any, index: Any, dim: int) -> message.EdgeSet | None:
         placement = self.placements.get(index)

@@ -269,9 +269,11 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
     if not message.source.has_halo and edges.deferral.ranks.size > 1:
         with_halo = edges.deferral.reads.held(rows, edges.placement)
         if with_halo is None:
-            halo_work = edges.halo_exchange.halo_work(
-                rows, edges.deferral.forward.forward_pass, message.source.site
-            )
+            exchange, summed = edges.halo_exchange, edges.deferral.summed
+            sums = None if summed is None else summed.of(edges, message.weight)
+            if sums is not None:
+                exchange, s, weight, factor = sums.exchange, sums.edges, sums.weight, sums.factor
+            halo_work = exchange.halo_work(rows, edges.deferral.forward.forward_pass, message.source.site)
         else:
             shaped = with_halo.reshape(with_halo.size(0), *shaped.shape[1:])
     out = edge_sum.neighbor_sum(

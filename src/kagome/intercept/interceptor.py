@@ -24,10 +24,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from kagome.comm.exchange import Exchange
+from kagome.config import PartialSums, sends_sums
 from kagome.deferred import rewrite_rules
 from kagome.deferred.deferral import Deferral
 from kagome.deferred.lazy_tensor import refuse_in_function, refuse_transform
 from kagome.deferred.sliced_reduce import SlicedReads
+from kagome.deferred.summed_reads import SummedReads
 from kagome.graph.partition.partition import Partition
 from kagome.graph.partition.sets_partition import SetsPartition, by_type
 from kagome.graph.structure.sparse_adjacency import adjacency_of
@@ -71,6 +73,7 @@ class Interceptor(TorchFunctionMode):
         tensor: How many ranks split feature columns where they can (feature slices). The first ``tensor``
             ranks of the channel are one group, the next another, each with one part of the graph.
         sums_only: Whether only a sample of other parts' rows is read, which is unbiased for sums alone.
+        partial_sums: When sums over neighbours are partly taken by the ranks that own the rows.
     """
 
     reads_of: type[NeighborReads] = NeighborReads
@@ -88,6 +91,7 @@ class Interceptor(TorchFunctionMode):
         rows: HaloExchange | None = None,
         tensor: int = 1,
         sums_only: bool = False,
+        partial_sums: PartialSums = "off",
     ) -> None:
         super().__init__()
         self.channel, self.seed = RecordedRows(channel), seed
@@ -110,7 +114,8 @@ class Interceptor(TorchFunctionMode):
         """Whether forward runs as plain PyG runs it, because the whole graph is local."""
         self.numbered = False
         """Whether forward has distinguished vertices by their positions."""
-        self._wire(min(tensor, self.size), fast=fast, sums_only=sums_only and self.size > 1)
+        sampled = sums_only and self.size > 1
+        self._wire(min(tensor, self.size), fast=fast, sums_only=sampled, partial_sums=partial_sums)
         self.edge_tables: edge_tables.EdgeTables | None = None
         matrix = isinstance(part, Partition) and adjacency_of(part.edges) is not None
         self._handlers = by_call(handlers or {}, parted=self.parted, matrix=matrix)
@@ -120,7 +125,7 @@ class Interceptor(TorchFunctionMode):
         self.matrix: sparse_adjacency.Matrix | None = None
         self.inputs = self._inputs()
 
-    def _wire(self, tensor: int, *, fast: bool, sums_only: bool) -> None:
+    def _wire(self, tensor: int, *, fast: bool, sums_only: bool, partial_sums: PartialSums) -> None:
         """Create the objects that handlers and layer rules ask, each from those before it."""
         channel, views = self.channel, self.views
         self.placements = placements = Placements(all_local=not self.parted)
@@ -136,7 +141,10 @@ class Interceptor(TorchFunctionMode):
             channel, forward, views, self.ids, placements, constants, sums_only=sums_only
         )
         self.sliced = SlicedReads(tensor, channel, forward, constants, self.reads)
-        self.deferral = Deferral(views, axes, forward, constants, self.ranks, self.reads, self.sliced)
+        # Views that are added later have as many edges as these.
+        large = self.size > 1 and any(sends_sums(partial_sums, view.count) for view in views)
+        summed = SummedReads(partial_sums, views, forward, constants) if large else None
+        self.deferral = Deferral(views, axes, forward, constants, self.ranks, self.reads, self.sliced, summed)
 
     # What the model is given ---------------------------------------------------------------------
 

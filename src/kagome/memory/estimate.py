@@ -38,6 +38,7 @@ from kagome.model.state import state_of
 from kagome.profile.part_size import UNITS, GroupSize, PartSize, counts_of, fitted, split_counts
 from kagome.profile.synthetic_parts import drawn, fit, made_pieces, tables_of
 from kagome.records.memory import MemoryByKind
+from kagome.sparse_ops.partial_sums import EDGE_BYTES, ROW_BYTES
 
 FITTED: Final = ("features", "edges", "tables", "activations", "halo")
 """Kinds that grow with the graph."""
@@ -115,7 +116,12 @@ class MemoryRates:
     fault: str = ""
 
     def at(
-        self, counts: PartSize, *, keeps_best: bool = True, group_size: GroupSize | None = None
+        self,
+        counts: PartSize,
+        *,
+        keeps_best: bool = True,
+        group_size: GroupSize | None = None,
+        partial_sums: bool = False,
     ) -> MemoryByKind:
         """Estimate the memory by kind of a rank with a part of this size.
 
@@ -123,9 +129,12 @@ class MemoryRates:
             counts: The size of the part.
             keeps_best: Whether a copy of the best epoch's weights is kept, as it is with validation.
             group_size: Size of the group that slices features with this rank; None without feature slices.
+            partial_sums: Whether parts send partial sums, whose tables are counted as if a layer sent some.
         """
         known = self._known(counts, group_size)
         lists = INDEX_BYTES * (counts.sent + counts.train)
+        if partial_sums:
+            lists += EDGE_BYTES * counts.edges + ROW_BYTES * (counts.rows + counts.halo)
         # Layers run again one after another, so the largest one decides. Which one that is depends on the
         # counts: one layer may save edges and another one rows.
         again = [size for kind, size in known.items() if kind.startswith(AGAIN)]

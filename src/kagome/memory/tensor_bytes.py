@@ -250,6 +250,9 @@ def _held_by(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
     for structure in scope.deferral.structures():
         for value in _of_structure(structure):
             yield "tables", value
+    if scope.deferral.summed is not None:
+        for value in scope.deferral.summed.held_lists():
+            yield "tables", value
     for value in (*scope.constants.held(), *scope.ids.held(), *scope.reads.held_lists()):
         yield "kept", value
 

@@ -26,6 +26,7 @@ class Load:
         whole: The bytes of these that each stage of a pipeline holds in full: data, tables, weights.
         activations: The bytes of these that autograd saves for backward, halo rows among them.
         inner: The bytes of these that the largest layer takes while it runs again; None if no layer does.
+        saved: The numbers by which partial sums make ``sent`` and ``halo`` smaller, on the mean of all reads.
     """
 
     rows: float
@@ -36,6 +37,12 @@ class Load:
     whole: float = 0.0
     activations: float = 0.0
     inner: float | None = None
+    saved: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def crossing(self) -> tuple[float, float]:
+        """The rows and sums that are sent to peers and read from them."""
+        return self.sent - self.saved[0], self.halo - self.saved[1]
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class CostRates(Timed):
         coded: ``forward`` and ``backward`` at one bit per number.
         coding: Seconds to encode and decode a byte of them.
         alone: The speed of a single rank that has all cores of this machine, relative to these rates.
+        summed: The share of halo bytes whose rows partial sums can replace.
     """
 
     forward: float
@@ -83,6 +91,7 @@ class CostRates(Timed):
     coded: tuple[float, float] = (0.0, 0.0)
     coding: float = 0.0
     alone: float = 1.0
+    summed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,8 +153,8 @@ def halos(rates: CostRates, loads: Sequence[Load], parts: int) -> tuple[float, f
     """
     # Rows that are sent in forward are those whose gradients are received in backward, and the other way
     # round. The busier direction of a link decides, and it is the same number of rows in both passes.
-    most = (rates.forward + rates.backward) * max(max(load.sent, load.halo) for load in loads)
-    each = [rates.forward * load.sent + rates.backward * load.halo for load in loads]
+    most = (rates.forward + rates.backward) * max(max(load.crossing) for load in loads)
+    each = [rates.forward * sent + rates.backward * halo for sent, halo in (load.crossing for load in loads)]
     return most, sum(each) if len(each) == parts else each[0] * parts
 
 

@@ -21,6 +21,7 @@ from kagome.comm.in_process.thread_group import ThreadGroup
 from kagome.components.parallelize import CPU, PartOptions, parallelize
 from kagome.config import Parallel
 from kagome.errors import KagomeError
+from kagome.graph.partition.covers import halo_cover
 from kagome.graph.partition.partition import Partition, extract, kinds_of
 from kagome.graph.structure.attributes import Sorted
 from kagome.halo.compressed_exchange import CompressedExchange
@@ -107,7 +108,8 @@ def _epochs(
 ) -> list[EpochCost]:
     exchange = CompressedExchange(channel, cut, options.seed)
     # The same objects as in a run, with threads in place of processes.
-    net = parallelize(model, piece, exchange, replace(options, device=CPU, tensor=cut.tensor))
+    options = replace(options, device=CPU, tensor=cut.tensor, partial_sums=cut.partial_sums_sent)
+    net = parallelize(model, piece, exchange, options)
     found: list[EpochCost] = []
 
     def one() -> None:
@@ -150,6 +152,29 @@ def halo_bytes(model: nn.Module, part: Partition, options: PartOptions) -> tuple
     # Unencoded rows have whole numbers of bytes.
     sent, halo = _by_row(model, pieces, options, WHOLE)
     return float(round(sent)), float(round(halo))
+
+
+def summed_share(model: nn.Module, part: Partition, options: PartOptions) -> float:
+    """Measure the share of an epoch's halo bytes that are of rows which partial sums can replace.
+
+    Args:
+        model: The model.
+        part: The part that attributes are drawn from.
+        options: How the model runs.
+    """
+    pieces = made_pieces(part, several=True, loops=False, seed=options.seed)
+    cuts = Parallel(partial_sums="off"), Parallel(partial_sums="on")
+    rows, sums = (
+        sum(each[-1].bytes["halo"] for each in epochs(model, pieces, SETTLED, options, cut)) for cut in cuts
+    )
+    read = fewer = 0
+    for piece in pieces:
+        source, target = piece.edge_index.numpy()
+        cover = halo_cover(source, target, piece.own.numel(), piece.recv_counts)
+        read, fewer = read + int(cover.read.sum()), fewer + int(cover.counts.sum())
+    # Rows of both kinds have the widths of the model. All halo bytes are in proportion to rows:
+    #    rows = c * read          sums = c * ((1 - share) * read + share * fewer)
+    return 0.0 if not rows or read == fewer else (rows - sums) / rows * read / (read - fewer)
 
 
 def _by_row(

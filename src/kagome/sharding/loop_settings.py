@@ -35,6 +35,7 @@ SERVED: Final = frozenset(
         "sync_every",
         "smoothing",
         "halo_sample",
+        "partial_sums",
         # No probe runs; with guard=False no note says so.
         "guard",
     ]

@@ -118,11 +118,12 @@ class Admission:
         rates = offers[0].rates
         assert rates is not None
         keeps_best = any(offer.validates for offer in offers)
+        sums = channel.size > 1 and config.sends_sums(parallel.partial_sums_sent, part.num_edges)
         size = len(offers) // parallel.pipe  # ranks of a stage
         stages = [offers[first : first + size] for first in range(0, len(offers), size)]
         group_sizes = [group_size for stage in stages for group_size in _group_sizes(stage, tensor)]
         held = [
-            rates.at(one.counts, keeps_best=keeps_best, group_size=group_size)
+            rates.at(one.counts, keeps_best=keeps_best, group_size=group_size, partial_sums=sums)
             if one.share is None
             else held_by_stages(
                 rates, one.counts, one.share, parallel, keeps_best=keeps_best, group_size=group_size
@@ -206,7 +207,8 @@ def foresee_split(model: nn.Module, part: Partition, settings: config.Run, parts
         pos = part.nodes.get("pos")
         owner = assign(method, graph.edge_index, part.own.numel(), parts, train.seed, pos)
     counts = split_counts(part.edge_index, owner, parts, part.nodes.get("train_mask"))
-    return _memory_text([rates.at(one) for one in counts], rates)
+    sums = parts > 1 and config.sends_sums(settings.parallel.partial_sums_sent, part.num_edges)
+    return _memory_text([rates.at(one, partial_sums=sums) for one in counts], rates)
 
 
 def _memory_text(held: Sequence[MemoryByKind], rates: MemoryRates) -> str:

@@ -392,7 +392,8 @@ class GraphEngine:
 
     def final_notes(self) -> tuple[str, ...]:
         """Return the notes for the end of a run."""
-        return self.controller.final_notes()
+        summed = self.scope.deferral.summed
+        return (*(() if summed is None else summed.notes()), *self.controller.final_notes())
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the notes on forward passes since the last call."""

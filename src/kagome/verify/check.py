@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -132,6 +133,7 @@ def check(
     seed: int = 0,
     tensor: int = 1,
     fast: bool = True,
+    partial_sums: bool = False,
 ) -> CheckResult:
     """Run a model on a sample of a graph, whole and split, and compare everything.
 
@@ -143,6 +145,7 @@ def check(
         seed: The seed of the sample, the split and the weights of the sum that is differentiated.
         tensor: How many ranks slice features together, where features can be sliced.
         fast: Whether kernels reduce the messages of the split.
+        partial_sums: Whether parts send partial sums in place of rows where these are fewer.
 
     Returns:
         The result; see :meth:`CheckResult.raise_if_different`.
@@ -163,7 +166,7 @@ def check(
     """
     begun = time.perf_counter()
     refuse_no_module(model, "check(model, ...)")
-    options = _options_of(parts, seed, tensor, fast)
+    options = _options_of(parts, seed, tensor, fast, partial_sums)
     check_kind("vertices", vertices, int, least=1)
     if isinstance(data, HeteroData):
         data = sets_part(data)
@@ -248,17 +251,19 @@ class _Options:
     seed: int
     tensor: int
     fast: bool
+    partial_sums: bool
 
 
-def _options_of(parts: int, seed: int, tensor: int, fast: bool) -> _Options:
+def _options_of(parts: int, seed: int, tensor: int, fast: bool, partial_sums: bool) -> _Options:
     """Check those arguments of :func:`check` and return them."""
     for name, value in (("parts", parts), ("tensor", tensor)):
         check_kind(name, value, int, least=1)
     check_kind("seed", seed, int)
     check_kind("fast", fast, bool)
+    check_kind("partial_sums", partial_sums, bool)
     if parts % tensor:
         raise ConfigError("tensor to be a divisor of parts", f"{tensor}, of {parts} parts")
-    return _Options(int(parts), int(seed), int(tensor), fast)
+    return _Options(int(parts), int(seed), int(tensor), fast, partial_sums)
 
 
 @dataclass(frozen=True)
@@ -371,7 +376,15 @@ def check_on_first(model: nn.Module, part: Part, channel: Channel, settings: con
         # Several parts, each with slices: both kinds of exchange are tested then.
         both = 1 < cut.tensor * cut.pipe < channel.size
         parts, tensor = (4, 2) if cut.tensor > 1 and both else (3, 3 if cut.tensor > 1 else 1)
-        result = check(model, part, seed=seed, parts=parts, tensor=tensor, fast=settings.model.fast)
+        result = check(
+            model,
+            part,
+            seed=seed,
+            parts=parts,
+            tensor=tensor,
+            fast=settings.model.fast,
+            partial_sums=sums_sent(cut, part),
+        )
         if cut.halo_sample < 1:
             refusal = biased(model, part, cut.halo_sample, seed)
             if refusal is not None:
@@ -381,6 +394,12 @@ def check_on_first(model: nn.Module, part: Part, channel: Channel, settings: con
     found = by_first(channel, look, "check of the model", [CheckResult])
     found.raise_if_different()
     return (f"check: {found.text()}",)
+
+
+def sums_sent(cut: config.Parallel, part: Part) -> bool:
+    """Return whether a run with this part sends partial sums, so that a check on a sample sends them too."""
+    of_sets = [part] if isinstance(part, Partition) else [each.part for each in part.edges]
+    return any(config.sends_sums(cut.partial_sums_sent, each.num_edges) for each in of_sets)
 
 
 def way_alone(model: nn.Module, part: Part, settings: config.Run) -> tuple[Way, str]:
@@ -435,7 +454,16 @@ def _compare(
         # their dropout masks differ: off for both.
         quiet = {**HANDLERS, **dict.fromkeys(DRAWS, no_draw)}
         whole = whole_of(copied(model), whole_part, options.seed)
-        split = split_of(model, pieces, quiet, options.seed, tensor=options.tensor, fast=options.fast)
+        split_up = partial(
+            split_of,
+            model,
+            pieces,
+            seed=options.seed,
+            tensor=options.tensor,
+            fast=options.fast,
+            partial_sums=options.partial_sums,
+        )
+        split = split_up(handlers=quiet)
         rows += _differences(whole, split, pieces, "")
         for name, buffer in whole.buffers.items():
             # Running statistics are sums over all vertices, so every rank has the whole's. A buffer with a
@@ -450,9 +478,7 @@ def _compare(
             one = split_of(
                 model, [whole_part], dict(HANDLERS), options.seed, fast=options.fast, once_only=True
             )
-            many = split_of(
-                model, pieces, dict(HANDLERS), options.seed, tensor=options.tensor, fast=options.fast
-            )
+            many = split_up(handlers=dict(HANDLERS))
             rows += _differences(one[0], many, pieces, " with dropout")
         return rows, any(trace.numbered for trace in split)
 

@@ -263,6 +263,7 @@ def split_of(
     tensor: int = 1,
     fast: bool = True,
     once_only: bool = False,
+    partial_sums: bool = False,
 ) -> list[Trace]:
     """Run copies of the model on the pieces, each in a thread; return a trace for each piece.
 
@@ -274,9 +275,11 @@ def split_of(
         tensor: How many ranks slice features together.
         fast: Whether kernels reduce messages.
         once_only: Whether a single piece saves what it would compute again in backward, as several pieces do.
+        partial_sums: Whether pieces send partial sums in place of rows where these are fewer.
     """
     # Threads share memory, so each needs parameters, gradients and buffers of its own.
-    copies, options = [copied(model) for _ in pieces], PartOptions(seed=seed, fast=fast, tensor=tensor)
+    copies = [copied(model) for _ in pieces]
+    options = PartOptions(seed=seed, fast=fast, tensor=tensor, partial_sums="on" if partial_sums else "off")
 
     def work(channel: ThreadChannel) -> Trace:
         part, mine = pieces[channel.rank], copies[channel.rank]

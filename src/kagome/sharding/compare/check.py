@@ -48,6 +48,7 @@ def check(
     seed: int = ...,
     tensor: int = ...,
     fast: bool = ...,
+    partial_sums: bool = ...,
 ) -> CheckResult: ...
 @as_written
 def check(model: nn.Module, *inputs: Any, **settings: Any) -> CheckResult:
@@ -65,10 +66,11 @@ def check(model: nn.Module, *inputs: Any, **settings: Any) -> CheckResult:
             sharded model what the model takes: whole inputs, all rows of the graph, the same on all ranks.
         settings: Of a module ``parts=3``, the ranks of the split; ``vertices=200``, those of the sample;
             ``seed=0``; ``tensor=1``, the ranks that slice features together; ``fast=True``, whether kernels
-            reduce messages. Of a sharded model ``loss``, a function ``loss(net, out)`` of one number, which
-            is called with the sharded model and own rows, and with the whole model, as a net of one rank, and
-            all rows; ``second=False``, whether gradients of the gradients of inputs are compared;
-            ``dtype=torch.float64``, in which both run; and inputs of the model by name.
+            reduce messages; ``partial_sums=False``, whether parts send partial sums. Of a sharded model
+            ``loss``, a function ``loss(net, out)`` of one number, which is called with the sharded model and
+            own rows, and with the whole model, as a net of one rank, and all rows; ``second=False``, whether
+            gradients of the gradients of inputs are compared; ``dtype=torch.float64``, in which both
+            run; and inputs of the model by name.
 
     Returns:
         The result. Of a module, see :meth:`CheckResult.raise_if_different`; of a sharded model all is equal.
