@@ -189,6 +189,7 @@ def test_pipelines_beside_torchs_are_told_by_side(monkeypatch: pytest.MonkeyPatc
         "kagome without its guard, none": "1,500 ms",
         "kagome: mean of all epochs": "4,000 ms",
         "unguarded: mean of all epochs": "1,500 ms",
+        "what the guard adds to a run": "175%",
         "kagome: less time than torch": "3.00 times (2.00 to 4.00)",
         "unguarded: less time than torch": "4.00 times (4.00 to 4.00)",
     }

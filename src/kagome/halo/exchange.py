@@ -31,6 +31,8 @@ from torch import Tensor
 
 from kagome.comm.exchange import Exchange, ExchangeRequest, Work, swap_counts
 from kagome.halo.forward_pass import ForwardPass, Site, inside
+from kagome.kernels import ops
+from kagome.kernels.base.csr import Structure
 from kagome.kernels.base.ordered_sums import add_from_peers
 
 Way = Callable[[Tensor], Tensor]
@@ -163,6 +165,14 @@ class HaloExchange:
         )
         return self.channel.start(away, request)
 
+    def start_reduce_of(self, away: HaloSums, site: Site, label: str, direction: int) -> Work:
+        """Begin :meth:`start_reduce` of sums that are still to be taken."""
+        return self.start_reduce(away.rows(), site, label, direction)
+
+    def known(self, work: Work) -> Tensor | None:
+        """Return the rows that :meth:`add` adds, if they are one for each own row and have arrived."""
+        return None
+
     def agreed(self, width: int) -> int:
         """Return the part of a width that all ranks of the channel agree on."""
         return width
@@ -187,6 +197,45 @@ class HaloExchange:
 
 
 @dataclass(frozen=True, slots=True)
+class HaloSums:
+    """The gradients at halo rows: sums over the edges that read them, of which none is taken yet.
+
+    Args:
+        edges: The edges.
+        grad: The gradient of each own row.
+        weight: One number per edge, or one per edge and head.
+        scale: A factor for each halo row.
+        factor: A factor for each row of ``grad``.
+
+    Shapes:
+        grad ``[own, F]`` or ``[own, H, C]``; the sums ``[H, W]`` with all columns joined.
+    """
+
+    edges: Structure
+    grad: Tensor
+    weight: Tensor | None
+    scale: Tensor | None
+    factor: Tensor | None
+
+    @property
+    def _halo(self) -> slice:
+        return slice(self.edges.first_halo, self.edges.num_sources)
+
+    def rows(self) -> Tensor:
+        """Take all sums."""
+        layout, scale, factor = self.edges.by_source, self.scale, self.factor
+        away = ops.sum_rows(layout, self.grad, self.weight, scale, rows=self._halo, factor=factor)
+        return away.reshape(away.size(0), _columns(away)).contiguous()
+
+    def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
+        """Take the sums that ``which`` names, and add each, times a factor, to its place in a table."""
+        ops.add_sums(
+            *(table, place, self.edges.by_source, self.grad, self.weight, self.scale, self.factor),
+            *(self._halo, which, times),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class HaloWork:
     """The exchange of one site and its transpose, each with separate start and end to overlap computation.
 
@@ -207,10 +256,13 @@ class HaloWork:
         flat = rows.detach().reshape(rows.size(0), _columns(rows))
         return self.exchange.start_gather(flat, self.site, "halo forward", 0)
 
-    def start_reduce(self, away: Tensor) -> Work:
-        """Begin to send gradients at halo rows ``[H, ...]`` to their owners and receive those of own rows."""
-        flat = away.reshape(away.size(0), _columns(away)).contiguous()
-        return self.exchange.start_reduce(flat, self.site, "halo backward", 3)
+    def start_reduce(self, away: HaloSums) -> Work:
+        """Begin to send gradients at halo rows to their owners and receive those of own rows."""
+        return self.exchange.start_reduce_of(away, self.site, "halo backward", 3)
+
+    def known(self, work: Work) -> Tensor | None:
+        """Return what :meth:`add` adds to all own rows, if it is known already; a sum may add it itself."""
+        return self.exchange.known(work)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to the own rows that were sent, in place."""

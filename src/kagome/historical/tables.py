@@ -20,16 +20,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kagome.comm.exchange import Exchange, ExchangeRequest, Op, Work
+from kagome.comm.exchange import DeferredWork, Exchange, ExchangeRequest, Op, Work
 from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, Chunks
-from kagome.halo.exchange import HaloExchange
+from kagome.halo.exchange import HaloExchange, HaloSums
 from kagome.halo.forward_pass import Site, SiteKey
 from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows
 from kagome.halo.table_view import TableIndex
 from kagome.historical.isolated_chunk import no_rows
 from kagome.historical.lockstep import Place, unlike
+from kagome.kernels import ops
 from kagome.placement.weak_map import WeakTensorMap
 
 
@@ -65,14 +66,39 @@ class SiteTable:
     kept: bool = False
 
 
+class Gradients(Protocol):
+    """The gradients of the rows that a chunk read, which need not be computed yet."""
+
+    def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
+        """Add those that ``which`` names, each times a factor, to their places in a table."""
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Gradients that are computed.
+
+    Shapes:
+        rows ``[h, W]``.
+    """
+
+    rows: Tensor
+
+    def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
+        """Add some of the rows to a table."""
+        ops.add_rows(table, place, self.rows, which, times)
+
+
 class Provider(Protocol):
     """The provider that answers the chunks' reads, gradients and sums in an epoch."""
 
     def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
-    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
-        """Start to add the gradients of rows that a chunk read; return the gradients of its own rows."""
+    def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
+        """Start to add the gradients of rows that a chunk read; return the gradients of its own rows.
+
+        The work is a ``DeferredWork``, which has been waited for where they are known at once.
+        """
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
         """Return a sum, maximum or minimum over all chunks of all parts."""
@@ -112,7 +138,7 @@ class Tables:
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
         self.row_index = [TableIndex(reads) for reads in self.reads]
-        self.by_edge: WeakTensorMap[Tensor] = WeakTensorMap()
+        self.by_entry: WeakTensorMap[tuple[Tensor, Tensor]] = WeakTensorMap()
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
     def _ask_peers(self) -> tuple[Tensor, Tensor]:
@@ -323,7 +349,17 @@ class ChunkRows(HaloExchange):
                 hint="chunks=1, or the edges turned round before training",
             )
         assert tables.provider is not None
+        return tables.provider.start_reduce(chunk, GivenRows(away), site, label)
+
+    def start_reduce_of(self, away: HaloSums, site: Site, label: str, direction: int) -> Work:
+        """Pass on the gradients of the rows that this chunk read; those of old rows need not be computed."""
+        chunk, tables = self._known()
+        assert tables.provider is not None
         return tables.provider.start_reduce(chunk, away, site, label)
+
+    def known(self, work: Work) -> Tensor | None:
+        """Return the gradients that other chunks have left for own rows, if no exchange is waited for."""
+        return work.rows if isinstance(work, DeferredWork) else None
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""

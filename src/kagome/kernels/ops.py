@@ -70,6 +70,8 @@ def sum_rows(
     offset: int = 0,
     rows: slice | None = None,
     into: Tensor | None = None,
+    factor: Tensor | None = None,
+    plus: Tensor | None = None,
 ) -> Tensor:
     """``out[i] = scale[i] * sum over entries k of row i of weight[edge[k]] * x[column[k] - offset]``.
 
@@ -82,23 +84,30 @@ def sum_rows(
         offset: Subtracted from each column.
         rows: The slice of the layout's rows to compute; all if None.
         into: A tensor to add the result to, in place; it is then returned.
+        factor: One factor per row of x. The bits are those of ``x`` times it: products are rounded.
+        plus: Rows that are added to the complete sums, after ``into``; or one row, added to each of them.
 
     Shapes:
         ``x [*, F]`` with ``weight`` None or ``[E]``, or ``x [*, H, C]`` with ``weight`` None, ``[E]`` or
         ``[E, H]``; result ``[R, F]`` or ``[R, H, C]``. With ``x [*, 1, C]`` and ``weight [E, H]`` all heads
-        read the same columns, and ``into`` must be None.
+        read the same columns, and ``into`` must be None. ``factor [*]``; ``plus`` as the result, or with one row.
 
     Cost:
-        Reads one row of x per edge; writes the result once.
+        Reads one row of x per edge; writes the result once. ``factor`` is a pass over x of its own with a
+        weight, on a GPU, and for columns that are not a multiple of four.
     """
-    way = _way(x, weight)
+    way = _way(x, weight, factor, plus)
     if weight is not None and weight.dim() == 2 and x.size(1) < weight.size(1) and not _takes_shared(way):
         # Only the Triton kernels read columns that all heads share. Elsewhere each head is a sum of its own.
         every = []
         for w in weight.t():
-            every.append(sum_rows(layout, x[:, 0], w, scale, span=span, offset=offset, rows=rows))
-        return torch.stack(every, 1)
-    out: Tensor = way.sum_rows(layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into)
+            every.append(
+                sum_rows(layout, x[:, 0], w, scale, span=span, offset=offset, rows=rows, factor=factor)
+            )
+        return reference.added(torch.stack(every, 1), plus)
+    out: Tensor = way.sum_rows(
+        layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into, factor=factor, plus=plus
+    )
     return out
 
 
@@ -270,6 +279,48 @@ def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: T
         table's type.
     """
     _way(table).add_rows(table, place, rows, which, scale)
+
+
+def add_sums(
+    table: Tensor,
+    place: Tensor,
+    layout: CsrLayout,
+    x: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
+    rows: slice,
+    which: Tensor,
+    times: Tensor,
+) -> None:
+    """``table[place[e]] += times[e] * sums[which[e]]``, where ``sums`` are those of :func:`sum_rows`.
+
+    The bits are those of ``sum_rows`` followed by ``add_rows``, but only the sums that are named are taken,
+    and there is no tensor of all of them.
+
+    Args:
+        table: The tensor that the sums are added to, in place.
+        place: A row of it for each sum; a place may occur twice.
+        layout: The rows and their entries.
+        x: The rows to sum.
+        weight: As for :func:`sum_rows`.
+        scale: As for :func:`sum_rows`.
+        factor: As for :func:`sum_rows`.
+        rows: As for :func:`sum_rows`; ``which`` counts from its first row.
+        which: The sums that are added.
+        times: A factor for each of them.
+
+    Shapes:
+        ``table [T, F]``, ``x [*, F]`` or ``[*, H, C]`` with ``H C = F``; ``place``, ``which`` and ``times``
+        ``[E]``.
+    """
+    way = _way(table, x, weight, factor)
+    way.add_sums(table, place, layout, x, weight, scale, factor, rows, which, times)
+
+
+def fuses(x: Tensor, weight: Tensor | None) -> bool:
+    """Return whether :func:`sum_rows` multiplies rows by a ``factor`` as it reads them, in no pass before."""
+    return weight is None and bool(getattr(_way(x), "fuses", lambda x: False)(x))
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:
