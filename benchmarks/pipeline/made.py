@@ -154,13 +154,14 @@ def floor_side(options: Options, stages: int, chunks: int, data: Any) -> dict[st
             for layer, weight in enumerate(weights):
                 given, made = rows[weight.size(1)], rows[weight.size(0)]
                 for (low, high), layout in zip(pairwise(bounds), layouts, strict=True):
-                    linear.product(given[low:high], weight)
-                    linear.of_weight(made[low:high], given[low:high])
+                    linear.linear(given[low:high], weight)
+                    # As in its backward; the loss of a single layer would have further passes.
+                    linear._of_weight(made[low:high], given[low:high])
                     # The first layer's sums are constant, and no gradient goes beyond it.
                     if layer:
-                        linear.product(made[low:high], weight.t().contiguous())
+                        linear.linear(made[low:high], weight.t().contiguous())
                         for _ in ("forward", "backward"):
-                            ops.sum_rows(layout, made, None, factor[low:high], factor=factor)
+                            ops.sum_rows(layout, made, None, factor[low:high])
             seconds.append(time.perf_counter() - begun)
     return {"seconds": seconds}
 

@@ -169,10 +169,6 @@ class HaloExchange:
         """Begin :meth:`start_reduce` of sums that are still to be taken."""
         return self.start_reduce(away.rows(), site, label, direction)
 
-    def known(self, work: Work) -> Tensor | None:
-        """Return the rows that :meth:`add` adds, if they are one for each own row and have arrived."""
-        return None
-
     def agreed(self, width: int) -> int:
         """Return the part of a width that all ranks of the channel agree on."""
         return width
@@ -205,7 +201,6 @@ class HaloSums:
         grad: The gradient of each own row.
         weight: One number per edge, or one per edge and head.
         scale: A factor for each halo row.
-        factor: A factor for each row of ``grad``.
 
     Shapes:
         grad ``[own, F]`` or ``[own, H, C]``; the sums ``[H, W]`` with all columns joined.
@@ -215,7 +210,6 @@ class HaloSums:
     grad: Tensor
     weight: Tensor | None
     scale: Tensor | None
-    factor: Tensor | None
 
     @property
     def _halo(self) -> slice:
@@ -223,15 +217,14 @@ class HaloSums:
 
     def rows(self) -> Tensor:
         """Take all sums."""
-        layout, scale, factor = self.edges.by_source, self.scale, self.factor
-        away = ops.sum_rows(layout, self.grad, self.weight, scale, rows=self._halo, factor=factor)
+        away = ops.sum_rows(self.edges.by_source, self.grad, self.weight, self.scale, rows=self._halo)
         return away.reshape(away.size(0), _columns(away)).contiguous()
 
     def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
         """Take the sums that ``which`` names, and add each, times a factor, to its place in a table."""
+        layout, halo = self.edges.by_source, self._halo
         ops.add_sums(
-            *(table, place, self.edges.by_source, self.grad, self.weight, self.scale, self.factor),
-            *(self._halo, which, times),
+            *(table, place, layout, self.grad, self.weight, self.scale), rows=halo, which=which, times=times
         )
 
 
@@ -259,10 +252,6 @@ class HaloWork:
     def start_reduce(self, away: HaloSums) -> Work:
         """Begin to send gradients at halo rows to their owners and receive those of own rows."""
         return self.exchange.start_reduce_of(away, self.site, "halo backward", 3)
-
-    def known(self, work: Work) -> Tensor | None:
-        """Return what :meth:`add` adds to all own rows, if it is known already; a sum may add it itself."""
-        return self.exchange.known(work)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to the own rows that were sent, in place."""

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kagome.comm.exchange import DeferredWork, Exchange, ExchangeRequest, Op, Work
+from kagome.comm.exchange import Exchange, ExchangeRequest, Op, Work
 from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, Chunks
@@ -95,10 +95,7 @@ class Provider(Protocol):
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
     def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
-        """Start to add the gradients of rows that a chunk read; return the gradients of its own rows.
-
-        The work is a ``DeferredWork``, which has been waited for where they are known at once.
-        """
+        """Start to add the gradients of rows that a chunk read; return the gradients of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
         """Return a sum, maximum or minimum over all chunks of all parts."""
@@ -356,10 +353,6 @@ class ChunkRows(HaloExchange):
         chunk, tables = self._known()
         assert tables.provider is not None
         return tables.provider.start_reduce(chunk, away, site, label)
-
-    def known(self, work: Work) -> Tensor | None:
-        """Return the gradients that other chunks have left for own rows, if no exchange is waited for."""
-        return work.rows if isinstance(work, DeferredWork) else None
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""

@@ -70,8 +70,6 @@ def sum_rows(
     offset: int = 0,
     rows: slice | None = None,
     into: Tensor | None = None,
-    factor: Tensor | None = None,
-    plus: Tensor | None = None,
 ) -> Tensor:
     """``out[i] = scale[i] * sum over entries k of row i of weight[edge[k]] * x[column[k] - offset]``.
 
@@ -84,30 +82,23 @@ def sum_rows(
         offset: Subtracted from each column.
         rows: The slice of the layout's rows to compute; all if None.
         into: A tensor to add the result to, in place; it is then returned.
-        factor: One factor per row of x. The bits are those of ``x`` times it: products are rounded.
-        plus: Rows that are added to the complete sums, after ``into``; or one row, added to each of them.
 
     Shapes:
         ``x [*, F]`` with ``weight`` None or ``[E]``, or ``x [*, H, C]`` with ``weight`` None, ``[E]`` or
         ``[E, H]``; result ``[R, F]`` or ``[R, H, C]``. With ``x [*, 1, C]`` and ``weight [E, H]`` all heads
-        read the same columns, and ``into`` must be None. ``factor [*]``; ``plus`` as the result, or with one row.
+        read the same columns, and ``into`` must be None.
 
     Cost:
-        Reads one row of x per edge; writes the result once. ``factor`` is a pass over x of its own with a
-        weight, on a GPU, and for columns that are not a multiple of four.
+        Reads one row of x per edge; writes the result once.
     """
-    way = _way(x, weight, factor, plus)
+    way = _way(x, weight)
     if weight is not None and weight.dim() == 2 and x.size(1) < weight.size(1) and not _takes_shared(way):
         # Only the Triton kernels read columns that all heads share. Elsewhere each head is a sum of its own.
         every = []
         for w in weight.t():
-            every.append(
-                sum_rows(layout, x[:, 0], w, scale, span=span, offset=offset, rows=rows, factor=factor)
-            )
-        return reference.added(torch.stack(every, 1), plus)
-    out: Tensor = way.sum_rows(
-        layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into, factor=factor, plus=plus
-    )
+            every.append(sum_rows(layout, x[:, 0], w, scale, span=span, offset=offset, rows=rows))
+        return torch.stack(every, 1)
+    out: Tensor = way.sum_rows(layout, x, weight, scale, span=span, offset=offset, rows=rows, into=into)
     return out
 
 
@@ -288,15 +279,14 @@ def add_sums(
     x: Tensor,
     weight: Tensor | None,
     scale: Tensor | None,
-    factor: Tensor | None,
+    *,
     rows: slice,
     which: Tensor,
     times: Tensor,
 ) -> None:
     """``table[place[e]] += times[e] * sums[which[e]]``, where ``sums`` are those of :func:`sum_rows`.
 
-    The bits are those of ``sum_rows`` followed by ``add_rows``, but only the sums that are named are taken,
-    and there is no tensor of all of them.
+    The bits are those of ``sum_rows`` followed by ``add_rows``; on a CPU only the sums that are named are taken.
 
     Args:
         table: The tensor that the sums are added to, in place.
@@ -305,22 +295,16 @@ def add_sums(
         x: The rows to sum.
         weight: As for :func:`sum_rows`.
         scale: As for :func:`sum_rows`.
-        factor: As for :func:`sum_rows`.
         rows: As for :func:`sum_rows`; ``which`` counts from its first row.
-        which: The sums that are added.
+        which: The sums that are added, ascending.
         times: A factor for each of them.
 
     Shapes:
         ``table [T, F]``, ``x [*, F]`` or ``[*, H, C]`` with ``H C = F``; ``place``, ``which`` and ``times``
         ``[E]``.
     """
-    way = _way(table, x, weight, factor)
-    way.add_sums(table, place, layout, x, weight, scale, factor, rows, which, times)
-
-
-def fuses(x: Tensor, weight: Tensor | None) -> bool:
-    """Return whether :func:`sum_rows` multiplies rows by a ``factor`` as it reads them, in no pass before."""
-    return weight is None and bool(getattr(_way(x), "fuses", lambda x: False)(x))
+    way = _way(table, x, weight)
+    way.add_sums(table, place, layout, x, weight, scale, rows=rows, which=which, times=times)
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:

@@ -32,7 +32,6 @@ from kagome.halo.forward_pass import ForwardPass, inside
 from kagome.halo.table_view import TableView
 from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
-from kagome.kernels.base.reference import times
 
 
 def neighbor_sum(
@@ -148,11 +147,13 @@ def neighbor_extreme(with_halo: Tensor, edges: Structure, sign: int) -> Tensor:
 # because borrowed rows are valid inside the block only.
 
 
-def _given(rows: Tensor, factor: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return rows and the factor that sums of them apply as they read them; none where that is done here."""
-    if factor is None or ops.fuses(rows, weight):
-        return rows, factor
-    return times(rows, factor), None
+def _column(scale: Tensor, like: Tensor) -> Tensor:
+    scale = scale if scale.dtype == like.dtype else scale.to(like.dtype)
+    return scale.unsqueeze(-1) if like.dim() == 2 else scale.view(-1, *[1] * (like.dim() - 1))
+
+
+def _times(rows: Tensor, factor: Tensor | None) -> Tensor:
+    return rows if factor is None else rows * _column(factor, rows)
 
 
 class _Sum(torch.autograd.Function):
@@ -167,20 +168,20 @@ class _Sum(torch.autograd.Function):
     ) -> Tensor:
         ctx.edges, ctx.scale, ctx.factor = edges, scale, factor
         ctx.save_for_backward(weight, rows if ctx.needs_input_grad[1] else None)
-        return ops.sum_rows(edges.by_target, rows, weight, scale, factor=factor)
+        return ops.sum_rows(edges.by_target, _times(rows, factor), weight, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows = ctx.saved_tensors
         # The transpose exchanges the roles of the two row factors: ``scale`` multiplies what is read here,
         # and ``factor`` the result.
-        g, factor = _given(grads[0], ctx.scale, weight)
-        g, g_rows = g.contiguous(), None
+        g = _times(grads[0], ctx.scale).contiguous()
+        g_rows = None
         if ctx.needs_input_grad[0]:
-            g_rows = ops.sum_rows(ctx.edges.by_source, g, weight, ctx.factor, factor=factor)
+            g_rows = ops.sum_rows(ctx.edges.by_source, g, weight, ctx.factor)
         g_weight = None
         if ctx.needs_input_grad[1]:
-            rows = times(rows, ctx.factor)
+            rows = _times(rows, ctx.factor)
             g_weight = ops.dot_edges(ctx.edges.by_target, *_headed(weight, g, rows)).view_as(weight)
         return g_rows, g_weight, None, None, None
 
@@ -204,8 +205,8 @@ class _SumOverHalo(torch.autograd.Function):
         own_factor, halo_factor = (
             (None, None) if factor is None else (factor[: edges.first_halo], factor[edges.first_halo :])
         )
-        mine, its = _given(rows, own_factor, weight)
-        out = ops.sum_rows(edges.by_target, mine, weight, scale, span="own", factor=its)
+        given, rows = rows, _times(rows, own_factor)
+        out = ops.sum_rows(edges.by_target, rows, weight, scale, span="own")
         keep = ctx.needs_input_grad[1]
         halo = work.wait().view(-1, *rows.shape[1:]) if keep else None
         # The halo lies in a history table: sum over the table's rows in place. See [Note: two spans].
@@ -217,12 +218,9 @@ class _SumOverHalo(torch.autograd.Function):
             ops.sum_rows(layout, work.table(), each, scale, into=out)
         else:
             with work.borrow() if halo is None else nullcontext(halo) as received:
+                received = _times(received.view(-1, *rows.shape[1:]), halo_factor)
                 ops.sum_rows(
-                    *(edges.by_target, received.view(-1, *rows.shape[1:]), weight, scale),
-                    span="halo",
-                    offset=edges.first_halo,
-                    into=out,
-                    factor=halo_factor,
+                    edges.by_target, received, weight, scale, span="halo", offset=edges.first_halo, into=out
                 )
         # A weak reference, because the forward pass holds the token, whose graph holds this context. Python's
         # collector does not see a cycle through autograd.
@@ -233,7 +231,7 @@ class _SumOverHalo(torch.autograd.Function):
             halo_work,
             ref(forward_pass),
         )
-        ctx.save_for_backward(weight, rows if keep else None, halo if keep else None)
+        ctx.save_for_backward(weight, given if keep else None, halo if keep else None)
         return out, torch.zeros_like(token)
 
     @staticmethod
@@ -249,24 +247,19 @@ class _SumOverHalo(torch.autograd.Function):
             if ctx.factor is None
             else (ctx.factor[: edges.first_halo], ctx.factor[edges.first_halo :])
         )
-        g, factor = _given(grads[0], ctx.scale, weight)
-        g = g.contiguous()
+        g = _times(grads[0], ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
             # Gradients on halo rows first: their owners wait for them, and they travel while own rows are
             # summed.
-            work = halo_work.start_reduce(HaloSums(edges, g, weight, halo_factor, factor))
-            known, own = halo_work.known(work), slice(0, edges.first_halo)
-            plus = None if known is None else known.view(-1, *g.shape[1:])
-            g_rows = ops.sum_rows(
-                edges.by_source, g, weight, own_factor, rows=own, factor=factor, plus=plus
-            )
+            work = halo_work.start_reduce(HaloSums(edges, g, weight, halo_factor))
+            g_rows = ops.sum_rows(edges.by_source, g, weight, own_factor, rows=slice(0, edges.first_halo))
         if ctx.needs_input_grad[1]:
-            g3, own3 = _headed(weight, g, times(rows, own_factor))
+            g3, own3 = _headed(weight, g, _times(rows, own_factor))
             g_weight = ops.dot_edges(edges.by_target, g3, own3, span="own")
             _, halo3 = _headed(weight, g, halo)
             ops.dot_edges(edges.by_target, g3, halo3, span="halo", offset=edges.first_halo, into=g_weight)
             g_weight = g_weight.view_as(weight)
-        if g_rows is not None and known is None:
+        if g_rows is not None:
             with work.borrow() as received:
                 halo_work.add(received, g_rows)
         return g_rows, g_weight, None, None, torch.zeros_like(grads[1]), None, None, None
@@ -281,7 +274,7 @@ class _SumOverHalo(torch.autograd.Function):
         """
         weight, rows, _ = ctx.saved_tensors
         edges, halo_work, g_rows, g_weight = ctx.edges, ctx.halo_work, None, None
-        g = times(grad, ctx.scale).contiguous()
+        g = _times(grad, ctx.scale).contiguous()
         if ctx.needs_input_grad[0]:
             both_grad = ops.sum_rows(edges.by_source, g, weight, ctx.factor, rows=slice(0, edges.num_sources))
             own = halo_work.exchange.reduced(
@@ -292,7 +285,7 @@ class _SumOverHalo(torch.autograd.Function):
             with_halo = halo_work.exchange.gathered(
                 rows.reshape(rows.size(0), _width(rows)), forward_pass, halo_work.site
             )
-            with_halo = times(with_halo.view(-1, *rows.shape[1:]), ctx.factor)
+            with_halo = _times(with_halo.view(-1, *rows.shape[1:]), ctx.factor)
             g_weight = ops.dot_edges(edges.by_target, *_headed(weight, g, with_halo)).view_as(weight)
         return g_rows, g_weight
 

@@ -52,18 +52,6 @@ def _aligned(small: Tensor, big: Tensor) -> Tensor:
     return small.reshape(*small.shape, *[1] * (big.dim() - small.dim()))
 
 
-def times(rows: Tensor, factor: Tensor | None) -> Tensor:
-    """Return rows times a number for each of them, rounded to the rows' type; None stands for 1."""
-    if factor is None:
-        return rows
-    return rows * _aligned(factor if factor.dtype == rows.dtype else factor.to(rows.dtype), rows)
-
-
-def added(out: Tensor, plus: Tensor | None) -> Tensor:
-    """Add rows to a result, in place."""
-    return out if plus is None else out.add_(plus)
-
-
 def _summed(index: Tensor, values: Tensor, rows: int) -> Tensor:
     # The sum rounds after every addition, so a sum of half-precision numbers would lose small terms.
     half = values.dtype in (torch.float16, torch.bfloat16)
@@ -87,19 +75,16 @@ def sum_rows(
     offset: int = 0,
     rows: slice | None = None,
     into: Tensor | None = None,
-    factor: Tensor | None = None,
-    plus: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` in plain PyTorch."""
     row, column, edge = entries(layout, span, rows)
-    messages = take(times(x, factor), column - offset)
+    messages = take(x, column - offset)
     if weight is not None:
         messages = messages * _aligned(take(weight, edge), messages)
     out = _summed(row, messages, count_of(layout, rows))
     if scale is not None:
         out = out * _aligned(scale.to(out.dtype), out)
-    out = out if into is None else into.add_(out)
-    return added(out, plus)
+    return out if into is None else into.add_(out)
 
 
 def dot_edges(
@@ -228,13 +213,13 @@ def add_sums(
     x: Tensor,
     weight: Tensor | None,
     scale: Tensor | None,
-    factor: Tensor | None,
+    *,
     rows: slice,
     which: Tensor,
     times: Tensor,
 ) -> None:
     """Compute ``ops.add_sums`` in plain PyTorch."""
-    sums = sum_rows(layout, x, weight, scale, rows=rows, factor=factor)
+    sums = sum_rows(layout, x, weight, scale, rows=rows)
     add_rows(table, place, sums.flatten(1), which, times)
 
 

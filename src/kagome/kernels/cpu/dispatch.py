@@ -25,4 +25,4 @@ from kagome.kernels.cpu.min_max import (
     extreme_rows,
 )
 from kagome.kernels.cpu.softmax import softmax_edges, softmax_edges_back, softmax_sum, softmax_sum_back
-from kagome.kernels.cpu.spmm import dot_edges, fuses, sum_rows
+from kagome.kernels.cpu.spmm import dot_edges, sum_rows

@@ -28,8 +28,6 @@ def _gather(low: int, high: int, index: Any, ahead: int, x: Any, out: Any) -> No
             row[f] = other[f]
 
 
-HELD = 1 << 19
-"""Bytes of sums that are added to a table at a time: they stay in a core's own cache."""
 LINE = 16
 """Fewest columns for one thread: a cache line of float32 values."""
 
@@ -127,23 +125,18 @@ def add_sums(
     x: Tensor,
     weight: Tensor | None,
     scale: Tensor | None,
-    factor: Tensor | None,
+    *,
     rows: slice,
     which: Tensor,
     times: Tensor,
 ) -> None:
-    """Compute ``ops.add_sums`` with numba loops: some rows at a time, which are in cache when they are added."""
+    """Compute ``ops.add_sums`` with numba loops, which take the named sums alone."""
     ids = array(which)
     begin, end = (bound[ids] for bound in bounds(layout, rows))
     mine = None if scale is None else scale.index_select(0, which)
-    # Threads share one sum, so several of them are given all rows.
-    held = max(HELD // max(x[:1].nbytes, 1), 1) if torch.get_num_threads() == 1 else max(ids.size, 1)
-    numbers = torch.arange(min(held, ids.size))
-    for low in range(0, ids.size, held):
-        some = slice(low, min(low + held, ids.size))
-        each = None if mine is None else mine[some]
-        found = summed(layout, begin[some], end[some], x, weight, each, factor)
-        add_rows(table, place[some], found, numbers[: some.stop - low], times[some])
+    # All at once: in lots that stay in a core's cache, further calls cost more than is saved.
+    sums = summed(layout, begin, end, x, weight, mine)
+    add_rows(table, place, sums, torch.arange(ids.size), times)
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:

@@ -7,18 +7,11 @@ slower. These steps are whole vectors from the start, whatever vector length the
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
-
-ROUNDED: Final = ("arcp",)
-"""Flags of products that are rounded before they are added, and of that sum: the bits of two passes.
-
-Numba gives ``contract`` to every instruction without flags, and LLVM fuses a sum that has it with a product.
-This one speaks of divisions, and has no effect on either.
-"""
 
 
 # ``prefer_literal`` passes ``width`` as a type that holds its value: LLVM's vector length is part of the
@@ -64,42 +57,6 @@ def add_four(typing: Any, width: Any, out: Any, at: Any, a: Any, b: Any, c: Any,
         return context.get_dummy_value()
 
     return types.void(width, out, types.int64, a, b, c, d, out.dtype), code
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def add_scaled(
-    typing: Any, width: Any, out: Any, at: Any, a: Any, p: Any, b: Any, q: Any, c: Any, r: Any, d: Any, s: Any, factor: Any
-) -> Any:
-    """``add_four`` of rows that are multiplied by a number each, and rounded, before they are added."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _Lanes(context, builder, signature, args)
-
-        def scaled(row: int) -> Any:
-            return builder.fmul(lanes.load(row, 2), lanes.spread(row + 1), flags=ROUNDED)
-
-        one = builder.fadd(scaled(3), scaled(5), flags=ROUNDED)
-        both = builder.fadd(one, builder.fadd(scaled(7), scaled(9), flags=ROUNDED), flags=ROUNDED)
-        fresh = builder.fmul(lanes.spread(11), both, flags=("contract",))
-        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), fresh, flags=("contract",)))
-        return context.get_dummy_value()
-
-    n = out.dtype
-    return types.void(width, out, types.int64, a, n, b, n, c, n, d, n, n), code
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def add_scaled_one(typing: Any, width: Any, out: Any, at: Any, a: Any, p: Any, factor: Any) -> Any:
-    """``add_one`` of a row that is multiplied by a number, and rounded, before it is added."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _Lanes(context, builder, signature, args)
-        scaled = builder.fmul(lanes.load(3, 2), lanes.spread(4), flags=ROUNDED)
-        fresh = builder.fmul(lanes.spread(5), scaled, flags=("contract",))
-        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), fresh, flags=("contract",)))
-        return context.get_dummy_value()
-
-    return types.void(width, out, types.int64, a, out.dtype, out.dtype), code
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

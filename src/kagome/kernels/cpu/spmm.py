@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,10 @@ import torch
 from torch import Tensor
 
 from kagome.kernels.base.csr import CsrLayout
-from kagome.kernels.base.jit import inlined
-from kagome.kernels.base.reference import Span, added, times
+from kagome.kernels.base.reference import Span
 from kagome.kernels.base.thread_pool import array, compiled, flat, share
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
-from kagome.kernels.cpu.simd import (
-    add_four,
-    add_one,
-    add_products,
-    add_scaled,
-    add_scaled_one,
-    add_two,
-    dot,
-)
+from kagome.kernels.cpu.simd import add_four, add_one, add_products, add_two, dot
 
 BLOCK = 16
 """Columns per vector in an unweighted sum; more would not fit the registers of a small core."""
@@ -58,26 +48,12 @@ def known(width: int) -> int:
     return width if width in WIDTHS else 0
 
 
-@inlined
-def _finish(row: Any, i: int, plus: Any) -> None:
-    """Add row i of ``plus``, or its only row, to a sum that is complete; nothing if ``plus`` has no row."""
-    if plus.shape[0] > 0:
-        added = plus[min(i, plus.shape[0] - 1)]
-        for f in range(row.size):
-            row[f] += added[f]
-
-
 @cache
-def _sum(width: int, scaled: bool) -> Callable[..., None]:
+def _sum(width: int) -> Callable[..., None]:
     """Return the loop for an unweighted sum over rows of ``width`` columns; 0 stands for any number.
 
     With a known width the compiler makes no loop over columns and need not test whether rows overlap. Rows of
     up to 100 columns then take two thirds of the time.
-
-    Args:
-        width: The number of columns.
-        scaled: Whether each row that is read has a factor of its own; only with a known width, because the
-            compiler would fuse a plain product with the sum, which gives other bits.
     """
     blocked_width = width - width % BLOCK
 
@@ -89,11 +65,9 @@ def _sum(width: int, scaled: bool) -> Callable[..., None]:
         end: Any,
         column: Any,
         offset: int,
-        factors: Any,
         ahead: int,
         x: Any,
         scale: Any,
-        plus: Any,
         fresh: bool,
         out: Any,
     ) -> None:
@@ -106,20 +80,9 @@ def _sum(width: int, scaled: bool) -> Callable[..., None]:
             while k + 4 <= last:  # four at once: the result is read and written a quarter as often
                 for j in range(k, k + 4):
                     fetch(x, column, j, ahead, offset)
-                m, n, o, p = (
-                    column[k] - offset,
-                    column[k + 1] - offset,
-                    column[k + 2] - offset,
-                    column[k + 3] - offset,
-                )
-                a, b, c, d = x[m], x[n], x[o], x[p]
-                if scaled:
-                    q, r, s, t = factors[m], factors[n], factors[o], factors[p]
-                    for at in range(0, blocked_width, BLOCK):
-                        add_scaled(BLOCK, row, at, a, q, b, r, c, s, d, t, factor)
-                    for at in range(blocked_width, width, 4):
-                        add_scaled(4, row, at, a, q, b, r, c, s, d, t, factor)
-                elif width > 0:
+                a, b = x[column[k] - offset], x[column[k + 1] - offset]
+                c, d = x[column[k + 2] - offset], x[column[k + 3] - offset]
+                if width > 0:
                     for at in range(0, blocked_width, BLOCK):
                         add_four(BLOCK, row, at, a, b, c, d, factor)
                     for at in range(blocked_width, width, 4):
@@ -130,15 +93,8 @@ def _sum(width: int, scaled: bool) -> Callable[..., None]:
                 k += 4
             while k < last:
                 fetch(x, column, k, ahead, offset)
-                m = column[k] - offset
-                a = x[m]
-                if scaled:
-                    q = factors[m]
-                    for at in range(0, blocked_width, BLOCK):
-                        add_scaled_one(BLOCK, row, at, a, q, factor)
-                    for at in range(blocked_width, width, 4):
-                        add_scaled_one(4, row, at, a, q, factor)
-                elif width > 0:
+                a = x[column[k] - offset]
+                if width > 0:
                     for at in range(0, blocked_width, BLOCK):
                         add_one(BLOCK, row, at, a, factor)
                     for at in range(blocked_width, width, 4):
@@ -147,7 +103,6 @@ def _sum(width: int, scaled: bool) -> Callable[..., None]:
                     for f in range(row.size):
                         row[f] += factor * a[f]
                 k += 1
-            _finish(row, i, plus)
 
     return loop
 
@@ -171,13 +126,12 @@ def _weighted(width: int) -> Callable[..., None]:
         ahead: int,
         x: Any,
         scale: Any,
-        plus: Any,
         fresh: bool,
         out: Any,
     ) -> None:
         for i in range(low, high):
             row, factor = out[i], scale[min(i, scale.size - 1)]
-            if fresh:
+            if fresh:  # cleared here, while it is in cache, and not in a pass before
                 row[:] = 0
             k, last = begin[i], end[i]
             while k + 4 <= last:
@@ -211,7 +165,6 @@ def _weighted(width: int) -> Callable[..., None]:
                     for f in range(row.size):
                         row[f] += p * a[f]
                 k += 1
-            _finish(row, i, plus)
 
     return loop
 
@@ -234,7 +187,6 @@ def _headed(width: int) -> Callable[..., None]:
         ahead: int,
         x: Any,
         scale: Any,
-        plus: Any,
         fresh: bool,
         out: Any,
     ) -> None:
@@ -243,7 +195,7 @@ def _headed(width: int) -> Callable[..., None]:
         size = out.shape[1] // heads
         for i in range(low, high):
             row, factor = out[i], scale[min(i, scale.size - 1)]
-            if fresh:
+            if fresh:  # cleared here, while it is in cache, and not in a pass before
                 row[:] = 0
             k, last = begin[i], end[i]
             while k < last:
@@ -267,7 +219,6 @@ def _headed(width: int) -> Callable[..., None]:
                             add_two(1, row, f, a, p, b, q)
                             f += 1
                 k += 2
-            _finish(row, i, plus)
 
     return loop
 
@@ -325,12 +276,6 @@ def _numbers(scale: Tensor, like: Tensor) -> Any:
     return array(scale if scale.dim() == 1 else scale.reshape(-1))
 
 
-def fuses(x: Tensor) -> bool:
-    """Compute ``ops.fuses`` for a sum without weights: whether there is a loop of this width."""
-    columns = prod(x.shape[1:])
-    return 0 < columns <= WIDEST and columns % 4 == 0
-
-
 def sum_rows(
     layout: CsrLayout,
     x: Tensor,
@@ -341,17 +286,15 @@ def sum_rows(
     offset: int = 0,
     rows: slice | None = None,
     into: Tensor | None = None,
-    factor: Tensor | None = None,
-    plus: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with numba loops."""
     layout = part_of(layout, span)
     begin, end = bounds(layout, rows)
-    # The loops write a contiguous array. To a strided ``into`` a sum of its own is added.
-    if into is not None and not into.is_contiguous():
-        found = summed(layout, begin, end, x, weight, scale, factor, offset=offset)
-        return added(into.add_(found), plus)
-    return summed(layout, begin, end, x, weight, scale, factor, plus, into, offset)
+    # The loops write to an array without gaps.
+    if into is None or not into.is_contiguous():
+        found = summed(layout, begin, end, x, weight, scale, offset=offset)
+        return found if into is None else into.add_(found)
+    return summed(layout, begin, end, x, weight, scale, offset=offset, into=into)
 
 
 def summed(
@@ -359,26 +302,24 @@ def summed(
     begin: Any,
     end: Any,
     x: Tensor,
-    weight: Tensor | None = None,
-    scale: Tensor | None = None,
-    factor: Tensor | None = None,
-    plus: Tensor | None = None,
-    into: Tensor | None = None,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    *,
     offset: int = 0,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """Compute ``ops.sum_rows`` over the entries from ``begin`` to ``end`` of each row; ``into`` has no gaps."""
+    """Compute ``ops.sum_rows`` over the entries of a layout between ``begin`` and ``end`` of each row."""
+    # The loops add to ``into`` as it is, and clear the rows of a new tensor.
     out = x.new_empty(begin.size, *x.shape[1:]) if into is None else into
-    result = flat(out)
+    values, result, column = flat(x), flat(out), layout.arrays.column
+    ahead = ahead_of(values)
+    factor = _ones(values.dtype) if scale is None else _numbers(scale, x)
     # 0 selects the loop for any width.
     columns = result.shape[1] if result.shape[1] % 4 == 0 else 0
     # x and out have their heads joined: [rows, H * C]. An unweighted sum needs no heads.
-    width, heads = columns if columns <= WIDEST else 0, 1
-    if factor is not None and (weight is not None or not width):  # a pass of its own
-        x, factor = times(x, factor), None
-    values, column = flat(x), layout.arrays.column
-    ones = _ones(values.dtype)
-    loop: Callable[..., None] = _sum(width, factor is not None)
-    weights: tuple[Any, ...] = (ones if factor is None else _numbers(factor, x),)
+    loop = _sum(columns if columns <= WIDEST else 0)
+    weights: tuple[Any, ...] = ()
+    heads = 1
     if weight is not None:
         # 1 for weights [E], H for [E, H], and 0 for a part without edges, which adds nothing.
         heads = weight.numel() // max(weight.size(0), 1)
@@ -390,14 +331,11 @@ def summed(
         of_edges = array(weight.to(x.dtype).reshape(-1, max(heads, 1)))
         weights = layout.arrays.edge, of_edges, ahead_of(of_edges)
     if not (result.shape[1] and heads):
-        return added(out if into is not None else out.zero_(), plus)
-    ahead = ahead_of(values)
-    scales = ones if scale is None else _numbers(scale, x)
-    more = result[:0] if plus is None else flat(plus)
+        return out.zero_() if into is None else out
     fresh = into is None
     share(
         lambda low, high: loop(
-            low, high, begin, end, column, offset, *weights, ahead, values, scales, more, fresh, result
+            low, high, begin, end, column, offset, *weights, ahead, values, factor, fresh, result
         ),
         begin,
         end,

@@ -24,12 +24,10 @@ from kagome.kernels.base.reference import (  # noqa: F401
     TINY,
     Span,
     add_rows,
-    added,
     count_of,
     extreme_edges_back,
     gather,
     join_edges,
-    times,
 )
 from kagome.kernels.triton import heads as gpu_heads, rows as gpu_rows, sums as gpu_sums
 from kagome.kernels.triton.segments import Segments, bounds, row_of_entries, rows_by_length, segments_of
@@ -84,11 +82,8 @@ def sum_rows(
     offset: int = 0,
     rows: slice | None = None,
     into: Tensor | None = None,
-    factor: Tensor | None = None,
-    plus: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with Triton kernels."""
-    x = times(x, factor)
     # The kernel adds to a contiguous ``into`` itself. Otherwise the sum is a tensor of its own, added below.
     direct = into is not None and into.is_contiguous()
     heads = 1 if weight is None or weight.dim() == 1 else weight.size(1)
@@ -133,7 +128,7 @@ def sum_rows(
             num_warps=1,
         )
         _join(held, scratch, scale, out, columns, chosen)
-    return added(out if into is None or direct else into.add_(out), plus)
+    return out if into is None or direct else into.add_(out)
 
 
 def add_sums(
@@ -143,13 +138,13 @@ def add_sums(
     x: Tensor,
     weight: Tensor | None,
     scale: Tensor | None,
-    factor: Tensor | None,
+    *,
     rows: slice,
     which: Tensor,
     times: Tensor,
 ) -> None:
     """Compute ``ops.add_sums``: Triton kernels take the sums of all rows."""
-    sums = sum_rows(layout, x, weight, scale, rows=rows, factor=factor)
+    sums = sum_rows(layout, x, weight, scale, rows=rows)
     add_rows(table, place, sums.flatten(1), which, times)
 
 
