@@ -91,9 +91,7 @@ class Layers(nn.Module):
         return x
 
 
-def kagome_side(
-    options: Options, stages: int, chunks: int, data: Any, **settings: Any
-) -> dict[str, Any]:
+def kagome_side(options: Options, stages: int, chunks: int, data: Any, **settings: Any) -> dict[str, Any]:
     """Kagome's epochs, with more settings of ``Parallel``."""
     from kagome import Parallel, Trainer
     from kagome.config import Report, Train
@@ -415,8 +413,9 @@ def main(options: Options) -> None:
     graphs.load(options.graph, None, HERE / "runs" / "graphs")
     # What was measured with these settings, by cut, side and turn: a run that was broken off goes on here.
     kept = HERE / "runs" / "made.json"
+    kept.parent.mkdir(exist_ok=True)
     same = {"graph": options.graph, "epochs": options.epochs, "long_epochs": options.long_epochs}
-    state = {"settings": same, "facts": {}}
+    state: dict[str, Any] = {"settings": same, "facts": {}}
     if kept.exists() and not options.fresh and (old := json.loads(kept.read_text()))["settings"] == same:
         state = old
     facts: dict[str, Any] = state["facts"]
@@ -430,9 +429,7 @@ def main(options: Options) -> None:
                 print(key + ":", f"{1000 * median(facts[key]['seconds'][3:]):,.0f} ms", flush=True)
     rows = {
         cut: {
-            side: [
-                median(facts[f"{cut} {side} turn {turn}"]["seconds"][3:]) for turn in range(options.turns)
-            ]
+            side: [median(facts[f"{cut} {side} turn {turn}"]["seconds"][3:]) for turn in range(options.turns)]
             for side in sides
         }
         for cut in options.cuts

@@ -1,4 +1,4 @@
-"""Sums into new rows, into given ones and into a table: the same bits."""
+"""Sums into new rows, into given ones and into a table give the same bits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kagome.halo.exchange import HaloSums
 from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
 
@@ -40,8 +41,7 @@ def test_new_rows_begin_at_zero(width, dtype):
     for x, weight in ((t["x"], None), (t["x"], t["weight"]), (heads, torch.randn(EDGES, 2, dtype=dtype))):
         zeros = torch.zeros(OWN, *x.shape[1:], dtype=dtype)
         wanted = ops.sum_rows(s.by_target, x, weight, t["scale"], into=zeros)
-        # Memory that is not zero is likely to be taken for the result.
-        torch.full_like(wanted, torch.nan)
+        torch.full_like(wanted, torch.nan)  # freed memory that is not zero is likely to be taken again
         assert torch.equal(ops.sum_rows(s.by_target, x, weight, t["scale"]), wanted)
         # A strided ``into``.
         wide = torch.zeros(2 * OWN, *x.shape[1:], dtype=dtype)[::2]
@@ -49,25 +49,31 @@ def test_new_rows_begin_at_zero(width, dtype):
         assert torch.equal(wide, wanted)
 
 
-@pytest.mark.parametrize(("width", "dtype"), WIDTHS)
+@pytest.mark.parametrize(("width", "dtype"), [*WIDTHS, (8, torch.bfloat16)])
 @pytest.mark.parametrize("count", [1, 2])
-def test_sums_added_to_a_table(width, dtype, count, threads, monkeypatch):
+def test_some_sums_at_halo_rows_are_added_to_a_table(width, dtype, count, threads, monkeypatch):
     threads(count)
     monkeypatch.setattr("kagome.kernels.base.thread_pool.PIECE", 64)  # so that two threads share them
     s, t = made(width, dtype)
-    rows = slice(OWN, OWN + HALO)
     which = torch.randperm(HALO)[:45].sort().values
     place = torch.randint(0, OWN + HALO, (45,))  # some twice
     times = torch.rand(45, dtype=dtype)
     for weight in (None, t["weight"]):
+        sums = HaloSums(s, t["g"], weight, t["factor"])
         wanted, found = t["table"].clone(), t["table"].clone()
-        sums = ops.sum_rows(s.by_source, t["g"], weight, t["factor"], rows=rows)
-        ops.add_rows(wanted, place, sums, which, times)
-        ops.add_sums(
-            *(found, place, s.by_source, t["g"], weight, t["factor"]), rows=rows, which=which, times=times
-        )
+        ops.add_rows(wanted, place, sums.rows(), which, times)
+        sums.add_to(found, place, which, times)
         assert torch.equal(found, wanted)
         assert not torch.equal(found, t["table"])
+
+
+def test_sums_with_heads_at_halo_rows():
+    s, t = made(12, torch.float64)
+    which, times = torch.tensor([3, 4, 69]), torch.ones(3, dtype=torch.float64)
+    sums = HaloSums(s, t["g"].view(OWN, 3, 4), torch.randn(EDGES, 3, dtype=torch.float64), None)
+    table = torch.zeros(9, 12, dtype=torch.float64)
+    sums.add_to(table, torch.tensor([8, 0, 1]), which, times)
+    assert torch.equal(table[[8, 0, 1]], sums.rows()[which])
 
 
 def test_no_entry_at_all():
@@ -76,9 +82,7 @@ def test_no_entry_at_all():
     heads = t["x"].view(-1, 4, 2)
     assert not ops.sum_rows(none.by_target, heads, t["weight"][:0].view(0, 4)).any()
     assert not ops.sum_rows(none.by_target, t["x"]).any()
-    few, table, rows = torch.arange(0), t["table"].clone(), slice(OWN, OWN + HALO)
+    few, table = torch.arange(0), t["table"].clone()
     for edges in (none, s):
-        ops.add_sums(
-            *(table, few, edges.by_source, t["g"], None, None), rows=rows, which=few, times=t["scale"][:0]
-        )
+        HaloSums(edges, t["g"], None, None).add_to(table, few, few, t["scale"][:0])
     assert torch.equal(table, t["table"])

@@ -211,21 +211,22 @@ class HaloSums:
     weight: Tensor | None
     scale: Tensor | None
 
-    @property
-    def _halo(self) -> slice:
-        return slice(self.edges.first_halo, self.edges.num_sources)
-
-    def rows(self) -> Tensor:
-        """Take all sums."""
-        away = ops.sum_rows(self.edges.by_source, self.grad, self.weight, self.scale, rows=self._halo)
+    def rows(self, which: Tensor | None = None) -> Tensor:
+        """Take all sums, or on a CPU some of them."""
+        first, scale = self.edges.first_halo, self.scale
+        rows: slice | Tensor = slice(first, self.edges.num_sources)
+        if which is not None:
+            rows, scale = which + first, None if scale is None else scale.index_select(0, which)
+        away = ops.sum_rows(self.edges.by_source, self.grad, self.weight, scale, rows=rows)
         return away.reshape(away.size(0), _columns(away)).contiguous()
 
     def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
-        """Take the sums that ``which`` names, and add each, times a factor, to its place in a table."""
-        layout, halo = self.edges.by_source, self._halo
-        ops.add_sums(
-            *(table, place, layout, self.grad, self.weight, self.scale), rows=halo, which=which, times=times
-        )
+        """Add the sums that ``which`` names, ascending, each times a factor, to their places in a table."""
+        if table.is_cuda:  # its kernels sum ranges of rows
+            ops.add_rows(table, place, self.rows(), which, times)
+        else:
+            number = torch.arange(which.numel())
+            ops.add_rows(table, place, self.rows(which), number, times)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ number of times if its backward consists of these calls, of torch's own, of its 
     layout         R rows, E entries; entry k of row i has column[k] and edge[k]
     span           which entries are walked: "all", "own" (before middle) or "halo" (from middle on)
     offset         subtracted from a column before x is read: a tensor of halo rows alone has offset = own
-    rows           a slice of the layout's rows; the result's row 0 is the slice's first
+    rows           a slice of the layout's rows, or their numbers; the result's row 0 is the first of them
     into           a tensor that the result is added to (sums) or written into (edges), and returned
 """
 
@@ -68,7 +68,7 @@ def sum_rows(
     *,
     span: Span = "all",
     offset: int = 0,
-    rows: slice | None = None,
+    rows: slice | Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
     """``out[i] = scale[i] * sum over entries k of row i of weight[edge[k]] * x[column[k] - offset]``.
@@ -80,7 +80,7 @@ def sum_rows(
         scale: One factor per row of the result.
         span: Which entries are walked.
         offset: Subtracted from each column.
-        rows: The slice of the layout's rows to compute; all if None.
+        rows: The slice of the layout's rows to compute, or on a CPU their ascending numbers; all if None.
         into: A tensor to add the result to, in place; it is then returned.
 
     Shapes:
@@ -270,41 +270,6 @@ def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: T
         table's type.
     """
     _way(table).add_rows(table, place, rows, which, scale)
-
-
-def add_sums(
-    table: Tensor,
-    place: Tensor,
-    layout: CsrLayout,
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    *,
-    rows: slice,
-    which: Tensor,
-    times: Tensor,
-) -> None:
-    """``table[place[e]] += times[e] * sums[which[e]]``, where ``sums`` are those of :func:`sum_rows`.
-
-    The bits are those of ``sum_rows`` followed by ``add_rows``; on a CPU only the sums that are named are taken.
-
-    Args:
-        table: The tensor that the sums are added to, in place.
-        place: A row of it for each sum; a place may occur twice.
-        layout: The rows and their entries.
-        x: The rows to sum.
-        weight: As for :func:`sum_rows`.
-        scale: As for :func:`sum_rows`.
-        rows: As for :func:`sum_rows`; ``which`` counts from its first row.
-        which: The sums that are added, ascending.
-        times: A factor for each of them.
-
-    Shapes:
-        ``table [T, F]``, ``x [*, F]`` or ``[*, H, C]`` with ``H C = F``; ``place``, ``which`` and ``times``
-        ``[E]``.
-    """
-    way = _way(table, x, weight)
-    way.add_sums(table, place, layout, x, weight, scale, rows=rows, which=which, times=times)
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.kernels.base.reference import count_of
 from kagome.kernels.base.thread_pool import array, compiled, flat, share, spread
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
-from kagome.kernels.cpu.spmm import bounds, summed
+from kagome.kernels.cpu.spmm import bounds
 
 
 @compiled
@@ -116,27 +115,6 @@ def add_rows(table: Tensor, place: Tensor, rows: Tensor, which: Tensor, scale: T
         -(-width // LINE),
         2 * LINE * place.numel(),
     )
-
-
-def add_sums(
-    table: Tensor,
-    place: Tensor,
-    layout: CsrLayout,
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    *,
-    rows: slice,
-    which: Tensor,
-    times: Tensor,
-) -> None:
-    """Compute ``ops.add_sums`` with numba loops, which take the named sums alone."""
-    ids = array(which)
-    begin, end = (bound[ids] for bound in bounds(layout, rows))
-    mine = None if scale is None else scale.index_select(0, which)
-    # All at once: in lots that stay in a core's cache, further calls cost more than is saved.
-    sums = summed(layout, begin, end, x, weight, mine)
-    add_rows(table, place, sums, torch.arange(ids.size), times)
 
 
 def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> Tensor:

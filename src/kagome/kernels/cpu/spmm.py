@@ -36,11 +36,12 @@ def part_of(layout: CsrLayout, span: Span) -> CsrLayout:
     return {"all": lambda: layout, "own": lambda: layout.own, "halo": lambda: layout.halo}[span]()
 
 
-def bounds(layout: CsrLayout, rows: slice | None = None) -> tuple[Any, Any]:
+def bounds(layout: CsrLayout, rows: slice | Tensor | None = None) -> tuple[Any, Any]:
     """Return where each row's entries begin and end, as numpy arrays."""
     pointer = layout.arrays.pointer
     begin, end = pointer[:-1], pointer[1:]
-    return (begin, end) if rows is None else (begin[rows], end[rows])
+    which = array(rows) if isinstance(rows, Tensor) else rows
+    return (begin, end) if which is None else (begin[which], end[which])
 
 
 def known(width: int) -> int:
@@ -131,7 +132,7 @@ def _weighted(width: int) -> Callable[..., None]:
     ) -> None:
         for i in range(low, high):
             row, factor = out[i], scale[min(i, scale.size - 1)]
-            if fresh:  # cleared here, while it is in cache, and not in a pass before
+            if fresh:
                 row[:] = 0
             k, last = begin[i], end[i]
             while k + 4 <= last:
@@ -195,7 +196,7 @@ def _headed(width: int) -> Callable[..., None]:
         size = out.shape[1] // heads
         for i in range(low, high):
             row, factor = out[i], scale[min(i, scale.size - 1)]
-            if fresh:  # cleared here, while it is in cache, and not in a pass before
+            if fresh:
                 row[:] = 0
             k, last = begin[i], end[i]
             while k < last:
@@ -284,33 +285,15 @@ def sum_rows(
     *,
     span: Span = "all",
     offset: int = 0,
-    rows: slice | None = None,
+    rows: slice | Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with numba loops."""
     layout = part_of(layout, span)
     begin, end = bounds(layout, rows)
-    # The loops write to an array without gaps.
-    if into is None or not into.is_contiguous():
-        found = summed(layout, begin, end, x, weight, scale, offset=offset)
-        return found if into is None else into.add_(found)
-    return summed(layout, begin, end, x, weight, scale, offset=offset, into=into)
-
-
-def summed(
-    layout: CsrLayout,
-    begin: Any,
-    end: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    *,
-    offset: int = 0,
-    into: Tensor | None = None,
-) -> Tensor:
-    """Compute ``ops.sum_rows`` over the entries of a layout between ``begin`` and ``end`` of each row."""
     # The loops add to ``into`` as it is, and clear the rows of a new tensor.
-    out = x.new_empty(begin.size, *x.shape[1:]) if into is None else into
+    fresh = into is None or not into.is_contiguous()
+    out = x.new_empty(begin.size, *x.shape[1:]) if fresh or into is None else into
     values, result, column = flat(x), flat(out), layout.arrays.column
     ahead = ahead_of(values)
     factor = _ones(values.dtype) if scale is None else _numbers(scale, x)
@@ -330,18 +313,18 @@ def summed(
         )
         of_edges = array(weight.to(x.dtype).reshape(-1, max(heads, 1)))
         weights = layout.arrays.edge, of_edges, ahead_of(of_edges)
-    if not (result.shape[1] and heads):
-        return out.zero_() if into is None else out
-    fresh = into is None
-    share(
-        lambda low, high: loop(
-            low, high, begin, end, column, offset, *weights, ahead, values, factor, fresh, result
-        ),
-        begin,
-        end,
-        result.shape[1],
-    )
-    return out
+    if result.shape[1] and heads:
+        share(
+            lambda low, high: loop(
+                low, high, begin, end, column, offset, *weights, ahead, values, factor, fresh, result
+            ),
+            begin,
+            end,
+            result.shape[1],
+        )
+    elif fresh:
+        out.zero_()
+    return out if into is None or out is into else into.add_(out)
 
 
 def dot_edges(

@@ -131,23 +131,6 @@ def sum_rows(
     return out if into is None or direct else into.add_(out)
 
 
-def add_sums(
-    table: Tensor,
-    place: Tensor,
-    layout: CsrLayout,
-    x: Tensor,
-    weight: Tensor | None,
-    scale: Tensor | None,
-    *,
-    rows: slice,
-    which: Tensor,
-    times: Tensor,
-) -> None:
-    """Compute ``ops.add_sums``: Triton kernels take the sums of all rows."""
-    sums = sum_rows(layout, x, weight, scale, rows=rows)
-    add_rows(table, place, sums.flatten(1), which, times)
-
-
 def _join(
     held: Segments, scratch: Tensor, scale: Tensor | None, out: Tensor, columns: int, chosen: dict[str, Any]
 ) -> None:
