@@ -150,11 +150,12 @@ class HaloExchange:
         )
         return self.channel.start(rows, request)
 
-    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
-        """Begin to send values at halo rows ``[H, W]`` to their owners.
+    def start_reduce(self, away: Tensor | HaloSums, site: Site, label: str, direction: int) -> Work:
+        """Begin to send values at halo rows ``[H, W]``, or sums that are still to be taken, to their owners.
 
         :meth:`add` adds the received values to own rows.
         """
+        away = away if isinstance(away, Tensor) else away.rows()
         request = site.request(
             label,
             direction,
@@ -164,10 +165,6 @@ class HaloExchange:
             row_ids=self.row_ids[1],
         )
         return self.channel.start(away, request)
-
-    def start_reduce_of(self, away: HaloSums, site: Site, label: str, direction: int) -> Work:
-        """Begin :meth:`start_reduce` of sums that are still to be taken."""
-        return self.start_reduce(away.rows(), site, label, direction)
 
     def agreed(self, width: int) -> int:
         """Return the part of a width that all ranks of the channel agree on."""
@@ -252,7 +249,7 @@ class HaloWork:
 
     def start_reduce(self, away: HaloSums) -> Work:
         """Begin to send gradients at halo rows to their owners and receive those of own rows."""
-        return self.exchange.start_reduce_of(away, self.site, "halo backward", 3)
+        return self.exchange.start_reduce(away, self.site, "halo backward", 3)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to the own rows that were sent, in place."""

@@ -334,8 +334,8 @@ class ChunkRows(HaloExchange):
         assert tables.provider is not None
         return tables.provider.start_gather(chunk, rows.detach(), site, label)
 
-    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
-        """Pass on the gradients of the rows that this chunk read."""
+    def start_reduce(self, away: Tensor | HaloSums, site: Site, label: str, direction: int) -> Work:
+        """Pass on the gradients of the rows that this chunk read; those of old rows need not be computed."""
         chunk, tables = self._known()
         # A sum at neighbours (P^T) in forward would need the later chunks' summands, which do not exist yet.
         if direction == 2:
@@ -346,13 +346,8 @@ class ChunkRows(HaloExchange):
                 hint="chunks=1, or the edges turned round before training",
             )
         assert tables.provider is not None
-        return tables.provider.start_reduce(chunk, GivenRows(away), site, label)
-
-    def start_reduce_of(self, away: HaloSums, site: Site, label: str, direction: int) -> Work:
-        """Pass on the gradients of the rows that this chunk read; those of old rows need not be computed."""
-        chunk, tables = self._known()
-        assert tables.provider is not None
-        return tables.provider.start_reduce(chunk, away, site, label)
+        given = GivenRows(away) if isinstance(away, Tensor) else away
+        return tables.provider.start_reduce(chunk, given, site, label)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""
