@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,9 +209,42 @@ def test_pipelines_beside_torchs_are_told_by_side(monkeypatch: pytest.MonkeyPatc
         "kagome without its guard, none": "1,500 ms",
         "kagome: mean of all epochs": "4,000 ms",
         "unguarded: mean of all epochs": "1,500 ms",
+        "what the guard adds to a run": "175%",
         "kagome: less time than torch": "3.00 times (2.00 to 4.00)",
         "unguarded: less time than torch": "4.00 times (4.00 to 4.00)",
     }
+
+
+def test_pipelines_beside_torchs_go_on_where_they_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "pipeline"))
+    import made
+
+    asked: list[str] = []
+
+    def measured(options: made.Options, cut: str, side: str) -> dict[str, object]:
+        asked.append(side)
+        if len(asked) == 4:
+            raise SystemExit("broken off")
+        return {"seconds": [9.0, 9.0, 9.0, len(asked), len(asked)], "mean": float(len(asked))}
+
+    monkeypatch.setattr(made, "measured", measured)
+    monkeypatch.setattr(made, "HERE", tmp_path)
+    monkeypatch.setitem(sys.modules, "graphs", SimpleNamespace(load=lambda *_: None))
+    options = made.Options(sides=["torch", "kagome"], turns=2)
+    with pytest.raises(SystemExit, match="broken off"):
+        made.main(options)
+    assert not (tmp_path / "results_made.md").exists()
+    made.main(options)  # the fourth once more, and no other
+    assert asked == ["torch", "kagome"] * 2 + ["kagome"]
+    assert "| 2x4 | 2,000 ms | 3,500 ms |" in (tmp_path / "results_made.md").read_text()
+    made.main(options)
+    assert len(asked) == 5
+    made.main(replace(options, epochs=25))  # other settings
+    assert len(asked) == 9
+    made.main(replace(options, epochs=25, fresh=True))
+    assert len(asked) == 13
 
 
 @pytest.mark.slow

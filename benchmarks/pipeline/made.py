@@ -1,16 +1,25 @@
 """Is a pipeline that drops no edge faster than torch's own that drops them? 8 GCN layers on a made graph.
 
-Run: python benchmarks/pipeline/made.py    (all sides in turns, one thread a rank)
+Run: python benchmarks/pipeline/made.py    (all sides in turns, one thread a rank; goes on where it stopped)
+
+A turn has all sides one after the other, so that a slow hour is every side's. Each result is kept in
+``runs/made.json`` as it is found; ``--fresh`` throws them away. On a quiet machine of two cores five turns of
+2 x 4 take about an hour.
 
 kagome: ``Trainer(model, data, parallel=Parallel(pipe=S, chunks=K))`` with history, no edge dropped. Its guard
 trusts history in some epochs and not in others; those are exact, and take the time of all stages one after
 the other.
 unguarded: the same without the guard, so every epoch but the first has history, as in GNNPipe.
+dealt: without the guard, and each rank has two stages of half as many layers, which wait for each other less.
+exact: ``cross_chunk="exact"``: all chunks pass a layer before any passes the next.
+whole: Kagome in one process with as many threads as the others have ranks: no stages, no chunks, no messages.
+floor: the products and sums of an epoch and nothing else, on as many threads, with Kagome's kernels.
 torch: ``torch.distributed.pipelining.ScheduleGPipe`` over PyG's GCNConv with a normalised CSR adjacency a
 micro-batch, the fastest way that PyG has; vertices in the same METIS order, edges between micro-batches lost.
-torchgpipe: ``torchgpipe.GPipe`` over the same layers and micro-batches, where it is installed
+torchgpipe: ``torchgpipe.GPipe`` over the same micro-batches, where it is installed
 (``pip install --no-deps torchgpipe==0.0.7``). It is one process with a thread a device, and the CPU is one:
-stages run one after the other, with as many threads for computing as the others have ranks.
+stages run one after the other, with as many threads for computing as the others have ranks. Its layers are a
+product and a CSR product whose indices are int32, which MKL takes as they are, and whose transpose is kept.
 """
 
 from __future__ import annotations
@@ -47,12 +56,16 @@ class Options:
 
     sides: list[str] = field(default_factory=lambda: list(SIDES))
     """Which."""
-    cuts: list[str] = field(default_factory=lambda: ["2x4", "4x8"])
+    cuts: list[str] = field(default_factory=lambda: ["2x4"])
     """Stages x chunks."""
-    turns: int = 2
+    turns: int = 5
     """Turns of all sides."""
     epochs: int = 24
     """Epochs a turn; the first three are left out."""
+    long_epochs: int = 100
+    """Epochs a turn with and without the guard: what it costs depends on how long a run is."""
+    fresh: bool = False
+    """Throw away what was measured before."""
     graph: str = GRAPH
     """The graph."""
     side: str = ""
@@ -78,10 +91,8 @@ class Layers(nn.Module):
         return x
 
 
-def kagome_side(
-    options: Options, stages: int, chunks: int, data: Any, *, guard: bool = True
-) -> dict[str, Any]:
-    """Kagome's epochs."""
+def kagome_side(options: Options, stages: int, chunks: int, data: Any, **settings: Any) -> dict[str, Any]:
+    """Kagome's epochs, with more settings of ``Parallel``."""
     from kagome import Parallel, Trainer
     from kagome.config import Report, Train
 
@@ -91,7 +102,7 @@ def kagome_side(
     trainer = Trainer(
         model,
         data,
-        parallel=Parallel(pipe=stages, chunks=chunks, guard=guard),
+        parallel=Parallel(**{"pipe": stages, "chunks": chunks, **settings}),
         train=Train(check=False, eval_every=10_000, lr=0.01),
         report=Report(progress=False),
     )
@@ -102,7 +113,55 @@ def kagome_side(
         "seconds": seconds,
         "losses": [r.loss for r in trainer.records],
         "pipeline": found.get("pipeline"),
+        "history": found.get("history"),
     }
+
+
+def whole_side(options: Options, stages: int, chunks: int, data: Any) -> dict[str, Any]:
+    """Kagome's epochs on one rank, with a thread for each rank that others have."""
+    torch.set_num_threads(stages)
+    return kagome_side(options, stages, chunks, data, pipe=1, graph=1, chunks=1)
+
+
+def floor_side(options: Options, stages: int, chunks: int, data: Any) -> dict[str, Any]:
+    """Seconds of an epoch's products and sums, chunk by chunk, with all edges."""
+    from kagome.graph.partition.partitioners import assign
+    from kagome.kernels import ops
+    from kagome.kernels.base.csr import Structure
+    from kagome.sparse_ops import linear
+
+    torch.set_num_threads(stages)
+    count, widths = data.num_nodes, [data.x.size(1), *[HIDDEN] * (LAYERS - 1), int(data.y.max()) + 1]
+    owner = assign("metis", data.edge_index, count, chunks, 0)
+    place = torch.empty(count, dtype=torch.int64)
+    place[torch.argsort(owner, stable=True)] = torch.arange(count)
+    loops = torch.arange(count).expand(2, -1)
+    source, target = torch.cat([place[data.edge_index], loops], 1)
+    bounds = [0, *torch.bincount(owner, minlength=chunks).cumsum(0).tolist()]
+    # Edges are their own transpose: one layout a chunk serves forward and backward.
+    layouts = []
+    for low, high in pairwise(bounds):
+        mine = (target >= low) & (target < high)
+        layouts.append(Structure(source[mine], target[mine] - low, high - low, count).by_target)
+    factor, rows = torch.rand(count), {width: torch.randn(count, width) for width in set(widths)}
+    weights = [torch.randn(b, a) for a, b in pairwise(widths)]
+    seconds = []
+    with torch.no_grad():
+        for _ in range(options.epochs):
+            begun = time.perf_counter()
+            for layer, weight in enumerate(weights):
+                given, made = rows[weight.size(1)], rows[weight.size(0)]
+                for (low, high), layout in zip(pairwise(bounds), layouts, strict=True):
+                    linear.linear(given[low:high], weight)
+                    # As in its backward; the loss of a single layer would have further passes.
+                    linear._of_weight(made[low:high], given[low:high])
+                    # The first layer's sums are constant, and no gradient goes beyond it.
+                    if layer:
+                        linear.linear(made[low:high], weight.t().contiguous())
+                        for _ in ("forward", "backward"):
+                            ops.sum_rows(layout, made, None, factor[low:high])
+            seconds.append(time.perf_counter() - begun)
+    return {"seconds": seconds}
 
 
 class Piece(nn.Module):
@@ -212,17 +271,37 @@ def torch_side(options: Options, stages: int, chunks: int, data: Any) -> dict[st
     return {"seconds": seconds, "losses": all_losses, "edges kept": given.kept}
 
 
-class Numbered(nn.Module):
-    """A layer of torchgpipe's: each row has its micro-batch's number with it."""
+class Product(torch.autograd.Function):
+    """A CSR matrix times rows; its transpose is kept, which torch would make anew in each backward."""
 
-    def __init__(self, inner: GCNConv, adjacencies: list[Tensor], last: bool) -> None:
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, transpose: Tensor, rows: Tensor) -> Tensor:
+        ctx.transpose = transpose
+        return matrix @ rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.transpose @ grads[0].contiguous()
+
+
+def in_int32(matrix: Tensor) -> Tensor:
+    """Return a CSR matrix whose indices MKL takes without converting them."""
+    parts = matrix.crow_indices().to(torch.int32), matrix.col_indices().to(torch.int32)
+    return torch.sparse_csr_tensor(*parts, matrix.values(), size=matrix.shape)
+
+
+class Numbered(nn.Module):
+    """A layer of torchgpipe's, GCN on a micro-batch, whose number each row has with it."""
+
+    def __init__(self, before: int, after: int, adjacencies: list[tuple[Tensor, Tensor]], last: bool) -> None:
         super().__init__()
-        self.inner, self.adjacencies, self.last = inner, adjacencies, last
+        self.lin, self.bias = nn.Linear(before, after, bias=False), nn.Parameter(torch.zeros(after))
+        self.adjacencies, self.last = adjacencies, last
 
     def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Run the layer on a micro-batch."""
         x, number = given
-        out = self.inner(x, self.adjacencies[int(number[0])])
+        out = Product.apply(*self.adjacencies[int(number[0])], self.lin(x)) + self.bias  # type: ignore[no-untyped-call]
         return (out if self.last else out.relu()), number
 
 
@@ -232,9 +311,10 @@ def torchgpipe_side(options: Options, stages: int, chunks: int, data: Any) -> di
 
     torch.set_num_threads(stages)
     given = Dropped.of(data, chunks)
+    adjacencies = [(in_int32(each), in_int32(each.t().to_sparse_csr())) for each in given.adjacencies]
     torch.manual_seed(0)
-    convs = [GCNConv(a, b, normalize=False) for a, b in pairwise(given.widths)]
-    layers = [Numbered(conv, given.adjacencies, conv is convs[-1]) for conv in convs]
+    sizes = list(pairwise(given.widths))
+    layers = [Numbered(*size, adjacencies, at + 1 == len(sizes)) for at, size in enumerate(sizes)]
     balance, devices = [LAYERS // stages] * stages, ["cpu"] * stages
     model = GPipe(nn.Sequential(*layers), balance, devices=devices, chunks=chunks, checkpoint="never")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
@@ -259,21 +339,31 @@ class Side:
     Args:
         label: Head of its column.
         run: Its epochs, from the options, stages, chunks and the graph.
-        ours: Whether it is Kagome, set beside what is not.
+        ours: Whether it is Kagome's pipeline, set beside what is not.
         one_process: Whether one process has all stages, in place of a rank each.
+        long: Whether a turn has as many epochs as a run in which the guard's cost is looked at.
     """
 
     label: str
     run: Callable[[Options, int, int, Any], dict[str, Any]]
     ours: bool = False
     one_process: bool = False
+    long: bool = False
+
+
+def _ours(label: str, *, long: bool = False, **settings: Any) -> Side:
+    return Side(label, partial(kagome_side, **settings), ours=True, long=long)
 
 
 SIDES = {
     "torch": Side("torch, edges dropped", torch_side),
     "torchgpipe": Side("torchgpipe, edges dropped", torchgpipe_side, one_process=True),
-    "kagome": Side("kagome, none", kagome_side, ours=True),
-    "unguarded": Side("kagome without its guard, none", partial(kagome_side, guard=False), ours=True),
+    "kagome": _ours("kagome, none", long=True),
+    "unguarded": _ours("kagome without its guard, none", long=True, guard=False),
+    "dealt": _ours("two stages a rank, no guard, none", guard=False, stages_per_rank=2),
+    "exact": _ours("kagome exact, none", cross_chunk="exact"),
+    "whole": Side("kagome in one process, none", whole_side, one_process=True),
+    "floor": Side("products and sums alone, none", floor_side, one_process=True),
 }
 
 
@@ -286,6 +376,26 @@ def rank_main(options: Options) -> None:
     found = SIDES[options.side].run(options, stages, chunks, data)
     if os.environ.get("RANK", "0") == "0":
         print("FOUND " + json.dumps(found))
+
+
+def measured(options: Options, cut: str, side: str) -> dict[str, Any]:
+    """Run one side once, in processes of its own."""
+    ranks = 1 if SIDES[side].one_process else int(cut.split("x")[0])
+    epochs = options.long_epochs if SIDES[side].long else options.epochs
+    command = ["torchrun", "--nproc-per-node", str(ranks), __file__, "--side", side]
+    command += ["--cut", cut, "--epochs", str(epochs), "--graph", options.graph]
+    # A process that has all stages has as many threads as the others have ranks.
+    threads = cut.split("x")[0] if ranks == 1 else "1"
+    out = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": threads}, capture_output=True, text=True
+    )
+    line = next((li for li in out.stdout.splitlines() if li.startswith("FOUND ")), None)
+    if line is None:
+        raise SystemExit(f"{side} {cut} failed:\n{out.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(line[6:])
+    found["mean"] = fmean(found["seconds"][3:])
+    found.pop("losses", None)
+    return found
 
 
 def main(options: Options) -> None:
@@ -301,24 +411,29 @@ def main(options: Options) -> None:
     import graphs
 
     graphs.load(options.graph, None, HERE / "runs" / "graphs")
-    rows: dict[str, dict[str, list[float]]] = {}
-    facts: dict[str, Any] = {}
+    # What was measured with these settings, by cut, side and turn: a run that was broken off goes on here.
+    kept = HERE / "runs" / "made.json"
+    kept.parent.mkdir(exist_ok=True)
+    same = {"graph": options.graph, "epochs": options.epochs, "long_epochs": options.long_epochs}
+    state: dict[str, Any] = {"settings": same, "facts": {}}
+    if kept.exists() and not options.fresh and (old := json.loads(kept.read_text()))["settings"] == same:
+        state = old
+    facts: dict[str, Any] = state["facts"]
     for cut in options.cuts:
         for turn in range(options.turns):
             for side in sides:
-                ranks = "1" if SIDES[side].one_process else cut.split("x")[0]
-                command = ["torchrun", "--nproc-per-node", ranks, __file__, "--side", side]
-                command += ["--cut", cut, "--epochs", str(options.epochs), "--graph", options.graph]
-                env = {**os.environ, "OMP_NUM_THREADS": "1"}
-                out = subprocess.run(command, env=env, capture_output=True, text=True)
-                line = next((li for li in out.stdout.splitlines() if li.startswith("FOUND ")), None)
-                if line is None:
-                    raise SystemExit(f"{side} {cut} failed:\n{out.stderr[-3000:]}")
-                found = json.loads(line[6:])
-                rows.setdefault(cut, {}).setdefault(side, []).append(median(found["seconds"][3:]))
-                found["mean"] = fmean(found["seconds"][3:])
-                facts[f"{cut} {side} turn {turn}"] = {k: v for k, v in found.items() if k != "losses"}
-                print(cut, side, f"turn {turn}:", f"{1000 * rows[cut][side][-1]:,.0f} ms", flush=True)
+                key = f"{cut} {side} turn {turn}"
+                if key not in facts:
+                    facts[key] = measured(options, cut, side)
+                    kept.write_text(json.dumps(state) + "\n")
+                print(key + ":", f"{1000 * median(facts[key]['seconds'][3:]):,.0f} ms", flush=True)
+    rows = {
+        cut: {
+            side: [median(facts[f"{cut} {side} turn {turn}"]["seconds"][3:]) for turn in range(options.turns)]
+            for side in sides
+        }
+        for cut in options.cuts
+    }
     results = {"machine": platform.processor(), "torch": torch.__version__, "rows": rows, "facts": facts}
     (HERE / "results_made.json").write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "results_made.md").write_text(table(rows, facts))
@@ -337,15 +452,22 @@ def table(rows: Mapping[str, Mapping[str, list[float]]], facts: Mapping[str, Any
     sides = list(dict.fromkeys(side for found in rows.values() for side in found))
     ours = [side for side in sides if SIDES[side].ours]
     others = [side for side in sides if not SIDES[side].ours]
+    guarded = {"kagome", "unguarded"} <= set(sides)
     head = ["stages x chunks", *(SIDES[side].label for side in sides)]
     head += [f"{side}: mean of all epochs" for side in ours]
+    head += ["what the guard adds to a run"] * guarded
     head += [f"{side}: less time than {other}" for side in ours for other in others]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for cut, found in rows.items():
         cells = [cut, *(f"{1000 * median(found[side]):,.0f} ms" for side in sides)]
-        for side in ours:
-            means = [facts[f"{cut} {side} turn {turn}"]["mean"] for turn in range(len(found[side]))]
-            cells.append(f"{1000 * median(means):,.0f} ms")
+        means = {
+            side: [facts[f"{cut} {side} turn {turn}"]["mean"] for turn in range(len(found[side]))]
+            for side in ours
+        }
+        cells += [f"{1000 * median(means[side]):,.0f} ms" for side in ours]
+        if guarded:
+            more = [a / b - 1 for a, b in zip(means["kagome"], means["unguarded"], strict=True)]
+            cells.append(f"{median(more):.0%}")
         for side in ours:
             for other in others:
                 ratios = sorted(a / b for a, b in zip(found[other], found[side], strict=True))

@@ -103,6 +103,12 @@ def test_stale_gradients_are_those_of_the_epoch_before(ranks, pipe, graph, histo
     compare(ranks, "gcn", parallel, 4, 1e-9, stale=True, history_epochs=history_epochs)
 
 
+@pytest.mark.parametrize(("pipe", "graph"), [(2, 1), (1, 2)])
+def test_stale_gradients_with_fast_paths(ranks, pipe, graph):
+    """Those of rows that the next epoch reads as old ones are summed beside those of fresh rows."""
+    compare(ranks, "gcn", mesh(pipe, graph, 3, stale_gradients=True), 4, 1e-9, fast=True, stale=True)
+
+
 def careful(channel: Any, parallel: dict[str, Any], epochs: int) -> Any:
     """Every probe finds history not quite right."""
     with mock.patch.object(history, "HISTORY_GOOD", 2.0), mock.patch.object(history, "HISTORY_FAIR", -2.0):

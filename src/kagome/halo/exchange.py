@@ -31,6 +31,8 @@ from torch import Tensor
 
 from kagome.comm.exchange import Exchange, ExchangeRequest, Work, swap_counts
 from kagome.halo.forward_pass import ForwardPass, Site, inside
+from kagome.kernels import ops
+from kagome.kernels.base.csr import Structure
 from kagome.kernels.base.ordered_sums import add_from_peers
 
 Way = Callable[[Tensor], Tensor]
@@ -148,11 +150,12 @@ class HaloExchange:
         )
         return self.channel.start(rows, request)
 
-    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
-        """Begin to send values at halo rows ``[H, W]`` to their owners.
+    def start_reduce(self, away: Tensor | HaloSums, site: Site, label: str, direction: int) -> Work:
+        """Begin to send values at halo rows ``[H, W]``, or sums that are still to be taken, to their owners.
 
         :meth:`add` adds the received values to own rows.
         """
+        away = away if isinstance(away, Tensor) else away.rows()
         request = site.request(
             label,
             direction,
@@ -187,6 +190,43 @@ class HaloExchange:
 
 
 @dataclass(frozen=True, slots=True)
+class HaloSums:
+    """The gradients at halo rows: sums over the edges that read them, of which none is taken yet.
+
+    Args:
+        edges: The edges.
+        grad: The gradient of each own row.
+        weight: One number per edge, or one per edge and head.
+        scale: A factor for each halo row.
+
+    Shapes:
+        grad ``[own, F]`` or ``[own, H, C]``; the sums ``[H, W]`` with all columns joined.
+    """
+
+    edges: Structure
+    grad: Tensor
+    weight: Tensor | None
+    scale: Tensor | None
+
+    def rows(self, which: Tensor | None = None) -> Tensor:
+        """Take all sums, or on a CPU some of them."""
+        first, scale = self.edges.first_halo, self.scale
+        rows: slice | Tensor = slice(first, self.edges.num_sources)
+        if which is not None:
+            rows, scale = which + first, None if scale is None else scale.index_select(0, which)
+        away = ops.sum_rows(self.edges.by_source, self.grad, self.weight, scale, rows=rows)
+        return away.reshape(away.size(0), _columns(away)).contiguous()
+
+    def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
+        """Add the sums that ``which`` names, ascending, each times a factor, to their places in a table."""
+        if table.is_cuda:  # its kernels sum ranges of rows
+            ops.add_rows(table, place, self.rows(), which, times)
+        else:
+            number = torch.arange(which.numel())
+            ops.add_rows(table, place, self.rows(which), number, times)
+
+
+@dataclass(frozen=True, slots=True)
 class HaloWork:
     """The exchange of one site and its transpose, each with separate start and end to overlap computation.
 
@@ -207,10 +247,9 @@ class HaloWork:
         flat = rows.detach().reshape(rows.size(0), _columns(rows))
         return self.exchange.start_gather(flat, self.site, "halo forward", 0)
 
-    def start_reduce(self, away: Tensor) -> Work:
-        """Begin to send gradients at halo rows ``[H, ...]`` to their owners and receive those of own rows."""
-        flat = away.reshape(away.size(0), _columns(away)).contiguous()
-        return self.exchange.start_reduce(flat, self.site, "halo backward", 3)
+    def start_reduce(self, away: HaloSums) -> Work:
+        """Begin to send gradients at halo rows to their owners and receive those of own rows."""
+        return self.exchange.start_reduce(away, self.site, "halo backward", 3)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add received values to the own rows that were sent, in place."""

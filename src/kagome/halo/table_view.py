@@ -13,7 +13,9 @@ sums over the table itself where it keeps no rows for backward; all other operat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from kagome.comm.exchange import Work
@@ -38,6 +40,7 @@ class TableIndex:
     def __init__(self, places: Tensor) -> None:
         self.places = places
         self._layouts: WeakTensorMap[CsrLayout] = WeakTensorMap()
+        self._walked: WeakTensorMap[CsrLayout] = WeakTensorMap()
 
     def layout(self, edges: Structure) -> CsrLayout:
         """Return the edges that read halo rows, by target, with table positions as columns."""
@@ -54,6 +57,16 @@ class TableIndex:
             self._layouts[edges] = found
         return found
 
+    def walked(self, edges: Structure, number: Tensor) -> CsrLayout:
+        """Return :meth:`layout` for edge values in the order of its entries, which ``number`` counts."""
+        found = self._walked.get(edges)
+        if found is None:
+            layout = self.layout(edges)
+            found = replace(layout, edge=number)
+            vars(found)["prepared"] = layout.prepared
+            self._walked[edges] = found
+        return found
+
 
 class TableView(Work):
     """A view of table rows that may still be in transit.
@@ -61,17 +74,20 @@ class TableView(Work):
     Args:
         settle: Waits for the missing rows and returns the table.
         where: Positions of the rows in the table.
-        by_edge: Cache of row factors expanded to edges; an entry lives as long as the row factors.
+        by_entry: Cache of row factors expanded to entries; one lives as long as the row factors.
 
     Shapes:
         table ``[*, W]``; rows ``[H, W]``.
     """
 
     def __init__(
-        self, settle: Callable[[], Tensor], where: TableIndex, by_edge: WeakTensorMap[Tensor]
+        self,
+        settle: Callable[[], Tensor],
+        where: TableIndex,
+        by_entry: WeakTensorMap[tuple[Tensor, Tensor]],
     ) -> None:
         self.where = where
-        self._settle, self._by_edge = settle, by_edge
+        self._settle, self._by_entry = settle, by_entry
         self._table: Tensor | None = None
 
     def table(self) -> Tensor:
@@ -80,21 +96,26 @@ class TableView(Work):
             self._table = self._settle()
         return self._table
 
-    def weights(self, factor: Tensor, edges: Structure) -> Tensor:
-        """Return for each edge the factor of the row that it reads.
+    def weighted(self, factor: Tensor, edges: Structure) -> tuple[CsrLayout, Tensor]:
+        """Return the edges that read halo rows, and for each of their entries the factor of its row.
+
+        A sum then reads the factors one after the other; in the order of the edges they lie anywhere.
 
         Shapes:
-            ``factor [n + H]`` -> ``[E]``.
+            ``factor [n + H]`` -> one number for each edge that reads a halo row.
 
         Cost:
-            One number for each edge, cached.
+            8 bytes for each such edge, cached.
         """
         # Of the factor tensor, not of the chunk: a layer passes the same degree factors in every epoch.
-        found = self._by_edge.get(factor)
+        found = self._by_entry.get(factor)
         if found is None:
-            found = factor.index_select(0, edges.source)
-            self._by_edge[factor] = found
-        return found
+            edge = self.where.layout(edges).edge
+            weights = factor.index_select(0, edges.source.index_select(0, edge))
+            found = torch.arange(edge.numel(), dtype=edge.dtype, device=edge.device), weights
+            self._by_entry[factor] = found
+        number, weights = found
+        return self.where.walked(edges, number), weights
 
     def wait(self) -> Tensor:
         """Gather the rows and return the copy."""

@@ -27,8 +27,7 @@ from kagome.graph.partition.chunks import Chunk, ChunkStep
 from kagome.halo.forward_pass import Site, of_gradients
 from kagome.halo.table_view import TableIndex, TableView
 from kagome.historical.lockstep import Lockstep, Place
-from kagome.historical.tables import SiteTable, Tables
-from kagome.kernels import ops
+from kagome.historical.tables import Gradients, SiteTable, Tables
 from kagome.kernels.base.ordered_sums import add_from_peers
 
 
@@ -50,7 +49,7 @@ class Left:
         self.tables, self.steps = tables, {step.chunk: step for step in steps}
         self._cached: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def add(self, table: SiteTable, chunk: int, away: Tensor) -> None:
+    def add(self, table: SiteTable, chunk: int, away: Gradients) -> None:
         """Accumulate a chunk's gradients of rows that the next epoch will read as historical rows.
 
         Args:
@@ -59,16 +58,17 @@ class Left:
             away: Gradients of the rows that the chunk read.
 
         Cost:
-            A pass over about half of the gradients.
+            The sums of about half of the gradients.
         """
+        due, reads = self.tables.due(table), self.tables.reads[chunk]
         if chunk not in self._cached:
             # All rows that this chunk reads, except those that are fresh for it in the next epoch.
-            old = torch.ones(away.size(0), dtype=torch.bool)
+            old = torch.ones(reads.numel(), dtype=torch.bool)
             old[self.steps[chunk].fresh] = False
             ids = to_device(old.nonzero().view(-1), self.tables.device)
-            self._cached[chunk] = self.tables.reads[chunk][ids], ids
+            self._cached[chunk] = reads[ids], ids
         place, ids = self._cached[chunk]
-        ops.add_rows(self.tables.due(table), place, away, ids, away.new_ones(ids.numel()))
+        away.add_to(due, place, ids, due.new_ones(ids.numel()))
 
 
 # [Note: what a chunk reads and gives] Three chunks in the order 2 0 1; ``1'`` are the last known rows of
@@ -134,16 +134,16 @@ class HistoricalRows:
             # Both halves: ``sources`` has a position in one or the other for each row that is read.
             return table.rows
 
-        return TableView(settle, self.sources[chunk.number], tables.by_edge)
+        return TableView(settle, self.sources[chunk.number], tables.by_entry)
 
-    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
         """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
         gradients = tables.gradients(table, stale=self.left is not None)
         # Gradients of fresh rows alone, times the cross-chunk scale for rows of an earlier step.
-        place, fresh, scale = self._fresh(chunk.number, away.dtype)
-        ops.add_rows(gradients, place, away, fresh, scale)
+        place, fresh, scale = self._fresh(chunk.number, gradients.dtype)
+        away.add_to(gradients, place, fresh, scale)
         if self.left is not None:
             self.left.add(table, chunk.number, away)
         recv = step.recv
@@ -254,17 +254,17 @@ class ExactRows:
             self._meet(_place(site, label), settle)
             return current
 
-        return TableView(met, tables.row_index[chunk.number], tables.by_edge)
+        return TableView(met, tables.row_index[chunk.number], tables.by_entry)
 
-    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
         """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
         tables = self.tables
         table = tables.sites[site.key]
         gradients = tables.gradients(table)
         reads = tables.reads[chunk.number]
         # Every row is fresh and every gradient arrives in time, so the factors are 1.
-        every, ones = torch.arange(reads.numel(), device=tables.device), away.new_ones(reads.numel())
-        ops.add_rows(gradients, reads, away, every, ones)
+        every, ones = torch.arange(reads.numel(), device=tables.device), gradients.new_ones(reads.numel())
+        away.add_to(gradients, reads, every, ones)
         if self.left is not None:
             self.left.add(table, chunk.number, away)
 
@@ -276,7 +276,7 @@ class ExactRows:
                     3,
                     chunks.recv_counts,
                     chunks.send_counts,
-                    width=away.size(1),
+                    width=gradients.size(1),
                     row_ids=tables.ids[chunks.own :],
                 )
                 with tables.channel.start(gradients[chunks.own :], request).borrow() as received:

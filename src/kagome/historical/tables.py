@@ -24,12 +24,13 @@ from kagome.comm.exchange import Exchange, ExchangeRequest, Op, Work
 from kagome.comm.stats import Kind
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, Chunks
-from kagome.halo.exchange import HaloExchange
+from kagome.halo.exchange import HaloExchange, HaloSums
 from kagome.halo.forward_pass import Site, SiteKey
 from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows
 from kagome.halo.table_view import TableIndex
 from kagome.historical.isolated_chunk import no_rows
 from kagome.historical.lockstep import Place, unlike
+from kagome.kernels import ops
 from kagome.placement.weak_map import WeakTensorMap
 
 
@@ -65,13 +66,35 @@ class SiteTable:
     kept: bool = False
 
 
+class Gradients(Protocol):
+    """The gradients of the rows that a chunk read, which need not be computed yet."""
+
+    def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
+        """Add those that ``which`` names, each times a factor, to their places in a table."""
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Gradients that are computed.
+
+    Shapes:
+        rows ``[h, W]``.
+    """
+
+    rows: Tensor
+
+    def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
+        """Add some of the rows to a table."""
+        ops.add_rows(table, place, self.rows, which, times)
+
+
 class Provider(Protocol):
     """The provider that answers the chunks' reads, gradients and sums in an epoch."""
 
     def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
-    def start_reduce(self, chunk: Chunk, away: Tensor, site: Site, label: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
         """Start to add the gradients of rows that a chunk read; return the gradients of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
@@ -112,7 +135,7 @@ class Tables:
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
         self.row_index = [TableIndex(reads) for reads in self.reads]
-        self.by_edge: WeakTensorMap[Tensor] = WeakTensorMap()
+        self.by_entry: WeakTensorMap[tuple[Tensor, Tensor]] = WeakTensorMap()
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
     def _ask_peers(self) -> tuple[Tensor, Tensor]:
@@ -311,8 +334,8 @@ class ChunkRows(HaloExchange):
         assert tables.provider is not None
         return tables.provider.start_gather(chunk, rows.detach(), site, label)
 
-    def start_reduce(self, away: Tensor, site: Site, label: str, direction: int) -> Work:
-        """Pass on the gradients of the rows that this chunk read."""
+    def start_reduce(self, away: Tensor | HaloSums, site: Site, label: str, direction: int) -> Work:
+        """Pass on the gradients of the rows that this chunk read; those of old rows need not be computed."""
         chunk, tables = self._known()
         # A sum at neighbours (P^T) in forward would need the later chunks' summands, which do not exist yet.
         if direction == 2:
@@ -323,7 +346,8 @@ class ChunkRows(HaloExchange):
                 hint="chunks=1, or the edges turned round before training",
             )
         assert tables.provider is not None
-        return tables.provider.start_reduce(chunk, away, site, label)
+        given = GivenRows(away) if isinstance(away, Tensor) else away
+        return tables.provider.start_reduce(chunk, given, site, label)
 
     def add(self, received: Tensor, own: Tensor) -> Tensor:
         """Add the received gradients to those of own rows, in place."""

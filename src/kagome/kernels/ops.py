@@ -13,7 +13,7 @@ number of times if its backward consists of these calls, of torch's own, of its 
     layout         R rows, E entries; entry k of row i has column[k] and edge[k]
     span           which entries are walked: "all", "own" (before middle) or "halo" (from middle on)
     offset         subtracted from a column before x is read: a tensor of halo rows alone has offset = own
-    rows           a slice of the layout's rows; the result's row 0 is the slice's first
+    rows           a slice of the layout's rows, or their numbers; the result's row 0 is the first of them
     into           a tensor that the result is added to (sums) or written into (edges), and returned
 """
 
@@ -68,7 +68,7 @@ def sum_rows(
     *,
     span: Span = "all",
     offset: int = 0,
-    rows: slice | None = None,
+    rows: slice | Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
     """``out[i] = scale[i] * sum over entries k of row i of weight[edge[k]] * x[column[k] - offset]``.
@@ -80,7 +80,7 @@ def sum_rows(
         scale: One factor per row of the result.
         span: Which entries are walked.
         offset: Subtracted from each column.
-        rows: The slice of the layout's rows to compute; all if None.
+        rows: The slice of the layout's rows to compute, or on a CPU their ascending numbers; all if None.
         into: A tensor to add the result to, in place; it is then returned.
 
     Shapes:

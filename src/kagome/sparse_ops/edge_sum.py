@@ -27,7 +27,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from kagome.halo.exchange import HaloWork
+from kagome.halo.exchange import HaloSums, HaloWork
 from kagome.halo.forward_pass import ForwardPass, inside
 from kagome.halo.table_view import TableView
 from kagome.kernels import ops
@@ -211,8 +211,11 @@ class _SumOverHalo(torch.autograd.Function):
         halo = work.wait().view(-1, *rows.shape[1:]) if keep else None
         # The halo lies in a history table: sum over the table's rows in place. See [Note: two spans].
         if isinstance(work, TableView) and halo is None and rows.dim() == 2:
-            each = weight if factor is None else work.weights(factor, edges)
-            ops.sum_rows(work.where.layout(edges), work.table(), each, scale, into=out)
+            if factor is None:
+                layout, each = work.where.layout(edges), weight
+            else:
+                layout, each = work.weighted(factor, edges)
+            ops.sum_rows(layout, work.table(), each, scale, into=out)
         else:
             with work.borrow() if halo is None else nullcontext(halo) as received:
                 received = _times(received.view(-1, *rows.shape[1:]), halo_factor)
@@ -248,9 +251,7 @@ class _SumOverHalo(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # Gradients on halo rows first: their owners wait for them, and they travel while own rows are
             # summed.
-            halo_rows = slice(edges.first_halo, edges.num_sources)
-            halo_grad = ops.sum_rows(edges.by_source, g, weight, halo_factor, rows=halo_rows)
-            work = halo_work.start_reduce(halo_grad)
+            work = halo_work.start_reduce(HaloSums(edges, g, weight, halo_factor))
             g_rows = ops.sum_rows(edges.by_source, g, weight, own_factor, rows=slice(0, edges.first_halo))
         if ctx.needs_input_grad[1]:
             g3, own3 = _headed(weight, g, _times(rows, own_factor))

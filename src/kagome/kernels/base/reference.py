@@ -23,17 +23,20 @@ TINY = 1e-16
 
 
 def entries(
-    layout: CsrLayout, span: Span = "all", rows: slice | None = None
+    layout: CsrLayout, span: Span = "all", rows: slice | Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (row of the result, column, edge) of each entry in the span, as int64."""
     kept = slice(None) if rows is None else rows
     begin = (layout.middle if span == "halo" else layout.pointer[:-1])[kept]
     end = (layout.middle if span == "own" else layout.pointer[1:])[kept]
     count = end - begin
-    key = ("entries", span, None if rows is None else (rows.start, rows.stop, rows.step))
-    total: int | None = layout.prepared.get(key)
-    if total is None:  # known from the second call on: a GPU is then not waited for
-        total = layout.prepared[key] = int(count.sum())
+    if isinstance(rows, Tensor):
+        total = int(count.sum())
+    else:  # known from the second call on: a GPU is then not waited for
+        key = ("entries", span, None if rows is None else (rows.start, rows.stop, rows.step))
+        if key not in layout.prepared:
+            layout.prepared[key] = int(count.sum())
+        total = layout.prepared[key]
     numbers = torch.arange(count.numel(), device=count.device)
     row = torch.repeat_interleave(numbers, count, output_size=total)
     # Entry p of the result belongs to entry p - (entries of earlier rows) + begin[row] of the layout.
@@ -42,8 +45,10 @@ def entries(
     return row, layout.column.index_select(0, place).long(), layout.edge.index_select(0, place).long()
 
 
-def count_of(layout: CsrLayout, rows: slice | None) -> int:
+def count_of(layout: CsrLayout, rows: slice | Tensor | None) -> int:
     """Return the number of rows of the result."""
+    if isinstance(rows, Tensor):
+        return rows.numel()
     return layout.rows if rows is None else len(range(*rows.indices(layout.rows)))
 
 
@@ -73,7 +78,7 @@ def sum_rows(
     *,
     span: Span = "all",
     offset: int = 0,
-    rows: slice | None = None,
+    rows: slice | Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` in plain PyTorch."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kagome.kernels.base.csr import CsrLayout
-from kagome.kernels.base.reference import Span, count_of
+from kagome.kernels.base.reference import Span
 from kagome.kernels.base.thread_pool import array, compiled, flat, share
 from kagome.kernels.cpu.prefetch import ahead_of, fetch
 from kagome.kernels.cpu.simd import add_four, add_one, add_products, add_two, dot
@@ -36,11 +36,12 @@ def part_of(layout: CsrLayout, span: Span) -> CsrLayout:
     return {"all": lambda: layout, "own": lambda: layout.own, "halo": lambda: layout.halo}[span]()
 
 
-def bounds(layout: CsrLayout, rows: slice | None = None) -> tuple[Any, Any]:
+def bounds(layout: CsrLayout, rows: slice | Tensor | None = None) -> tuple[Any, Any]:
     """Return where each row's entries begin and end, as numpy arrays."""
     pointer = layout.arrays.pointer
     begin, end = pointer[:-1], pointer[1:]
-    return (begin, end) if rows is None else (begin[rows], end[rows])
+    which = array(rows) if isinstance(rows, Tensor) else rows
+    return (begin, end) if which is None else (begin[which], end[which])
 
 
 def known(width: int) -> int:
@@ -68,11 +69,14 @@ def _sum(width: int) -> Callable[..., None]:
         ahead: int,
         x: Any,
         scale: Any,
+        fresh: bool,
         out: Any,
     ) -> None:
         for i in range(low, high):
             # ``scale`` has one factor per row, or a single one for all rows: see ``_ones``.
             row, factor = out[i], scale[min(i, scale.size - 1)]
+            if fresh:  # cleared here, while it is in cache, and not in a pass before
+                row[:] = 0
             k, last = begin[i], end[i]
             while k + 4 <= last:  # four at once: the result is read and written a quarter as often
                 for j in range(k, k + 4):
@@ -123,10 +127,13 @@ def _weighted(width: int) -> Callable[..., None]:
         ahead: int,
         x: Any,
         scale: Any,
+        fresh: bool,
         out: Any,
     ) -> None:
         for i in range(low, high):
             row, factor = out[i], scale[min(i, scale.size - 1)]
+            if fresh:
+                row[:] = 0
             k, last = begin[i], end[i]
             while k + 4 <= last:
                 for j in range(k, k + 4):
@@ -181,6 +188,7 @@ def _headed(width: int) -> Callable[..., None]:
         ahead: int,
         x: Any,
         scale: Any,
+        fresh: bool,
         out: Any,
     ) -> None:
         # Columns [h * size, h * size + size) of a row belong to head h.
@@ -188,6 +196,8 @@ def _headed(width: int) -> Callable[..., None]:
         size = out.shape[1] // heads
         for i in range(low, high):
             row, factor = out[i], scale[min(i, scale.size - 1)]
+            if fresh:
+                row[:] = 0
             k, last = begin[i], end[i]
             while k < last:
                 # Two entries at once; an odd last entry is added as two halves of itself.
@@ -275,15 +285,15 @@ def sum_rows(
     *,
     span: Span = "all",
     offset: int = 0,
-    rows: slice | None = None,
+    rows: slice | Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with numba loops."""
     layout = part_of(layout, span)
     begin, end = bounds(layout, rows)
-    shape = (count_of(layout, rows), *x.shape[1:])
-    # The loops add to the result: ``into`` as it is, or a new one that begins at zero.
-    out = into if into is not None and into.is_contiguous() else x.new_zeros(shape)
+    # The loops add to ``into`` as it is, and clear the rows of a new tensor.
+    fresh = into is None or not into.is_contiguous()
+    out = x.new_empty(begin.size, *x.shape[1:]) if fresh or into is None else into
     values, result, column = flat(x), flat(out), layout.arrays.column
     ahead = ahead_of(values)
     factor = _ones(values.dtype) if scale is None else _numbers(scale, x)
@@ -306,12 +316,14 @@ def sum_rows(
     if result.shape[1] and heads:
         share(
             lambda low, high: loop(
-                low, high, begin, end, column, offset, *weights, ahead, values, factor, result
+                low, high, begin, end, column, offset, *weights, ahead, values, factor, fresh, result
             ),
             begin,
             end,
             result.shape[1],
         )
+    elif fresh:
+        out.zero_()
     return out if into is None or out is into else into.add_(out)
 
 
