@@ -522,7 +522,7 @@ def refuse_second_derivative() -> None:
 
 
 def walked(layout: CsrLayout) -> list[Tensor]:
-    """Return the tensors of a layout that a sum reads for each edge: its other end, with weights its number."""
+    """Return the tensors of a layout that a sum reads for each edge: its other end, and its number."""
     return [each for each in (layout.column, layout.order) if isinstance(each, Tensor)]
 
 

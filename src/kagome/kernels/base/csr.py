@@ -233,7 +233,8 @@ class Structure:
         # Transposing by_target visits the targets in ascending order, so each new row is sorted already.
         # One loop moves columns and edges. Where edges are not asked for, columns stand in for them.
         known = isinstance(layout.order, Tensor)
-        start, other, which = _turned_layout(layout, layout.edge if known else layout.column, self.num_sources)
+        moved = layout.edge if known else layout.column
+        start, other, which = _turned_layout(layout, moved, self.num_sources)
         # Targets are own rows, so no entry of this layout reads a halo row: the middle is each row's end.
         order = which if known else partial(_turned_order, layout, self.num_sources)
         return CsrLayout(start, start[1:], other, order)
@@ -316,12 +317,12 @@ class _Walked(Structure):
         vars(self)["by_target"] = replace(layout, order=place)
 
     @property
-    def source(self) -> Tensor:  # type: ignore[override]
+    def source(self) -> Tensor:
         """The row that each edge reads, made at each access."""
         return self.by_target.column.long()
 
     @property
-    def target(self) -> Tensor:  # type: ignore[override]
+    def target(self) -> Tensor:
         """The row that each edge writes, made at each access."""
         return torch.repeat_interleave(self.by_target.pointer.diff())
 
@@ -330,8 +331,8 @@ class _Walked(Structure):
         """The number of edges."""
         return self.by_target.edges
 
-    @property
-    def walked(self) -> Structure:  # type: ignore[override]
+    @cached_property
+    def walked(self) -> Structure:
         """The edges themselves."""
         return self
 
