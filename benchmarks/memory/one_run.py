@@ -120,7 +120,7 @@ def by_torch(
     if not watched:
         return {"losses": [epoch()[0] for _ in range(epochs)]}
     before = held(model, steps, graph, edges)
-    live = LiveTensors(torch.device("cpu"), running(model))
+    live = LiveTensors(torch.device("cpu"), running(model), before.held)
     with live:
         _, saved = epoch(SavedTensors())
     peak = peak_of(live, before, held(model, steps, graph, edges), saved)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from weakref import ref
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -57,13 +59,42 @@ def test_bytes_of_what_is_built():
     s = Structure(torch.arange(10), torch.arange(10) // 2, 5, 10)
     assert s.nbytes == 0
     _ = s.by_target
-    assert s.nbytes == 8 * 10 + 8 * 6 + 8 * 5
+    assert s.nbytes == 4 * 10 + 8 * 6 + 8 * 5
     assert s.by_target.rows == 5
     assert s.by_target.edges == s.edges == 10
     before = s.nbytes
     assert s.by_source.rows == 10
     # middle is a view of the pointer.
-    assert s.nbytes == before + 8 * 10 + 8 * 11
+    assert s.nbytes == before + 4 * 10 + 8 * 11
+
+
+@pytest.mark.parametrize("span", ["all", "own", "halo"])
+def test_only_sums_with_weights_keep_the_edge_of_each_entry(span):
+    """A sum without weights reads 4 bytes an edge; one with weights finds the edges then, the same ones."""
+    generator = torch.Generator().manual_seed(2)
+    source, target = (torch.randint(0, n, (60,), generator=generator) for n in (9, 6))
+    x, weight = torch.randn(9, 5, dtype=torch.float64, generator=generator), torch.rand(60).double()
+    s, known = Structure(source, target, 6, 9), Structure(source, target, 6, 9).with_edges()
+    halo = {"all": 0, "own": 0, "halo": 6}[span]
+    kept = []
+    for edges in (None, weight):
+        sums = [ops.sum_rows(each.by_target, x[halo:], edges, span=span, offset=halo) for each in (s, known)]
+        assert torch.equal(*sums)
+        assert torch.equal(*(ops.sum_rows(each.by_source, sums[0], edges) for each in (s, known)))
+        kept.append(s.nbytes)
+    of_span = {"all": 0, "own": int((source < 6).sum()), "halo": int((source >= 6).sum())}[span]
+    assert kept[1] - kept[0] == 4 * (60 + 60 + of_span)
+    assert s.nbytes == known.nbytes
+    assert torch.equal(s.by_target.edge, known.by_target.edge)
+
+
+def test_a_layout_lets_go_of_the_edge_list_once_it_knows_its_edges():
+    s = Structure(torch.arange(10), torch.arange(10) // 2, 5, 10)
+    layout, source = s.by_target, ref(s.source)
+    del s
+    assert source() is not None
+    assert layout.entries().tolist() == layout.edge.tolist() == list(range(10))
+    assert source() is None
 
 
 @settings(deadline=None, max_examples=100)
@@ -83,13 +114,17 @@ def test_edges_in_the_order_of_the_kernels_are_the_same_edges(data):
             assert torch.equal(getattr(kept, name), getattr(made, name))
 
 
-def test_bytes_of_edges_in_the_order_of_the_kernels():
+@pytest.mark.parametrize("built", [False, True])
+def test_bytes_of_edges_in_the_order_of_the_kernels(built):
     s = Structure(torch.arange(10), torch.arange(10) % 2, 5, 10)
-    before = s.by_target.nbytes
+    if built:
+        _ = s.by_target
     assert s.walked is not s
-    assert s.nbytes == before + 2 * 8 * 10 + 4 * 10
+    # Of the edges in the order that was given, the ends alone; of those as walked, the count of each.
+    before = 4 * 10 + 8 * 6 + 8 * 5
+    assert s.nbytes == before + 4 * 10
     assert s.walked.by_source.rows == 10
-    assert s.nbytes == before + 2 * 8 * 10 + 4 * 10 + 8 * 10 + 8 * 11
+    assert s.nbytes == before + 4 * 10 + 8 * 10 + 8 * 11
 
 
 def test_more_rows_than_int32_holds_are_refused():

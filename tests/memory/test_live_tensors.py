@@ -14,6 +14,15 @@ from training import QUIET, graph, settings
 CPU = torch.device("cpu")
 
 
+def test_a_view_of_what_was_held_before_is_no_memory() -> None:
+    before = torch.ones(100)
+    with LiveTensors(CPU, lambda: "", {before.data_ptr()}) as live:
+        views = [before.view(10, 10), before[50:], before.detach()]
+        made = before + 1
+    assert live.peak == made.nbytes == before.nbytes
+    assert len(views) == 3
+
+
 @examples(deadline=None, max_examples=50)
 @given(steps=st.lists(st.one_of(st.integers(1, 50), st.just(0)), max_size=30))
 def test_the_peak_is_the_most_that_lived_at_once(steps: list[int]) -> None:
@@ -69,6 +78,14 @@ def test_a_run_lists_the_tensors_at_its_peak(told: tuple[dict, list[float]]) -> 
     reasons = {each["reason"] for each in peak["largest"]}
     assert {"features", "edges"} < reasons
     assert all(each["layer"] for each in peak["largest"] if each["reason"] == "saved for backward")
+
+
+def test_features_and_edges_are_counted_once(told: tuple[dict, list[float]]) -> None:
+    peak, _ = told
+    held = [(each["reason"], tuple(each["shape"])) for each in peak["largest"]]
+    assert held.count(("features", tuple(graph().x.shape))) == 1
+    edges = graph().edge_index.nbytes
+    assert sum(each["bytes"] == edges and each["reason"] == "edges" for each in peak["largest"]) == 1
 
 
 def test_training_is_the_same_while_it_is_watched(told: tuple[dict, list[float]]) -> None:

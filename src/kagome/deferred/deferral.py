@@ -156,7 +156,7 @@ class Deferral:
                 # Words follow their edges: into the order of ``walked``, or to the ranks that compute some
                 # heads of them.
                 if edge_layout is None:
-                    every = counters[edges.structure.by_target.edge.long()]
+                    every = counters[edges.structure.by_target.entries().long()]
                 else:
                     cut, way = edge_layout.everything(1), edge_layout.edges
                     every = way.split(

@@ -263,6 +263,8 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         # ``factored_weights``.
         weight, root = None, factor[: s.own]
         scale = root if scale is None else root * scale
+    if weight is not None:
+        s = s.with_edges()
     halo_work = None
     # Rows that this layer has read before are used as they are. Others are exchanged while own rows are
     # summed.

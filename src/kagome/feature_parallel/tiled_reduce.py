@@ -521,9 +521,9 @@ def refuse_second_derivative() -> None:
         )
 
 
-def walked(layout: CsrLayout) -> tuple[Tensor, Tensor]:
-    """Return the tensors of a layout that a sum reads for each edge: its other end and its number."""
-    return layout.column, layout.edge
+def walked(layout: CsrLayout) -> list[Tensor]:
+    """Return the tensors of a layout that a sum reads for each edge: its other end, and its number."""
+    return [each for each in (layout.column, layout.order) if isinstance(each, Tensor)]
 
 
 def _laid(out: Tensor, going: tuple[RowBlock, Work] | None) -> None:

@@ -51,7 +51,7 @@ class TableIndex:
             # halo is gathered.
             halo = edges.by_target.halo
             column = self.places.index_select(0, halo.column - edges.own).to(halo.column.dtype)
-            found = CsrLayout(halo.pointer, halo.middle, column, halo.edge)
+            found = CsrLayout(halo.pointer, halo.middle, column, lambda: halo.edge)
             # The same rows are as long in each epoch: what kernels derive from that is derived once.
             vars(found)["prepared"] = halo.prepared
             self._layouts[edges] = found

@@ -48,14 +48,17 @@ class LiveTensors(TorchDispatchMode):
     Args:
         device: The device.
         where: Returns the path of the running module.
+        held: The addresses of what is held before and throughout: a view of such a tensor makes no memory.
 
     Cost:
         20 microseconds an operator, and a list of all live storages at each new maximum.
     """
 
-    def __init__(self, device: torch.device, where: Callable[[], str]) -> None:
+    def __init__(
+        self, device: torch.device, where: Callable[[], str], held: Container[int] = frozenset()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._where = device.type, where
+        self._device, self._where, self._held = device.type, where, held
         self._live: dict[int, tuple[_Live, weakref.ref[Any]]] = {}
         self._at_peak: list[_Live] = []
         self._rising = False
@@ -94,7 +97,7 @@ class LiveTensors(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if not size or key in self._live:
+        if not size or key in self._live or storage.data_ptr() in self._held:
             return
         node = torch._C._current_autograd_node()
         name, path = str(func).removesuffix(".default"), self._path(node)
@@ -137,7 +140,7 @@ def peak_of(
     """Return the record of an epoch that :class:`LiveTensors` has followed.
 
     Args:
-        live: The storages that the epoch made.
+        live: The storages that the epoch made, beside those of ``before``.
         before: What the rank held before the epoch, by kind.
         after: What it holds now.
         saved: The addresses of what autograd saved for backward.

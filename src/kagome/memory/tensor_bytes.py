@@ -20,7 +20,6 @@ from kagome.graph.partition.partition import Partition
 from kagome.graph.structure import attributes
 from kagome.halo.comm_recorder import tensors_of
 from kagome.intercept.interceptor import Interceptor
-from kagome.kernels.base.csr import CsrLayout, Structure
 from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.records.memory import MemoryByKind
 
@@ -248,33 +247,9 @@ def _held_by(scope: Interceptor) -> Iterator[tuple[str, Tensor]]:
         for value in attributes.tensors_of(rows).values():
             yield "features", value
     for structure in scope.deferral.structures():
-        for value in _of_structure(structure):
-            yield "tables", value
+        yield from (("tables", end) for end in (structure.source, structure.target))
+        yield from (("tables", value) for value in structure.kept())
     if scope.deferral.summed is not None:
-        for value in scope.deferral.summed.held_lists():
-            yield "tables", value
+        yield from (("tables", value) for value in scope.deferral.summed.held_lists())
     for value in (*scope.constants.held(), *scope.ids.held(), *scope.reads.held_lists()):
         yield "kept", value
-
-
-def _of_structure(structure: Structure) -> Iterator[Tensor]:
-    """Yield the two ends of all edges, and those lazily built tensors that exist by now."""
-    yield from (structure.source, structure.target)
-    # A cached_property stores its value in the instance's __dict__. Reading it by attribute would build it.
-    built = vars(structure)
-    for name in ("by_target", "by_source"):
-        if name in built:
-            yield from _of_layout(built[name])
-    if "degree" in built:
-        yield built["degree"]
-    if built.get("walked", structure) is not structure:
-        yield from _of_structure(built["walked"])
-
-
-def _of_layout(layout: CsrLayout) -> Iterator[Tensor]:
-    yield from (layout.pointer, layout.middle, layout.column, layout.edge)
-    for name in ("own", "halo"):
-        part = vars(layout).get(name)
-        # A layout whose columns are all own rows returns itself as `own`.
-        if part is not None and part is not layout:
-            yield from _of_layout(part)

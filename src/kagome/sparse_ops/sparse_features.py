@@ -147,7 +147,7 @@ def sparse_of(
     row, column = rows.nonzero(as_tuple=True)
     # An entry becomes an edge from its column to its row. A structure needs at least as many sources as
     # targets, hence the maximum of the two sizes.
-    found = Structure(column, row, rows.size(0), max(rows.shape))
+    found = Structure(column, row, rows.size(0), max(rows.shape)).with_edges()
     values = rows[row, column]
     return SparseFeatures(found.by_target, found.by_source, values, rows.size(1), edges, weight, scale)
 

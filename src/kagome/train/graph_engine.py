@@ -163,7 +163,8 @@ class GraphEngine:
     @contextmanager
     def _recording_peak(self, optimizer: Optimizer) -> Iterator[None]:
         """Record what the tensors of the block are at their peak."""
-        before, live = self._ledger(), LiveTensors(self.channel.device, self.scope.forward.where)
+        before = self._ledger()
+        live = LiveTensors(self.channel.device, self.scope.forward.where, before.held)
         with live:
             yield
         after = self._ledger()

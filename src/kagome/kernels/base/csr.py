@@ -6,8 +6,9 @@ live. All kernels in ``ops`` walk its layouts. It knows row numbers only: no gra
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,6 @@ class Arrays(NamedTuple):
 
     pointer: Any
     column: Any
-    edge: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,21 +40,39 @@ class CsrLayout:
         pointer: Where each row's entries begin, and at last where the last row's entries end.
         middle: Where each row's entries that read halo rows begin; the row's end if it has none.
         column: The row at the other end of each entry's edge.
-        edge: The position of each entry's edge in the edge list that was given.
+        order: The position of each entry's edge in the edge list that was given, or a function that finds
+            it. Sums without weights never ask for it.
 
     Shapes:
-        ``pointer [R + 1]`` and ``middle [R]`` int64, ``column [E]`` and ``edge [E]`` int32.
+        ``pointer [R + 1]`` and ``middle [R]`` int64, ``column [E]`` and ``order [E]`` int32.
     """
 
     pointer: Tensor
     middle: Tensor
     column: Tensor
-    edge: Tensor
+    order: Tensor | Callable[[], Tensor]
+
+    @property
+    def edge(self) -> Tensor:
+        """The position of each entry's edge in the edge list that was given, kept from now on."""
+        found = self.entries()
+        # The function holds the edge list, which may then be freed. ``vars``: the dataclass is frozen.
+        vars(self)["order"] = found
+        return found
+
+    def entries(self) -> Tensor:
+        """Return what ``edge`` is, without keeping it."""
+        return self.order if isinstance(self.order, Tensor) else self.order()
 
     @cached_property
     def arrays(self) -> Arrays:
-        """The index lists as numpy arrays; available on a CPU only."""
-        return Arrays(self.pointer.numpy(), self.column.numpy(), self.edge.numpy())
+        """The index lists that every loop reads, as numpy arrays; available on a CPU only."""
+        return Arrays(self.pointer.numpy(), self.column.numpy())
+
+    @cached_property
+    def edge_array(self) -> Any:
+        """``edge`` as a numpy array; available on a CPU only."""
+        return self.edge.numpy()
 
     @property
     def rows(self) -> int:
@@ -96,23 +114,46 @@ class CsrLayout:
         # A part without halo rows needs no second copy of its edges.
         if int(pointer[-1]) == self.edges:
             return self
-        row = torch.repeat_interleave(pointer.diff())
-        # Entry k of row i, counted over the new layout, is entry k - pointer[i] + begin[i] of this one.
-        place = torch.arange(row.numel(), device=row.device) + (begin - pointer[:-1]).index_select(0, row)
+        place = _places(begin, pointer)
+        column = self.column.index_select(0, place)
+        if isinstance(self.order, Tensor):
+            order: Tensor | Callable[[], Tensor] = self.order.index_select(0, place)
+        else:
+            # A copy of this layout, which has no spans: with itself it would form a cycle.
+            order = partial(_taken_entries, replace(self), begin, pointer)
         # The middle is each row's end: a layout of one span is walked as a whole and not divided again.
-        return CsrLayout(
-            pointer, pointer[1:], self.column.index_select(0, place), self.edge.index_select(0, place)
-        )
+        return CsrLayout(pointer, pointer[1:], column, order)
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the tensors that this layout keeps by now: those of ``own`` and ``halo`` too."""
+        yield from (self.pointer, self.middle, self.column)
+        yield from _tensors([self.order, *self.prepared.values()])
+        for name in ("own", "halo"):
+            part = vars(self).get(name)
+            # A layout whose columns are all own rows returns itself as ``own``.
+            if part is not None and part is not self:
+                yield from part.kept()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four tensors, of ``prepared``, and of ``own`` and ``halo`` if they were built."""
-        parts = (self.pointer, self.middle, self.column, self.edge, *_tensors(list(self.prepared.values())))
-        # Tensors may share memory, as ``middle`` does where it is a view of ``pointer``: count each storage
-        # once.
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
-        spans = {id(part): part for name in ("own", "halo") if (part := self.__dict__.get(name)) is not None}
-        return sum(storages.values()) + sum(int(p.nbytes) for p in spans.values() if p is not self)
+        """Bytes of the tensors that this layout keeps by now."""
+        return _bytes_of(self.kept())
+
+
+def _places(begin: Tensor, pointer: Tensor) -> Tensor:
+    """Return which entry of the layout each entry of a span is, by where rows begin in both."""
+    row = torch.repeat_interleave(pointer.diff())
+    # Entry k of row i, counted over the span, is entry k - pointer[i] + begin[i] of the layout.
+    return torch.arange(row.numel(), device=row.device) + (begin - pointer[:-1]).index_select(0, row)
+
+
+def _taken_entries(layout: CsrLayout, begin: Tensor, pointer: Tensor) -> Tensor:
+    return layout.entries().index_select(0, _places(begin, pointer))
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    # Tensors may share memory, as ``middle`` does where it is a view of ``pointer``: count each storage once.
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -140,7 +181,8 @@ class Structure:
         ``source [E]``, ``target [E]``, int64.
 
     Cost:
-        8 bytes an edge and 16 a row for each of the two layouts; O(E) time.
+        4 bytes an edge and 16 a row for each of the two layouts; O(E) time. Where edges have weights, 4 bytes
+        an edge more, and the time once more.
     """
 
     source: Tensor
@@ -162,24 +204,40 @@ class Structure:
     @cached_property
     def by_target(self) -> CsrLayout:
         """The in-edges of each own row, sorted by source; edges with equal sources keep the given order."""
+        return self._grouped()[0]
+
+    def with_edges(self) -> Structure:
+        """Return this object, whose layouts know their edges from the start: for sums with weights."""
+        if "by_target" not in vars(self):
+            layout, order = self._grouped()
+            vars(layout)["order"] = order
+            vars(self)["by_target"] = layout
+        return self
+
+    def _grouped(self) -> tuple[CsrLayout, Tensor]:
+        """Return ``by_target``, and the order of its entries, which it can find again."""
         self._fits()
         if self.source.is_cuda:
-            return _sorted(self.target, self.source, self.own, self.num_sources, self.first_halo)
-        parts = grouped(_array(self.target), _array(self.source), self.own, self.first_halo)
-        return CsrLayout(*(torch.from_numpy(part) for part in parts))
+            layout = _sorted(self.target, self.source, self.own, self.num_sources, self.first_halo)
+            return layout, layout.edge
+        ends = self.target, self.source, self.own, self.first_halo
+        pointer, middle, column, edge = _counted_layout(*ends)
+        return CsrLayout(pointer, middle, column, partial(_counted_order, *ends)), edge
 
     @cached_property
     def by_source(self) -> CsrLayout:
         """The out-edges of each row that may be read, sorted by target; equal ones keep the given order."""
-        self._fits()
-        if self.source.is_cuda:
+        layout = self.by_target
+        if layout.column.is_cuda:
             return _sorted(self.source, self.target, self.num_sources, self.own, self.own)
         # Transposing by_target visits the targets in ascending order, so each new row is sorted already.
-        layout = self.by_target
-        pointer, column, edge = (t.numpy() for t in (layout.pointer, layout.column, layout.edge))
-        start, other, which = (torch.from_numpy(t) for t in turned(pointer, column, edge, self.num_sources))
+        # One loop moves columns and edges. Where edges are not asked for, columns stand in for them.
+        known = isinstance(layout.order, Tensor)
+        moved = layout.edge if known else layout.column
+        start, other, which = _turned_layout(layout, moved, self.num_sources)
         # Targets are own rows, so no entry of this layout reads a halo row: the middle is each row's end.
-        return CsrLayout(start, start[1:], other, which)
+        order = which if known else partial(_turned_order, layout, self.num_sources)
+        return CsrLayout(start, start[1:], other, order)
 
     @cached_property
     def walked(self) -> Structure:
@@ -187,18 +245,21 @@ class Structure:
 
         Edge values that only kernels write and read are then accessed one after another. In the user's order
         the accesses are spread over memory, which makes attention take a third more time.
+
+        Cost:
+            4 bytes an edge.
         """
+        if "by_target" in vars(self):
+            order = self.by_target.entries()
+        else:  # both are found at once
+            vars(self)["by_target"], order = self._grouped()
         layout = self.by_target
         # An entry follows its predecessor if their edges are neighbours in the list. Where half of the
         # entries do, the user's order is close to that of the kernels, and a copy of the edges does not pay.
-        if 2 * int((layout.edge.diff() == 1).sum()) >= layout.edges - 1:
+        if 2 * int((order.diff() == 1).sum()) >= layout.edges - 1:
+            vars(layout)["order"] = order
             return self
-        order = layout.edge.long()
-        found = replace(self, source=self.source[order], target=self.target[order])
-        place = torch.arange(layout.edges, dtype=torch.int32, device=order.device)
-        vars(found)["by_target"] = replace(layout, edge=place)
-        vars(found)["walked"] = found
-        return found
+        return _Walked(self, layout)
 
     @cached_property
     def degree(self) -> Tensor:
@@ -210,19 +271,21 @@ class Structure:
         """The number of edges in the list."""
         return self.source.numel()
 
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the tensors kept by now beside the edge list itself, which belongs to the caller."""
+        built = vars(self)
+        for name in ("by_target", "by_source"):
+            if name in built:
+                yield from built[name].kept()
+        if "degree" in built:
+            yield built["degree"]
+        if built.get("walked", self) is not self:
+            yield from built["walked"].kept()
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the layouts built so far, without the edge list itself, which belongs to the caller."""
-        built = [
-            part
-            for name in ("by_target", "by_source", "degree")
-            if (part := vars(self).get(name)) is not None
-        ]
-        walked = vars(self).get("walked", self)
-        if walked is not self:
-            more = vars(walked).get("by_source")
-            built += [walked.source, walked.target, walked.by_target.edge, *([] if more is None else [more])]
-        return sum(int(part.nbytes) for part in built)
+        """Bytes of the tensors kept by now, without the edge list itself."""
+        return _bytes_of(self.kept())
 
     def _fits(self) -> None:
         if max(self.num_sources, self.edges) > LARGEST:
@@ -239,6 +302,41 @@ class Structure:
                 raise IndexError(f"index {wrong} is out of bounds for dimension 0 with size {rows}")
 
 
+class _Walked(Structure):
+    """Edges in the order in which ``by_target`` walks them: their ends follow from it and are not kept.
+
+    Args:
+        given: The edges in the order that was given.
+        layout: Their ``by_target``.
+    """
+
+    def __init__(self, given: Structure, layout: CsrLayout) -> None:
+        place = torch.arange(layout.edges, dtype=torch.int32, device=layout.column.device)
+        # As in a frozen dataclass: ``vars`` in place of assignments.
+        vars(self).update(own=given.own, num_sources=given.num_sources, own_sources=given.own_sources)
+        vars(self)["by_target"] = replace(layout, order=place)
+
+    @property
+    def source(self) -> Tensor:
+        """The row that each edge reads, made at each access."""
+        return self.by_target.column.long()
+
+    @property
+    def target(self) -> Tensor:
+        """The row that each edge writes, made at each access."""
+        return torch.repeat_interleave(self.by_target.pointer.diff())
+
+    @property
+    def edges(self) -> int:
+        """The number of edges."""
+        return self.by_target.edges
+
+    @cached_property
+    def walked(self) -> Structure:
+        """The edges themselves."""
+        return self
+
+
 def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> CsrLayout:
     """Build the layout by one stable sort of (major, minor); it works on any device."""
     # Both ends in one key: their product is below 2^62, because neither number of rows exceeds LARGEST.
@@ -252,6 +350,22 @@ def _sorted(major: Tensor, minor: Tensor, rows: int, columns: int, own: int) -> 
 
 def _array(ids: Tensor) -> Any:
     return ids.contiguous().numpy()
+
+
+def _counted_layout(major: Tensor, minor: Tensor, rows: int, own: int) -> tuple[Tensor, ...]:
+    return tuple(map(torch.from_numpy, grouped(_array(major), _array(minor), rows, own)))
+
+
+def _counted_order(major: Tensor, minor: Tensor, rows: int, own: int) -> Tensor:
+    return _counted_layout(major, minor, rows, own)[3]
+
+
+def _turned_layout(layout: CsrLayout, edge: Tensor, rows: int) -> tuple[Tensor, ...]:
+    return tuple(map(torch.from_numpy, turned(*layout.arrays, edge.numpy(), rows)))
+
+
+def _turned_order(layout: CsrLayout, rows: int) -> Tensor:
+    return _turned_layout(layout, layout.edge, rows)[2]
 
 
 # Sorting by counting, which moves each edge once ----------------------------------------------------------

@@ -121,7 +121,7 @@ def sum_edges(layout: CsrLayout, values: Tensor, rows: slice | None = None) -> T
     """Compute ``ops.sum_edges`` with numba loops."""
     begin, end = bounds(layout, rows)
     out = values.new_empty(count_of(layout, rows), *values.shape[1:])
-    edge, given, result = layout.arrays.edge, flat(values), flat(out)
+    edge, given, result = layout.edge_array, flat(values), flat(out)
     ahead = ahead_of(given)
     share(
         lambda low, high: _gathered(low, high, begin, end, edge, ahead, given, result),
@@ -167,7 +167,7 @@ def join_edges_back(
 def _bent(layout: CsrLayout, mine: Tensor, its: Tensor, slope: float, g: Tensor) -> Tensor:
     begin, end = bounds(layout)
     out = mine.new_empty(mine.shape)
-    column, edge = layout.arrays.column, layout.arrays.edge
+    column, edge = layout.arrays.column, layout.edge_array
     one, two, given, result = flat(mine), flat(its), flat(g), flat(out)
     # Two prefetch distances, in entries: ``near`` for rows of g, ``ahead`` for rows of the other end.
     bend, near, ahead = result.dtype.type(slope), ahead_of(given), ahead_of(two)

@@ -123,7 +123,7 @@ def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: floa
     begin, end = bounds(layout)
     heads, width = a.shape[1:]
     out = a.new_empty(layout.edges, heads)
-    loop, column, edge = _dots(known(width)), layout.arrays.column, layout.arrays.edge
+    loop, column, edge = _dots(known(width)), layout.arrays.column, layout.edge_array
     one, two, factor, result = flat(a), flat(b), array(att).reshape(-1), array(out)
     bend, ahead = result.dtype.type(slope), ahead_of(two)
     share(
@@ -146,7 +146,7 @@ def leaky_dots_back(
 
     layout = structure.by_target
     begin, end = bounds(layout)
-    column, edge, result = layout.arrays.column, layout.arrays.edge, flat(ga)
+    column, edge, result = layout.arrays.column, layout.edge_array, flat(ga)
     # The gradient of att is a sum over all edges. Each range of rows has a partial sum of its own, and the
     # number of ranges is fixed: the result has the same bits with any number of threads.
     cuts = cuts_of(begin, end, 4 * factor.size)
@@ -161,7 +161,7 @@ def leaky_dots_back(
 
     layout = structure.by_source
     first, last = bounds(layout)
-    other, which, turned = layout.arrays.column, layout.arrays.edge, flat(gb)
+    other, which, turned = layout.arrays.column, layout.edge_array, flat(gb)
 
     def backward(low: int, high: int) -> None:
         # The gradient of att is complete after the first pass. An empty tally turns it off here.

@@ -150,7 +150,7 @@ def extreme_rows(layout: CsrLayout, x: Tensor, sign: float) -> tuple[Tensor, Ten
 
 def extreme_edges(layout: CsrLayout, values: Tensor, sign: float) -> tuple[Tensor, Tensor]:
     """Compute ``ops.extreme_edges`` with numba loops."""
-    return _extremes(layout, layout.arrays.edge, values, sign)
+    return _extremes(layout, layout.edge_array, values, sign)
 
 
 def _extremes(layout: CsrLayout, index: Any, x: Tensor, sign: float) -> tuple[Tensor, Tensor]:
@@ -186,7 +186,7 @@ def extreme_edges_back(layout: CsrLayout, values: Tensor, best: Tensor, ties: Te
     """Compute ``ops.extreme_edges_back`` with numba loops."""
     begin, end = bounds(layout)
     out = values.new_empty(values.shape)
-    edge, given, top, result = layout.arrays.edge, flat(values), flat(best), flat(out)
+    edge, given, top, result = layout.edge_array, flat(values), flat(best), flat(out)
     part = flat(g / ties.clamp(min=1))
     share(
         lambda low, high: _extreme_edges_back(low, high, begin, end, edge, given, top, part, result),

@@ -223,7 +223,7 @@ def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
     begin, end = bounds(layout)
     out = logits.new_empty(logits.shape)
     heads = logits.size(1)
-    loop, edge, given, result = _of_logits(known(heads)), layout.arrays.edge, array(logits), array(out)
+    loop, edge, given, result = _of_logits(known(heads)), layout.edge_array, array(logits), array(out)
     ahead = ahead_of(given)
 
     # Compiled loops may not create arrays (see ``compiled``), so each piece brings its buffers.
@@ -239,7 +239,7 @@ def softmax_edges_back(layout: CsrLayout, alpha: Tensor, g: Tensor) -> Tensor:
     begin, end = bounds(layout)
     out = alpha.new_empty(alpha.shape)
     heads = alpha.size(1)
-    loop, edge, result = _back(known(heads)), layout.arrays.edge, array(out)
+    loop, edge, result = _back(known(heads)), layout.edge_array, array(out)
     p, given = array(alpha), array(g)
     ahead = ahead_of(p)
 
@@ -255,7 +255,7 @@ def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor
     begin, end = bounds(layout)
     heads = a.size(1)
     out = a.new_empty(layout.edges, heads)
-    loop, column, edge = _of_sums(known(heads)), layout.arrays.column, layout.arrays.edge
+    loop, column, edge = _of_sums(known(heads)), layout.arrays.column, layout.edge_array
     mine, its, result = array(a), array(b), array(out)
     bend = result.dtype.type(slope)
 
@@ -275,7 +275,7 @@ def softmax_sum_back(
     begin, end = bounds(layout)
     heads = a.size(1)
     ga, gz = a.new_empty(a.shape), alpha.new_empty(alpha.shape)
-    loop, column, edge = _sums_back(known(heads)), layout.arrays.column, layout.arrays.edge
+    loop, column, edge = _sums_back(known(heads)), layout.arrays.column, layout.edge_array
     mine, its, p, given, of_z, of_a = (array(t) for t in (a, b, alpha, g, gz, ga))
     bend, ahead = of_z.dtype.type(slope), ahead_of(p)
 

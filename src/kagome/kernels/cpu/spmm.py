@@ -30,8 +30,16 @@ WIDTHS = (8, 16, 32, 64, 128)
 """Columns per head that have a loop of their own; other widths are computed four columns at a time."""
 
 
-def part_of(layout: CsrLayout, span: Span) -> CsrLayout:
-    """Return the layout of a span's entries alone."""
+def part_of(layout: CsrLayout, span: Span, *, edges: bool = False) -> CsrLayout:
+    """Return the layout of a span's entries alone.
+
+    Args:
+        layout: The layout of all entries.
+        span: Which of them.
+        edges: Whether their edges will be asked for.
+    """
+    if edges:
+        _ = layout.edge  # found once for both spans
     # Lambdas, because ``own`` and ``halo`` are built and kept on their first access.
     return {"all": lambda: layout, "own": lambda: layout.own, "halo": lambda: layout.halo}[span]()
 
@@ -289,7 +297,7 @@ def sum_rows(
     into: Tensor | None = None,
 ) -> Tensor:
     """Compute ``ops.sum_rows`` with numba loops."""
-    layout = part_of(layout, span)
+    layout = part_of(layout, span, edges=weight is not None)
     begin, end = bounds(layout, rows)
     # The loops add to ``into`` as it is, and clear the rows of a new tensor.
     fresh = into is None or not into.is_contiguous()
@@ -312,7 +320,7 @@ def sum_rows(
             else _headed(known(result.shape[1] // max(heads, 1)))
         )
         of_edges = array(weight.to(x.dtype).reshape(-1, max(heads, 1)))
-        weights = layout.arrays.edge, of_edges, ahead_of(of_edges)
+        weights = layout.edge_array, of_edges, ahead_of(of_edges)
     if result.shape[1] and heads:
         share(
             lambda low, high: loop(
@@ -343,9 +351,9 @@ def dot_edges(
     out = into if into is not None else make(layout.edges, heads, dtype=a.dtype)
     # The loop writes a contiguous array. A strided ``into`` is copied with its values, and copied back below.
     kept = out if out.is_contiguous() else out.contiguous()
-    layout = part_of(layout, span)
+    layout = part_of(layout, span, edges=True)
     begin, end = bounds(layout)
-    column, edge, one, two, result = layout.arrays.column, layout.arrays.edge, flat(a), flat(b), flat(kept)
+    column, edge, one, two, result = layout.arrays.column, layout.edge_array, flat(a), flat(b), flat(kept)
     loop, ahead = _dots(known(width)), ahead_of(two)
     share(
         lambda low, high: loop(low, high, begin, end, column, offset, edge, ahead, one, two, result),
