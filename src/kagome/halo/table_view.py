@@ -62,7 +62,7 @@ class TableIndex:
         found = self._walked.get(edges)
         if found is None:
             layout = self.layout(edges)
-            found = replace(layout, edge=number)
+            found = replace(layout, order=number)
             vars(found)["prepared"] = layout.prepared
             self._walked[edges] = found
         return found
