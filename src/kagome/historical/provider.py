@@ -27,7 +27,7 @@ from kagome.graph.partition.chunks import Chunk, ChunkStep
 from kagome.halo.forward_pass import Site, of_gradients
 from kagome.halo.table_view import TableIndex, TableView
 from kagome.historical.lockstep import Lockstep, Place
-from kagome.historical.tables import Gradients, SiteTable, Tables
+from kagome.historical.tables import RowGradients, SiteTable, Tables
 from kagome.kernels.base.ordered_sums import add_from_peers
 
 
@@ -49,13 +49,13 @@ class Left:
         self.tables, self.steps = tables, {step.chunk: step for step in steps}
         self._cached: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def add(self, table: SiteTable, chunk: int, away: Gradients) -> None:
+    def add(self, table: SiteTable, chunk: int, away: RowGradients) -> None:
         """Accumulate a chunk's gradients of rows that the next epoch will read as historical rows.
 
         Args:
             table: Table of the site.
             chunk: Index of the chunk.
-            away: Gradients of the rows that the chunk read.
+            away: RowGradients of the rows that the chunk read.
 
         Cost:
             The sums of about half of the gradients.
@@ -136,7 +136,7 @@ class HistoricalRows:
 
         return TableView(settle, self.sources[chunk.number], tables.by_entry)
 
-    def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: RowGradients, site: Site, label: str) -> Work:
         """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
         tables, step = self.tables, self.steps[chunk.number]
         table = tables.sites[site.key]
@@ -256,7 +256,7 @@ class ExactRows:
 
         return TableView(met, tables.row_index[chunk.number], tables.by_entry)
 
-    def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: RowGradients, site: Site, label: str) -> Work:
         """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
         tables = self.tables
         table = tables.sites[site.key]

@@ -66,7 +66,7 @@ class SiteTable:
     kept: bool = False
 
 
-class Gradients(Protocol):
+class RowGradients(Protocol):
     """The gradients of the rows that a chunk read, which need not be computed yet."""
 
     def add_to(self, table: Tensor, place: Tensor, which: Tensor, times: Tensor) -> None:
@@ -75,7 +75,7 @@ class Gradients(Protocol):
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Gradients that are computed.
+    """Gradients of rows that are computed already.
 
     Shapes:
         rows ``[h, W]``.
@@ -94,7 +94,7 @@ class Provider(Protocol):
     def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
         """Start to fetch the rows that a chunk reads in other chunks and parts, given its own rows."""
 
-    def start_reduce(self, chunk: Chunk, away: Gradients, site: Site, label: str) -> Work:
+    def start_reduce(self, chunk: Chunk, away: RowGradients, site: Site, label: str) -> Work:
         """Start to add the gradients of rows that a chunk read; return the gradients of its own rows."""
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:

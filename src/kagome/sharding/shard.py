@@ -23,6 +23,7 @@ from kagome.config.fields import check_kind
 from kagome.errors import ConfigError
 from kagome.graph.partition.partition import Partition
 from kagome.graph.structure.sets import Graph
+from kagome.profile.host_forecast import host_forecast
 from kagome.report.progress import warn
 from kagome.sharding.loop_settings import (
     exchange_of,
@@ -35,7 +36,6 @@ from kagome.sharding.module import ShardedModel
 from kagome.sharding.parts import materialise_sets, part_of, whole_of_one_set
 from kagome.sharding.pipelined import PipelinedModel
 from kagome.sharding.rows.cut_tables import refuse_uncuttable, tables_in
-from kagome.train.host_forecast import host_forecast
 
 
 @as_written

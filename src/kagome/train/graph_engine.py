@@ -52,6 +52,7 @@ from kagome.model.forward_call import failed
 from kagome.objective.kept_rows import RefusesKept
 from kagome.objective.loss_weights import LossWeights
 from kagome.objective.optimizers import Criteria, step_optimizer
+from kagome.profile.host_forecast import host_forecast
 from kagome.records.memory import MemoryByKind
 from kagome.records.peak_tensors import PeakTensors
 from kagome.user_frame import raised_at
@@ -111,7 +112,7 @@ class GraphEngine:
                 "bf16 has no compiled kernels on a CPU: messages are computed edge by edge, in more time and "
                 "memory than float32 takes with them."
             )
-        self.recompute = options.recompute
+        self.parallel, self.recompute = parallel, options.recompute
         scored = scored_rows(part)
         self.own = scored.own.numel()
         """The number of own vertices that have scores."""
@@ -395,6 +396,11 @@ class GraphEngine:
         """Return the notes for the end of a run."""
         summed = self.scope.deferral.summed
         return (*(() if summed is None else summed.notes()), *self.controller.final_notes())
+
+    def forecast(self, part: Part) -> tuple[str, ...]:
+        """Return a note if rows as they are asked for are forecast to be slower than exact rows."""
+        options = PartOptions.of(self.settings, fast=self.fast, recompute=self.recompute)
+        return host_forecast(self.model, part, self.channel, self.parallel, options)
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the notes on forward passes since the last call."""

@@ -55,7 +55,6 @@ from kagome.train.admission import Admission
 from kagome.train.callbacks import Callbacks
 from kagome.train.engines import build_engine
 from kagome.train.graph_engine import GraphEngine
-from kagome.train.host_forecast import forecast_of
 from kagome.train.metrics_log import EpochLoop, EpochTimer
 from kagome.train.rank_agreement import ModelMarks, compared, facts_of, refuse_unlike_codes
 from kagome.train.sets_source import refuse_target
@@ -281,7 +280,8 @@ class Trainer:
         if self.part.nodes:
             with self.spans.phase("check"):
                 self._log(*self.admission.predict(self.part, self.world))
-                self._log(*forecast_of(self.engine, self.part, self.channel, self.settings))
+                if isinstance(self.engine, GraphEngine):
+                    self._log(*self.engine.forecast(self.part))
             self._log(*self.engine.take_notes())
             self.part = without_attributes(self.part)  # the engine holds its own inputs
             self.scored = scored_rows(self.part)

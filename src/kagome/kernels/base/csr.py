@@ -328,12 +328,12 @@ class _Walked(Structure):
 
     @property
     def edges(self) -> int:
-        """The number of edges."""
+        """The number of edges in the layout."""
         return self.by_target.edges
 
     @cached_property
     def walked(self) -> Structure:
-        """The edges themselves."""
+        """The edges themselves, as they are walked."""
         return self
 
 

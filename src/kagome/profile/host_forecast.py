@@ -1,6 +1,6 @@
 """Host forecast: tells a user who asks for late or sampled rows on one host that exact rows are faster there.
 
-Where it sits: ``trainer`` and ``sharding.shard`` ask for it once, before the first epoch or step;
+Where it sits: ``train`` and ``sharding.shard`` ask for it once, before the first epoch or step;
 ``planner.cost_model`` has the arithmetic by which ``kagome plan`` leaves late rows out.
 """
 
@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from kagome import config
 from kagome.comm.channel import Channel
-from kagome.components.engine import Engine
 from kagome.components.model_setup import model_copy
 from kagome.components.parallelize import PartOptions
 from kagome.components.task import undisturbed
@@ -24,7 +22,6 @@ from kagome.planner.cost_model import passes
 from kagome.profile.epoch_costs import halo_bytes
 from kagome.profile.part_size import counts_of
 from kagome.records.units import bytes_text, seconds_text
-from kagome.train.graph_engine import GraphEngine
 
 
 class HostAccount(NamedTuple):
@@ -39,14 +36,6 @@ class HostAccount(NamedTuple):
     near: bool
     rows: int
     row_bytes: float | None
-
-
-def forecast_of(engine: Engine, part: Part, channel: Channel, settings: config.Run) -> tuple[str, ...]:
-    """Return the note of :func:`host_forecast` for a run; none for stages, whose rows are not measured."""
-    if not isinstance(engine, GraphEngine):
-        return ()
-    options = PartOptions.of(settings.train, fast=engine.fast, recompute=engine.recompute)
-    return host_forecast(engine.model, part, channel, settings.parallel, options)
 
 
 def host_forecast(

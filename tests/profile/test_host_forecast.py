@@ -11,8 +11,8 @@ import pytest
 from kagome import Parallel, Trainer
 from kagome.comm.channel import Channel
 from kagome.planner.cluster import LOCAL
+from kagome.profile import host_forecast
 from kagome.records.units import bytes_text, seconds_text
-from kagome.train import host_forecast
 from pipelines import SEED, data, model
 from training import QUIET, settings
 
