@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kagome.halo.exchange import HaloSums
 from kagome.halo.forward_pass import ForwardPass
 from kagome.halo.table_view import TableIndex, TableView
 from kagome.kernels import ops
@@ -29,8 +30,8 @@ class LocalHaloWork:
     def start_gather(self, rows: Tensor) -> Any:
         return self.work
 
-    def start_reduce(self, away: Tensor) -> Any:
-        self.back.append(away)
+    def start_reduce(self, away: HaloSums) -> Any:
+        self.back.append(away.rows())
         return type("Gone", (), {"borrow": lambda _: torch.no_grad()})()
 
     def add(self, received: Any, own: Tensor) -> Tensor:
@@ -99,11 +100,16 @@ def test_rows_are_gathered_for_all_else_and_the_table_is_asked_for_once() -> Non
 
 def test_places_and_factors_of_edges_are_worked_out_once() -> None:
     edges, table, places, _ = given(4, torch.float64)
-    where, by_edge = TableIndex(places), WeakTensorMap[Tensor]()
+    where, by_entry = TableIndex(places), WeakTensorMap[tuple[Tensor, Tensor]]()
+    halo = edges.by_target.halo
     assert where.layout(edges) is where.layout(edges)
-    assert torch.equal(where.layout(edges).column.long(), places[edges.by_target.halo.column.long() - OWN])
+    assert torch.equal(where.layout(edges).column.long(), places[halo.column.long() - OWN])
     factor = torch.rand(OWN + HALO)
-    one = TableView(lambda: table, where, by_edge).weights(factor, edges)
-    assert one is TableView(lambda: table, where, by_edge).weights(factor, edges)
-    assert torch.equal(one, factor[edges.source])
+    layout, weights = TableView(lambda: table, where, by_entry).weighted(factor, edges)
+    again = TableView(lambda: table, where, by_entry).weighted(factor, edges)
+    assert again[0] is layout
+    assert again[1] is weights
+    # One factor an entry, in the order in which entries are walked.
+    assert torch.equal(weights[layout.edge.long()], factor[halo.column.long()])
+    assert torch.equal(layout.edge.long(), torch.arange(halo.edges))
     assert ops.backend_of(table) == "numba"
