@@ -324,7 +324,8 @@ class _Walked(Structure):
     @property
     def target(self) -> Tensor:
         """The row that each edge writes, made at each access."""
-        return torch.repeat_interleave(self.by_target.pointer.diff())
+        # The size is known: a GPU is not waited for.
+        return torch.repeat_interleave(self.by_target.pointer.diff(), output_size=self.edges)
 
     @property
     def edges(self) -> int:
