@@ -102,7 +102,7 @@ def test_a_run_by_the_planner_says_why_it_takes_exact_rows(
     loads = [Load(50, 400, 20, 20, 1e6), Load(60, 500, 30, 30, 2e6)]
     asked: list[PlanCommand] = []
 
-    def made_up(command: PlanCommand, *_: object) -> Plans:
+    def made_up(command: PlanCommand, *_: object, **__: object) -> Plans:
         asked.append(command)
         return ranked([parts(2, loads, RATES, ONE, 0.0, late=old) for old in (True, False)], ONE)
 
