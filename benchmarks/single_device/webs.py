@@ -74,7 +74,7 @@ WEBS: Final = {
     "tiny-web": Web(vertices=2_000, edges=16_000, most_in=400, most_out=200, **_CRAWL),
     "tiny-social": Web(vertices=2_000, edges=12_000, most_in=300, most_out=200, **_TRUST),
 }
-"""Vertices, edges and largest degrees are those of cnr-2000 and soc-Epinions1; the tiny ones are for a try."""
+"""Vertices, edges and largest degrees are those of cnr-2000 and soc-Epinions1; tiny ones are for a try."""
 
 
 def graph(web: Web) -> Data:
