@@ -35,7 +35,7 @@ def main() -> None:
     do = partial(run, runs=options.runs, data=None, fresh=options.fresh, limit=options.limit)
     axes = grid(options)
     trials = [trial for axis in axes.values() for line in axis.values() for _, trial in line]
-    prepare([trial.graph for trial in trials], options.runs, None)
+    prepare([trial.graph for trial in trials], options.runs, None, options.threads)
     if not options.smoke:
         warm_up(options.models, options.runs, options.threads)
     found = interleaved(trials, options.turns, do, lambda line: print(line, flush=True))

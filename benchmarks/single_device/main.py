@@ -101,7 +101,7 @@ def main() -> None:
     there = all((options.runs / t.file(turn)).exists() for t in ours for turn in range(options.zoo_turns))
     if not options.smoke and (options.fresh or not there):
         warm_up(sorted({row.model for row in grid}), options.runs, options.threads)
-    prepare([row.graph for row in grid], options.runs, options.data)
+    prepare([row.graph for row in grid], options.runs, options.data, options.threads)
     told = []
     for row in grid:  # the sides of one row meet the machine in the same minutes
         turns = options.zoo_turns if row.group == "zoo" else options.turns

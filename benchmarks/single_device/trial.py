@@ -109,14 +109,14 @@ def warm_up(models: Sequence[str], runs: Path, threads: int) -> None:
         raise SystemExit(error)
 
 
-def prepare(names: Sequence[str], runs: Path, data: Path | None) -> None:
+def prepare(names: Sequence[str], runs: Path, data: Path | None, threads: int) -> None:
     """Make the graphs' files, each in a process of its own.
 
     Raises:
         SystemExit: If one cannot be made.
     """
     for name in dict.fromkeys(names):
-        error = apart("prepare", (name, runs, data), os.cpu_count() or 1, 600.0)
+        error = apart("prepare", (name, runs, data), threads, 600.0)
         if error:
             raise SystemExit(error)
 

@@ -70,7 +70,7 @@ _TRUST: Final = {"in_power": 1.9, "out_power": 1.9, "returned": 0.25}
 
 WEBS: Final = {
     "cnr-2000-like": Web(vertices=325_557, edges=3_216_152, most_in=18_235, most_out=2_716, **_CRAWL),
-    "soc-Epinions-like": Web(vertices=75_879, edges=508_837, most_in=3_035, most_out=1_801, **_TRUST),
+    "soc-Epinions-like": Web(vertices=75_879, edges=508_837, most_in=6_000, most_out=3_400, **_TRUST),
     "tiny-web": Web(vertices=2_000, edges=16_000, most_in=400, most_out=200, **_CRAWL),
     "tiny-social": Web(vertices=2_000, edges=12_000, most_in=300, most_out=200, **_TRUST),
 }
@@ -99,17 +99,21 @@ def edges(web: Web) -> Ids:
     keys = np.empty(0, np.int64)
     # Loops and duplicates are dropped, and later rounds draw what is missing.
     while keys.size < web.edges:
-        count = int((web.edges - keys.size) * 1.2) + 16
+        # No more than are missing: a cut would part edges from their reverses.
+        count = int((web.edges - keys.size) / (1 + web.returned)) + 16
         source = picked(active, draw.random(count))
         target = targets(web, source, host, popular, draw)
         back = draw.random(count) < web.returned
         drawn = np.concatenate([source * n + target, (target * n + source)[back]])
         drawn = drawn[drawn // n != drawn % n]
-        fresh = np.setdiff1d(distinct(drawn), keys, assume_unique=True)
+        fresh = distinct(drawn)
+        if keys.size:
+            place = np.minimum(np.searchsorted(keys, fresh), keys.size - 1)
+            fresh = fresh[keys[place] != fresh]
         # Sorted keys cut to size would favour edges of low ids.
         draw.shuffle(fresh)
         keys = np.concatenate([keys, fresh[: web.edges - keys.size]])
-    keys.sort()
+        keys.sort()
     return np.stack([keys // n, keys % n])
 
 
