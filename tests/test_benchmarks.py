@@ -45,12 +45,50 @@ def test_one_device_against_pyg(tmp_path: Path) -> None:
     assert len(kept) == 3  # resumed from its files, not run again
 
 
+@pytest.mark.parametrize("name", ["tiny-web", "tiny-social"])
+def test_webs_have_long_tails_and_the_web_alone_is_local(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SINGLE))
+    import numpy as np
+    import webs
+
+    web = webs.WEBS[name]
+    source, target = webs.edges(web)
+    keys = source * web.vertices + target
+    assert keys.size == np.unique(keys).size == web.edges
+    assert (source != target).all()
+    assert np.array_equal(webs.edges(web)[1], target)  # seeded
+    assert not np.array_equal(webs.edges(replace(web, seed=1))[1], target)
+    degree = np.sort(np.bincount(target, minlength=web.vertices))
+    assert degree[-1] > 15 * degree.mean() > 15 * np.median(degree)
+    near = np.mean(abs(source - target) < 100)
+    returned = np.isin(target * web.vertices + source, keys).mean()
+    begins, _ = webs.hosts(web, np.random.default_rng(web.seed))
+    if name == "tiny-web":
+        assert near > 0.6
+        assert np.mean(begins[source] == begins[target]) > 0.85
+    else:
+        assert near < 0.12  # at random 2 * 100 / 2000
+        assert returned > 0.3
+
+
+def test_webs_are_measured_beside_dgl_where_it_is(tmp_path: Path) -> None:
+    words = ("--group", "webs", "--threads", "1")
+    run(SINGLE / "main.py", tmp_path, *words)
+    told = read(tmp_path / "results.json")["rows"]
+    assert [row["graph"] for row in told] == ["tiny-web", "tiny-social"]
+    rivals = {"csr", "dgl"} if importlib.util.find_spec("dgl") else {"csr"}
+    for row in told:
+        assert set(row["faster"]) == rivals
+        assert row["loss_difference"] < 1e-5  # it is the same training
+
+
 @pytest.mark.slow
 def test_growth_is_measured_and_drawn(tmp_path: Path) -> None:
     run(SINGLE / "growth.py", tmp_path, "--threads", "1")
     told = read(tmp_path / "results_growth.json")
     assert [p["size"] for p in told["vertices"]["gcn"]] == [200, 400]
-    assert all(p["epoch_seconds"] > 0 for line in told["vertices"].values() for p in line)
+    assert all(p["epoch_seconds"] > 1e3 * p["edge_seconds"] > 0 for p in told["vertices"]["gcn"])
+    assert "| gcn, an edge and epoch |" in (tmp_path / "results_growth.md").read_text()
     drawn = (tmp_path / "results_growth.svg").read_text()
     assert "<svg" in drawn
     assert "hidden width" in drawn

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numba  # noqa: F401 - counts as an import, not as memory of a run
+import rivals
 import sides
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ def main(what: dict[str, Any], runs: Path) -> None:
     trial = Trial(side=what["side"], graph=what["graph"], model=what["model"], threads=what["threads"])
     graph = graphs.load(trial.graph, None, runs / "graphs")
     if trial.side == "dgl":
-        import dgl_side  # noqa: F401 - its imports do not count
+        rivals.needed()  # its imports do not count
     memory, usage = Memory(), Usage()
     optimizer = usage.optimizer
     if trial.side == "kagome":
@@ -93,9 +94,7 @@ def by_torch(
 ) -> dict[str, Any]:
     """Train as users of PyG and of DGL write it."""
     if trial.side == "dgl":
-        import dgl_side
-
-        model, edges = dgl_side.built(trial, graph)
+        model, edges = rivals.model_of(trial, graph), rivals.graph_of(trial, graph)
     else:
         model = sides.built(trial, graph)
         edges = sides.adjacency(model, graph) if trial.side == "csr" else graph.edge_index

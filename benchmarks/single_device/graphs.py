@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+import webs
 from torch_geometric.data import Data
 
 from kagome import config
@@ -33,7 +34,7 @@ def load(name: str, data: Path | None, kept: Path) -> Data:
     """A graph by its name, prepared and kept in a file the first time.
 
     Args:
-        name: A name of :data:`GRAPHS`, or ``sbm:...``.
+        name: A name of :data:`GRAPHS` or of ``webs.WEBS``, or ``sbm:...``.
         data: Folder of raw data sets, for those that are not made.
         kept: Folder of prepared graphs.
 
@@ -51,6 +52,8 @@ def load(name: str, data: Path | None, kept: Path) -> Data:
 
 
 def _prepared(name: str, data: Path | None) -> Data:
+    if name in webs.WEBS:
+        return webs.graph(webs.WEBS[name])
     settings = GRAPHS[name] if name in GRAPHS else config.Data(name=name)
     if "{data}" in settings.name + settings.root and data is None:
         raise SystemExit(f"the graph {name} needs --data FOLDER, with the raw files of the data sets")

@@ -1,5 +1,7 @@
 """What does an epoch cost as the graph, the width and the depth grow? Kagome on one device; drawn as curves.
 
+As the graph grows, the time an edge and epoch should stay the same.
+
 Run: python benchmarks/single_device/growth.py  (resumes where it stopped)
 """
 
@@ -9,20 +11,22 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trial import Figure, Trial, figure, interleaved, run, warm_up
+from trial import Result, Trial, figure, interleaved, prepare, run, warm_up
 
 HERE = Path(__file__).parent
 MODELS = ("gcn", "sage", "gat")
 DEGREE, FEATURES = 21, 128
-VERTICES = (25_000, 50_000, 100_000, 200_000)
+VERTICES = (50_000, 100_000, 200_000, 400_000, 800_000)
 WIDTHS = (32, 64, 128, 256)
 DEPTHS = (2, 4, 8, 16)
 BASE = 50_000
 """Vertices of the graph on which width and depth grow."""
+AXES = ("vertices", "hidden width", "layers")
 
 
 def main() -> None:
@@ -31,24 +35,28 @@ def main() -> None:
     do = partial(run, runs=options.runs, data=None, fresh=options.fresh, limit=options.limit)
     axes = grid(options)
     trials = [trial for axis in axes.values() for line in axis.values() for _, trial in line]
+    prepare([trial.graph for trial in trials], options.runs, None, options.threads)
     if not options.smoke:
         warm_up(options.models, options.runs, options.threads)
     found = interleaved(trials, options.turns, do, lambda line: print(line, flush=True))
-    figures = {trial: figure(results) for trial, results in zip(trials, found, strict=True)}
+    results = dict(zip(trials, found, strict=True))
     told = {
-        axis: {model: [point(size, figures[trial]) for size, trial in line] for model, line in lines.items()}
+        axis: {model: [point(size, results[trial]) for size, trial in line] for model, line in lines.items()}
         for axis, lines in axes.items()
     }
+    told = beside_others(told, options)
     options.out.mkdir(parents=True, exist_ok=True)
     facts = {"threads": options.threads, "turns": options.turns, "degree": DEGREE, "features": FEATURES}
     (options.out / "results_growth.json").write_text(json.dumps({"facts": facts, **told}, indent=1) + "\n")
     (options.out / "results_growth.md").write_text(text(told))
+    print(text(told))
     draw(told, options.out / "results_growth.svg")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--axes", nargs="*", choices=AXES, default=list(AXES), help="what grows")
     parser.add_argument("--vertices", type=int, nargs="*", default=list(VERTICES))
     parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS))
     parser.add_argument("--depths", type=int, nargs="*", default=list(DEPTHS))
@@ -78,19 +86,29 @@ def grid(options: argparse.Namespace) -> dict[str, dict[str, list[tuple[int, Tri
         return Trial(side="kagome", graph=graph, model=model, **more, **limits)
 
     base = options.base
-    return {
+    axes = {
         "vertices": {m: [(n, trial(m, n)) for n in options.vertices] for m in options.models},
         "hidden width": {m: [(w, trial(m, base, hidden=w)) for w in options.widths] for m in options.models},
         "layers": {m: [(d, trial(m, base, layers=d)) for d in options.depths] for m in options.models},
     }
+    return {axis: lines for axis, lines in axes.items() if axis in options.axes}
 
 
-def point(size: int, found: Figure | None) -> dict[str, Any]:
+def beside_others(told: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What grew, with what grew in an earlier call and not in this one, in the order of :data:`AXES`."""
+    earlier = options.out / "results_growth.json"
+    then = json.loads(earlier.read_text()) if earlier.exists() and not options.smoke else {}
+    return {axis: told.get(axis) or then[axis] for axis in AXES if axis in told or axis in then}
+
+
+def point(size: int, results: Sequence[Result]) -> dict[str, Any]:
+    found = figure(results)
     if found is None:
-        return {"size": size, "epoch_seconds": None, "peak_memory_bytes": None}
+        return {"size": size, "epoch_seconds": None, "edge_seconds": None, "peak_memory_bytes": None}
     return {
         "size": size,
         "epoch_seconds": found.seconds,
+        "edge_seconds": found.seconds / results[0]["edges"],
         "spread": [found.low, found.high],
         "peak_memory_bytes": found.peak,
     }
@@ -98,7 +116,7 @@ def point(size: int, found: Figure | None) -> dict[str, Any]:
 
 def power(points: list[dict[str, Any]], key: str) -> float | None:
     """The exponent p of cost ~ size ** p through all points (least squares of logarithms): 1 is linear."""
-    pairs = [(math.log(p["size"]), math.log(p[key])) for p in points if p[key]]
+    pairs = [(math.log(p["size"]), math.log(p[key])) for p in points if p.get(key)]
     if len(pairs) < 2:
         return None
     xs, ys = zip(*pairs, strict=True)
@@ -117,9 +135,12 @@ def text(told: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         for model, points in lines.items():
             for key, name, shown in (
                 ("epoch_seconds", "an epoch", lambda v: f"{1e3 * v:,.0f} ms"),
+                ("edge_seconds", "an edge and epoch", lambda v: f"{1e9 * v:,.1f} ns"),
                 ("peak_memory_bytes", "peak memory", lambda v: f"{v / 1e6:,.0f} MB"),
             ):
-                cells = [shown(p[key]) if p[key] is not None else "-" for p in points]
+                if axis != "vertices" and key == "edge_seconds":
+                    continue  # the edges stay the same: it says what the epoch says
+                cells = [shown(p[key]) if p.get(key) is not None else "-" for p in points]
                 exponent = power(points, key)
                 last = "-" if exponent is None else f"{exponent:.2f}"
                 rows.append(f"| {model}, {name} | {' | '.join(cells)} | {last} |")

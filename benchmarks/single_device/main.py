@@ -1,11 +1,14 @@
 """Is Kagome faster than PyG on one device? Against PyG with edge_index and with a CSR adjacency, in turns.
 
+The group ``webs`` has DGL as a side too, where it is installed.
+
 Run: python benchmarks/single_device/main.py --data ../shared/data  (resumes where it stopped)
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -16,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trial import Figure, Result, Trial, figure, interleaved, ratio, run, warm_up
+from trial import Figure, Result, Trial, figure, interleaved, prepare, ratio, run, warm_up
 
 HERE = Path(__file__).parent
 HEADLINE = ("gcn", "gin", "sage", "gat")
@@ -32,7 +35,16 @@ NO_CSR = {
 }
 """Why PyG has no product with a CSR adjacency in these; the others are run with one."""
 GRAPHS = ("ego-twitter", "Cornell5", "made")
-GROUPS = ("headline", "dropout", "zoo")
+WEBS = ("cnr-2000-like", "soc-Epinions-like")
+GROUPS = ("headline", "dropout", "zoo", "webs")
+SIDES = {
+    "edge_index": "PyG edge_index",
+    "csr": "PyG CSR",
+    "dgl": "DGL",
+    "kagome": "Kagome",
+    "kagome-no-fast": "Kagome, no fast paths",
+}
+"""Names in the tables, in the order of columns; DGL and the last one are shown where they were run."""
 FASTER = {"gcn": 8.0, "gin": 8.0, "sage": 5.0, "gat": 3.0}
 """Least times faster than ``edge_index``; than CSR: 1.5, and GAT in at most a third of the memory."""
 FASTER_THAN_CSR = 1.5
@@ -57,6 +69,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
         "headline": [(graph, model, 0.0, 3) for graph in options.graphs for model in HEADLINE],
         "dropout": [(options.zoo_graph, model, 0.5, 3) for model in HEADLINE],
         "zoo": [(options.zoo_graph, model, 0.0, 2) for model in ZOO],
+        "webs": [(graph, model, 0.0, 3) for graph in options.webs for model in ("gcn", "sage", "gat")],
     }
     for group in options.group:
         for graph, model, dropout, layers in plan[group]:
@@ -64,11 +77,19 @@ def rows(options: argparse.Namespace) -> list[Row]:
                 continue
             common = {"graph": graph, "model": model, "dropout": dropout, "layers": layers}
             limits = {"epochs": options.epochs, "seconds": options.seconds, "threads": options.threads}
-            sides = ["edge_index", *([] if model in NO_CSR else ["csr"]), "kagome"]
+            sides = sides_of(group, model)
             sides += ["kagome-no-fast"] if options.before else []
             trials = tuple(Trial(side=side, **common, **limits) for side in sides)  # type: ignore[arg-type]
             made.append(Row(group, graph, model, dropout, trials))
     return made
+
+
+def sides_of(group: str, model: str) -> list[str]:
+    """Which sides run a model: on the webs PyG in the faster of its ways, and DGL where it is installed."""
+    csr = [] if model in NO_CSR else ["csr"]
+    if group == "webs":
+        return [*(csr or ["edge_index"]), *(["dgl"] if importlib.util.find_spec("dgl") else []), "kagome"]
+    return ["edge_index", *csr, "kagome"]
 
 
 def main() -> None:
@@ -80,6 +101,7 @@ def main() -> None:
     there = all((options.runs / t.file(turn)).exists() for t in ours for turn in range(options.zoo_turns))
     if not options.smoke and (options.fresh or not there):
         warm_up(sorted({row.model for row in grid}), options.runs, options.threads)
+    prepare([row.graph for row in grid], options.runs, options.data, options.threads)
     told = []
     for row in grid:  # the sides of one row meet the machine in the same minutes
         turns = options.zoo_turns if row.group == "zoo" else options.turns
@@ -106,6 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of raw data sets")
     parser.add_argument("--group", nargs="*", choices=GROUPS, default=list(GROUPS))
     parser.add_argument("--graphs", nargs="*", default=list(GRAPHS), help="of the headline models")
+    parser.add_argument("--webs", nargs="*", default=list(WEBS), help="graphs of the group webs")
     parser.add_argument("--zoo-graph", default="made", help="of the zoo and of the rows with dropout")
     parser.add_argument("--only", nargs="*", help="models")
     parser.add_argument("--before", action="store_true", help="Kagome without its fast paths, too")
@@ -122,7 +145,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.smoke:
         options.graphs, options.zoo_graph, options.turns, options.epochs = ["tiny"], "tiny", 1, 2
-        options.zoo_turns = 1
+        options.zoo_turns, options.webs = 1, ["tiny-web", "tiny-social"]
         options.group = ["headline"] if options.group == list(GROUPS) else options.group
         options.only = options.only or ["gcn"]
     return options
@@ -173,7 +196,8 @@ def side_told(found: Figure | None, results: Sequence[Result]) -> dict[str, Any]
 def loss_difference(row: Row, found: Sequence[Sequence[Result]]) -> float | None:
     """The largest relative difference of Kagome's losses from PyG's over common epochs; without dropout."""
     by_side = {t.side: results[0] for t, results in zip(row.trials, found, strict=True) if results}
-    ours, theirs = (by_side.get(side, {}).get("losses") for side in ("kagome", "edge_index"))
+    pyg = "edge_index" if "edge_index" in by_side else "csr"
+    ours, theirs = (by_side.get(side, {}).get("losses") for side in ("kagome", pyg))
     if row.dropout or not ours or not theirs:
         return None
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=False))
@@ -189,6 +213,7 @@ def tables(told: Sequence[dict[str, Any]]) -> str:
         "headline": "{graph}, {layers} layers, hidden 128",
         "dropout": "{graph}, {layers} layers, hidden 128, dropout 0.5",
         "zoo": "{graph}, the whole zoo, {layers} layers, hidden 128",
+        "webs": "{graph}, made, {layers} layers, hidden 128",
     }
     for group, graph in dict.fromkeys((t["group"], t["graph"]) for t in told):
         some = [t for t in told if (t["group"], t["graph"]) == (group, graph)]
@@ -202,20 +227,23 @@ def tables(told: Sequence[dict[str, Any]]) -> str:
 
 def table(told: Sequence[dict[str, Any]]) -> str:
     """One table: epoch, ratios with their spread beside their targets, memory."""
-    before = any("kagome-no-fast" in t["sides"] for t in told)
-    extra = "| Kagome, no fast paths " if before else ""
-    lines = [
-        f"| model | PyG edge_index | PyG CSR | Kagome {extra}| times faster than edge_index | than CSR "
-        "| peak memory: edge_index / CSR / Kagome | less than edge_index | losses differ |",
-        "|---" * (9 + before) + "|",
+    ran = {side for t in told for side in t["sides"]}
+    shown = [side for side in SIDES if side in ran or side not in ("dgl", "kagome-no-fast")]
+    held = [side for side in shown if side != "kagome-no-fast"]
+    rivals = [side for side in held if side != "kagome"]
+    than = [
+        "times faster than edge_index",
+        *(f"than {SIDES[side].removeprefix('PyG ')}" for side in rivals[1:]),
     ]
+    memory = " / ".join(SIDES[side].removeprefix("PyG ") for side in held)
+    heads = ["model", *(SIDES[side] for side in shown), *than]
+    heads += [f"peak memory: {memory}", "less than edge_index", "losses differ"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for t in told:
-        sides, faster = t["sides"], t["faster"]
-        cells = [t["model"], *(seconds(sides.get(s)) for s in ("edge_index", "csr", "kagome"))]
-        cells += [seconds(sides.get("kagome-no-fast"))] if before else []
-        least, least_csr = targets(t)
-        cells += [judged(faster.get("edge_index"), least), judged(faster.get("csr"), least_csr)]
-        cells.append(" / ".join(megabytes(sides.get(s)) for s in ("edge_index", "csr", "kagome")))
+        sides, faster, least = t["sides"], t["faster"], targets(t)
+        cells = [t["model"], *(seconds(sides.get(side)) for side in shown)]
+        cells += [judged(faster.get(side), least[side]) for side in rivals]
+        cells.append(" / ".join(megabytes(sides.get(side)) for side in held))
         cells.append(less_memory(t))
         differ = t["loss_difference"]
         cells.append("-" if differ is None else f"{differ:.0e}")
@@ -223,11 +251,11 @@ def table(told: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def targets(t: dict[str, Any]) -> tuple[float, float]:
-    """Least ratio against edge_index and against CSR: the zoo is to be no slower than either."""
-    if t["group"] == "zoo":
-        return 1.0, 1.0
-    return FASTER[t["model"]], FASTER_THAN_CSR
+def targets(t: dict[str, Any]) -> dict[str, float]:
+    """Least ratio against each side: the zoo and the webs are to be no slower than any."""
+    if t["group"] in ("zoo", "webs"):
+        return {"edge_index": 1.0, "csr": 1.0, "dgl": 1.0}
+    return {"edge_index": FASTER[t["model"]], "csr": FASTER_THAN_CSR}
 
 
 def seconds(side: dict[str, Any] | None) -> str:
@@ -257,7 +285,7 @@ def less_memory(t: dict[str, Any]) -> str:
     if None in sides or not sides[1]:
         return "-"
     times = sides[0] / sides[1]
-    if t["group"] == "zoo" or t["model"] != "gat":
+    if t["group"] in ("zoo", "webs") or t["model"] != "gat":
         return f"{times:.1f} times"
     return f"{times:.1f} times; at least {LESS_MEMORY:g}: {'yes' if times >= LESS_MEMORY else '**no**'}"
 

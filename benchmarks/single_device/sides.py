@@ -1,4 +1,4 @@
-"""Sides: the same training by Kagome, by PyG with ``edge_index`` and by PyG with a CSR adjacency.
+"""Sides: the same training by Kagome, by PyG with ``edge_index`` or a CSR adjacency, and by DGL.
 
 Where it sits: ``trial`` calls :func:`measure` in a process of its own; ``epoch_profile`` calls :func:`train`.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numba  # noqa: F401 - counts as an import, not as memory of a run
+import rivals
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,10 +65,12 @@ def timed_epochs(trial: Trial, first: float) -> int:
 
 def train(trial: Trial, graph: Data, optimizer: MakeOptimizer = adam) -> Result:
     """Train by the trial's side: one epoch, then the timed ones; evaluation is not in their seconds."""
+    if trial.side == "dgl":
+        return by_loop(trial, rivals.model_of(trial, graph), graph, optimizer)
     model = built(trial, graph)
     if trial.side.startswith("kagome"):
         return by_kagome(trial, model, graph, optimizer)
-    return by_pyg(trial, model, graph, optimizer)
+    return by_loop(trial, model, graph, optimizer)
 
 
 def by_kagome(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimizer) -> Result:
@@ -96,10 +99,14 @@ def by_kagome(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimi
     }
 
 
-def by_pyg(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimizer) -> Result:
-    """PyG as its users write it."""
+def by_loop(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimizer) -> Result:
+    """PyG and DGL as their users write it."""
     begun = time.perf_counter()
-    edges = adjacency(model, graph) if trial.side == "csr" else graph.edge_index
+    edges: Any = graph.edge_index
+    if trial.side == "csr":
+        edges = adjacency(model, graph)
+    elif trial.side == "dgl":
+        edges = rivals.graph_of(trial, graph)
     x, y, mask = graph.x, graph.y, graph.train_mask
     steps = optimizer(model.parameters())
     set_up = time.perf_counter() - begun
@@ -147,6 +154,8 @@ def measure(trial: Trial, out: Path, runs: Path, data: Path | None) -> None:
     """Run one trial in this process and write its result."""
     torch.set_num_threads(trial.threads)
     graph = graphs.load(trial.graph, data, runs / "graphs")
+    if trial.side == "dgl":
+        rivals.needed()  # its imports do not count
     memory = Memory()
     result = train(trial, graph)
     peak = memory.peak()
@@ -158,6 +167,11 @@ def measure(trial: Trial, out: Path, runs: Path, data: Path | None) -> None:
         "edges": graph.edge_index.size(1),
     }
     out.write_text(json.dumps({**result, **facts}))
+
+
+def prepare(name: str, runs: Path, data: Path | None) -> None:
+    """Make a graph's file, so that no trial's memory or time holds the making of its graph."""
+    graphs.load(name, data, runs / "graphs")
 
 
 def warm(models: Iterable[str], runs: Path) -> None:

@@ -31,7 +31,7 @@ class Trial:
 
     Args:
         side: A name of ``sides.SIDES``.
-        graph: A name of ``graphs.GRAPHS`` or ``sbm:...``.
+        graph: A name that ``graphs.load`` knows.
         model: A name of the zoo.
         layers: Message passing layers.
         hidden: Width.
@@ -107,6 +107,18 @@ def warm_up(models: Sequence[str], runs: Path, threads: int) -> None:
     error = apart("warm", (tuple(models), runs), threads, 600.0)
     if error:
         raise SystemExit(error)
+
+
+def prepare(names: Sequence[str], runs: Path, data: Path | None, threads: int) -> None:
+    """Make the graphs' files, each in a process of its own.
+
+    Raises:
+        SystemExit: If one cannot be made.
+    """
+    for name in dict.fromkeys(names):
+        error = apart("prepare", (name, runs, data), threads, 600.0)
+        if error:
+            raise SystemExit(error)
 
 
 def apart(function: str, given: tuple[Any, ...], threads: int, limit: float) -> str | None:
