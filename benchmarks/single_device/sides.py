@@ -26,7 +26,6 @@ import graphs
 from kagome import Trainer
 from kagome.config import Model, Report, Train
 from kagome.model.zoo import build_model
-from kagome.records.epoch import Memory
 
 LR, WEIGHT_DECAY = 0.01, 5e-4
 
@@ -96,10 +95,13 @@ def by_kagome(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimi
     }
 
 
-def by_pyg(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimizer) -> Result:
-    """PyG as its users write it."""
+def by_pyg(
+    trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimizer, edges: Any = None
+) -> Result:
+    """PyG as its users write it; a library whose layers take other edges than PyG's is given them."""
     begun = time.perf_counter()
-    edges = adjacency(model, graph) if trial.side == "csr" else graph.edge_index
+    if edges is None:
+        edges = adjacency(model, graph) if trial.side == "csr" else graph.edge_index
     x, y, mask = graph.x, graph.y, graph.train_mask
     steps = optimizer(model.parameters())
     set_up = time.perf_counter() - begun
@@ -145,6 +147,9 @@ def has_fast_setting() -> bool:
 
 def measure(trial: Trial, out: Path, runs: Path, data: Path | None) -> None:
     """Run one trial in this process and write its result."""
+    # Imported here: an older Kagome, whose sides are run too, has it elsewhere.
+    from kagome.records.epoch import Memory
+
     torch.set_num_threads(trial.threads)
     graph = graphs.load(trial.graph, data, runs / "graphs")
     memory = Memory()
