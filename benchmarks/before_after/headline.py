@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 import headline_rows as rows  # noqa: E402
-from headline_table import Line, same_training, table  # noqa: E402
+from headline_table import Line, missing, same_training, table  # noqa: E402
 
 Kept = dict[str, dict[str, dict[int, dict[str, Any]]]]
 """What each run found: by row, by job, by turn."""
@@ -151,19 +151,17 @@ class Headline:
         for name in self.options.rows:
             row = rows.ROWS[name]()
             found = self.kept.setdefault(name, {})
-            turns = range(self.options.turns)
-            missing = {job for job in row.jobs for turn in turns if turn not in found.setdefault(job, {})}
-            for job in row.jobs:
-                if job in missing and row.jobs[job].warm:
-                    print(f"{name}: {job}, not counted", flush=True)
-                    row.jobs[job].run(self.place)
-            for turn in turns:
-                # Who goes first alternates: a slow minute of the machine is not always one side's.
-                for job in list(row.jobs)[:: -1 if turn % 2 else 1]:
-                    if turn not in found[job]:
-                        found[job][turn] = once(row.jobs[job], self.place)
-                        print(f"{name}, turn {turn}: {job}: {found[job][turn]}", flush=True)
-                        self.write()
+            left = missing(list(row.jobs), found, self.options.turns)
+            warm = [job for job in row.jobs if row.jobs[job].warm and any(job == each for _, each in left)]
+            # A smoke run tells no time and no memory, and so compiles where it measures.
+            for job in () if self.options.smoke else warm:
+                print(f"{name}: {job}, not counted", flush=True)
+                row.jobs[job].run(self.place)
+            for turn, job in left:
+                one = once(row.jobs[job], self.place)
+                found.setdefault(job, {})[turn] = one
+                print(f"{name}, turn {turn}: {job}: {one}", flush=True)
+                self.write()
 
     def _prepare(self) -> None:
         """Copy Cora, and make the graph that both sides read."""

@@ -52,6 +52,15 @@ class Line:
     goal: Goal | None = None
 
 
+def missing(jobs: Sequence[str], found: Runs, turns: int) -> list[tuple[int, str]]:
+    """The runs that are not there yet, turn after turn, each with all jobs.
+
+    Who goes first alternates: a slow minute of the machine is not always one side's.
+    """
+    order = [(turn, job) for turn in range(turns) for job in jobs[:: -1 if turn % 2 else 1]]
+    return [(turn, job) for turn, job in order if turn not in found.get(job, {})]
+
+
 def figures(line: Line, job: str, runs: Runs) -> dict[int, float]:
     """A job's figure by turn, in the line's unit; turns that failed are left out."""
     found = {turn: one for turn, one in runs.get(job, {}).items() if line.figure in one}
