@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -171,8 +172,9 @@ def start_row() -> Row:
 def memory(place: Place, side: str, way: str, model: str, more: Mapping[str, str] | None = None) -> Result:
     """The peak of a process that trains, above imports and graph."""
     words = [way, model, place.sizes.graph, str(place.sizes.memory), str(GRAPHS)]
-    env = {**place.env(side), **(more or {})}
-    del env["OMP_NUM_THREADS"]  # one rank has the whole machine, and peak.py says so to torch
+    # One rank has the whole machine.
+    threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    env = {**place.env(side), **dict.fromkeys(threads, str(os.cpu_count() or 1)), **(more or {})}
     command = [sys.executable, str(HERE / "peak.py"), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:

@@ -76,7 +76,7 @@ def kagome(options: argparse.Namespace, *words: str) -> None:
         SystemExit: If it fails, with the last lines of what it said.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-    env = {**os.environ, **dict.fromkeys(names, str(options.threads)), **options.env}
+    env = {**os.environ, **options.env, **dict.fromkeys(names, str(options.threads))}
     done = subprocess.run(
         [sys.executable, "-m", "kagome", *words], env=env, capture_output=True, text=True, check=False
     )
