@@ -285,6 +285,74 @@ def test_pipelines_beside_torchs_go_on_where_they_stopped(
     assert len(asked) == 13
 
 
+def headline_line(table: Any, goal: Any = None) -> Any:
+    rivals = {"pipe, GPipe": "torchgpipe"}
+    return table.Line("pipeline", "epoch", "ms", "pipe, before", "pipe, now", rivals, goal)
+
+
+def headline_runs() -> dict[str, dict[int, dict[str, Any]]]:
+    seconds = {"pipe, before": (2.0, 4.0, 3.0), "pipe, now": (1.0, 3.0, 3.0), "pipe, GPipe": (2.0, 2.0, 2.0)}
+    runs: dict[str, dict[int, dict[str, Any]]] = {
+        job: {turn: {"epoch": value, "loss": 2.0} for turn, value in enumerate(values)}
+        for job, values in seconds.items()
+    }
+    for one in runs["pipe, GPipe"].values():
+        one["edges kept"] = 0.84
+    return runs
+
+
+def test_headline_figures_are_compared_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "before_after"))
+    import headline_table as table
+
+    runs = headline_runs()
+    line = headline_line(table, table.Goal(1.0, "pipe, GPipe"))
+    head, _, row = table.table([line], runs).splitlines()
+    assert dict(zip(head.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True)) == {
+        "what": "pipeline",
+        "turns": "3",
+        "before": "3,000 (2,000 to 4,000) ms",
+        "now": "3,000 (1,000 to 3,000) ms",
+        "now over before": "0.75 (0.50 to 1.00)",  # the medians alone would say 1
+        "beside": "torchgpipe: 2,000 (2,000 to 2,000) ms, 16% of the edges dropped",
+        "now over that": "torchgpipe: 1.50 (0.50 to 1.50)",
+        "goal": "at most 1 of torchgpipe",
+        "reached": "**no**; in 1 of 3 turns",
+    }
+    del runs["pipe, before"][1], runs["pipe, now"][2]  # the turn that both have is the first
+    assert table.cells(line, runs)[1:5:3] == ["1", "0.50 (0.50 to 0.50)"]
+
+
+def test_headline_figures_tell_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "before_after"))
+    import headline_table as table
+
+    runs = headline_runs()
+    runs["pipe, GPipe"] = {turn: {"error": "not installed"} for turn in range(3)}
+    line = headline_line(table, table.Goal(1.0, "pipe, GPipe"))
+    assert table.cells(line, runs)[5:] == [
+        "torchgpipe: not installed",
+        "-",
+        "at most 1 of torchgpipe",
+        "not measured",
+    ]
+    assert table.verdict(headline_line(table, table.Goal(3000.0)), runs) == "yes"
+    assert table.same_training([line], runs).startswith("Last losses of before and now are at most 0.0e+00 ")
+    runs["pipe, now"][1]["loss"] = 1.0  # other training
+    assert "at most 5.0e-01 of the loss apart (pipe, now)" in table.same_training([line], runs)
+
+
+def test_headline_runs_alternate_and_go_on_where_they_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "before_after"))
+    import headline_table as table
+
+    jobs = ["rival", "before", "now"]
+    whole = [(0, "rival"), (0, "before"), (0, "now"), (1, "now"), (1, "before"), (1, "rival")]
+    assert table.missing(jobs, {}, 2) == whole
+    found = {job: {0: {"epoch": 1.0}} for job in jobs} | {"now": {0: {"epoch": 1.0}, 1: {"epoch": 1.0}}}
+    assert table.missing(jobs, found, 2) == whole[4:]
+
+
 @pytest.mark.slow
 def test_steps_of_an_own_loop(tmp_path: Path) -> None:
     words = [

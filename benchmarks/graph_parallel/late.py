@@ -59,6 +59,7 @@ def run(way: str, place: str, turn: int, options: argparse.Namespace, cluster: C
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # The last epoch evaluates, which its seconds do not have in them, but late rows are then waited for.
     found["seconds"] = statistics.median(line["seconds"] for line in lines[SETTLED:-1])
+    found["loss"] = lines[-1]["loss"]
     return found
 
 
@@ -129,6 +130,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, default=HERE / "runs")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--smoke", action="store_true", help="a tiny graph, to see that it works")
+    parser.set_defaults(env={})
     options = parser.parse_args()
     if options.smoke:
         options.turns, options.epochs = 1, SETTLED + 2

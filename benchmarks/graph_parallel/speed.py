@@ -70,13 +70,13 @@ def run(name: str, ranks: int, turn: int, options: argparse.Namespace) -> dict[s
 
 
 def kagome(options: argparse.Namespace, *words: str) -> None:
-    """Run a command of Kagome with so many threads a rank.
+    """Run a command of Kagome with so many threads a rank, and with the variables ``options.env``.
 
     Raises:
         SystemExit: If it fails, with the last lines of what it said.
     """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-    env = {**os.environ, **dict.fromkeys(names, str(options.threads))}
+    env = {**os.environ, **options.env, **dict.fromkeys(names, str(options.threads))}
     done = subprocess.run(
         [sys.executable, "-m", "kagome", *words], env=env, capture_output=True, text=True, check=False
     )
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=HERE / "runs")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--smoke", action="store_true", help="a tiny graph, to see that it works")
+    parser.set_defaults(env={})
     options = parser.parse_args()
     if options.smoke:
         options.only, options.turns, options.epochs = options.only[:1], 1, 3

@@ -378,23 +378,24 @@ def rank_main(options: Options) -> None:
         print("FOUND " + json.dumps(found))
 
 
-def measured(options: Options, cut: str, side: str) -> dict[str, Any]:
-    """Run one side once, in processes of its own."""
+def measured(options: Options, cut: str, side: str, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Run one side once, in processes of its own, which have some variables besides."""
     ranks = 1 if SIDES[side].one_process else int(cut.split("x")[0])
     epochs = options.long_epochs if SIDES[side].long else options.epochs
-    command = ["torchrun", "--nproc-per-node", str(ranks), __file__, "--side", side]
+    # The module and not the command torchrun, which may be of another environment, or not on the path.
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += [__file__, "--side", side]
     command += ["--cut", cut, "--epochs", str(epochs), "--graph", options.graph]
     # A process that has all stages has as many threads as the others have ranks.
     threads = cut.split("x")[0] if ranks == 1 else "1"
-    out = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": threads}, capture_output=True, text=True
-    )
+    given = {**os.environ, **(env or {}), "OMP_NUM_THREADS": threads}
+    out = subprocess.run(command, env=given, capture_output=True, text=True)
     line = next((li for li in out.stdout.splitlines() if li.startswith("FOUND ")), None)
     if line is None:
         raise SystemExit(f"{side} {cut} failed:\n{out.stderr[-3000:]}")
     found: dict[str, Any] = json.loads(line[6:])
     found["mean"] = fmean(found["seconds"][3:])
-    found.pop("losses", None)
+    found["loss"] = found.pop("losses", [None])[-1]
     return found
 
 

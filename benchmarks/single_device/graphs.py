@@ -14,7 +14,6 @@ import webs
 from torch_geometric.data import Data
 
 from kagome import config
-from kagome.graph.datasets.load import load_data
 
 FEATURES: Final = 128
 KEYS: Final = ("x", "edge_index", "y", "train_mask", "val_mask", "test_mask")
@@ -54,6 +53,9 @@ def load(name: str, data: Path | None, kept: Path) -> Data:
 def _prepared(name: str, data: Path | None) -> Data:
     if name in webs.WEBS:
         return webs.graph(webs.WEBS[name])
+    # Imported here, so that a process with an older Kagome can read what is prepared.
+    from kagome.graph.datasets.load import load_data
+
     settings = GRAPHS[name] if name in GRAPHS else config.Data(name=name)
     if "{data}" in settings.name + settings.root and data is None:
         raise SystemExit(f"the graph {name} needs --data FOLDER, with the raw files of the data sets")

@@ -27,7 +27,6 @@ import graphs
 from kagome import Trainer
 from kagome.config import Model, Report, Train
 from kagome.model.zoo import build_model
-from kagome.records.epoch import Memory
 
 LR, WEIGHT_DECAY = 0.01, 5e-4
 
@@ -152,6 +151,9 @@ def has_fast_setting() -> bool:
 
 def measure(trial: Trial, out: Path, runs: Path, data: Path | None) -> None:
     """Run one trial in this process and write its result."""
+    # Imported here: an older Kagome, whose sides are run too, has it elsewhere.
+    from kagome.records.epoch import Memory
+
     torch.set_num_threads(trial.threads)
     graph = graphs.load(trial.graph, data, runs / "graphs")
     if trial.side == "dgl":

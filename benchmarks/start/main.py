@@ -227,13 +227,16 @@ def kagome_start(options: argparse.Namespace, folder: Path, *, cold: bool) -> fl
         place = Path(name) if cold else folder
         # Without __pycache__, a copy of the sources has to be compiled by Python, too.
         if not (place / "kagome").exists():
-            shutil.copytree(SOURCE / "kagome", place / "kagome", ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                options.source / "kagome", place / "kagome", ignore=shutil.ignore_patterns("__pycache__")
+            )
         env = {**_environment(options), "PYTHONPATH": str(place), "NUMBA_CACHE_DIR": str(place / "numba")}
         env["KAGOME_CACHE"] = str(place / "cache")
         out = Path(name) / "run"
         command = [sys.executable, "-m", "kagome", *_arguments(options), "--out", str(out)]
         begin = time.perf_counter()
-        with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+        # Where it is started it makes a folder of prepared data: each checkout's own, and not the user's.
+        with subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL) as process:
             lines = out / "metrics.jsonl"
             while not (lines.exists() and lines.stat().st_size):
                 if process.poll() not in (None, 0):
@@ -244,7 +247,8 @@ def kagome_start(options: argparse.Namespace, folder: Path, *, cold: bool) -> fl
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    return {**env, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "KAGOME_DATA": str(options.data)}
+    more = {"PYTHONPATH": str(options.source), "KAGOME_DATA": str(options.data.resolve())}
+    return {**env, **more, "OMP_NUM_THREADS": "1"}
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
@@ -294,6 +298,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=list(parts))
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("KAGOME_DATA", "data")))
     parser.add_argument("--graph", default="Cora")
+    parser.add_argument("--source", type=Path, default=SOURCE, help="src of the checkout that starts")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, default=HERE)
     options = parser.parse_args()
