@@ -87,7 +87,7 @@ def host_forecast(
 
 
 def _row_bytes(model: nn.Module, part: Partition, options: PartOptions) -> float | None:
-    """Measure the bytes of a row in an epoch; None where the model is large or does not run on a small graph."""
+    """Measure the bytes of a row in an epoch; None for a large model, or one that fails."""
     try:
         # A table that barely fits must not meet copies of itself for the sake of a note.
         if sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) > LARGEST:
