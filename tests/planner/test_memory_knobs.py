@@ -132,7 +132,8 @@ def test_a_plan_says_why_it_has_a_knob_and_what_that_costs() -> None:
     said = "a rank has 1.9 GB and would need 2.4 GB without activations=recompute, which costs "
     assert best.fitting[0].reason.endswith(f"{said}31.0 ms an epoch")
     hour = [replace(one, epoch_seconds=3600 * one.epoch_seconds) for one in (cut, slow, twin)]
-    longer = ranked(eased(hour[:2], lambda: hour[2:], cluster), cluster)
+    apart = replace(cluster, to_host=0.0)
+    longer = ranked(eased(hour[:2], lambda: hour[2:], apart), apart)
     assert longer.fitting[0].reason.endswith(f"{said}112 s an epoch")
     assert best.refused[0][0].name == "graph=2"
     # A link that copies faster than layers run again.
