@@ -39,8 +39,30 @@ class User(nn.Module):
         return Doubled.apply(x, self.weight)
 
 
+class Named(torch.autograd.Function):
+    """A user's function, with an attribute that torch gives the nodes of weights."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, variable: str) -> Tensor:
+        ctx.variable = variable
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return 3 * gradient, None
+
+
 def layers(*more: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), *more, nn.Linear(6, 6))
+
+
+def hooked(m: nn.Module, x: Tensor) -> Tensor:
+    """Hooks on values, as a layer that scales its gradients has them."""
+    first = m[0](x)
+    first.register_hook(lambda gradient: 2 * gradient)
+    beside = m[2](torch.ones(2, 6))
+    beside.register_hook(lambda gradient: 3 * gradient)
+    return m[1](first) * beside
 
 
 def recomputed(m: nn.Module, x: Tensor, *, reentrant: bool) -> Tensor:
@@ -76,6 +98,11 @@ CASES: dict[str, Callable[[], Case]] = {
         lambda m, x, y: [m(x, y, y)[0]],
     ),
     "a function of a user's": lambda: (layers(User()), lambda m, x, y: [m(x)]),
+    "an attribute of a user's": lambda: (
+        layers(),
+        lambda m, x, y: [m[1](Named.apply(m[0](torch.ones(2, 6)), "relu")) * x],
+    ),
+    "hooks on values": lambda: (layers(nn.Linear(6, 6)), lambda m, x, y: [hooked(m, x)]),
     "recomputed": lambda: (layers(nn.Tanh()), lambda m, x, y: [recomputed(m, x, reentrant=False)]),
 }
 

@@ -129,8 +129,12 @@ def test_a_plan_says_why_it_has_a_knob_and_what_that_costs() -> None:
     twin = replace(cut, epoch_seconds=1.031, memory_bytes=1.2 * gb, inner=(0.1 * gb,))
     best = ranked(eased([cut, slow], lambda: [twin], cluster), cluster)
     assert best.fitting[0].settings == {"graph": 2, "activations": "recompute"}
-    said = "a rank has 1.9 GB and would need 2.4 GB without activations=recompute, which costs 31 ms an epoch"
-    assert best.fitting[0].reason.endswith(said)
+    said = "a rank has 1.9 GB and would need 2.4 GB without activations=recompute, which costs "
+    assert best.fitting[0].reason.endswith(f"{said}31.0 ms an epoch")
+    hour = [replace(one, epoch_seconds=3600 * one.epoch_seconds) for one in (cut, slow, twin)]
+    apart = replace(cluster, to_host=0.0)
+    longer = ranked(eased(hour[:2], lambda: hour[2:], apart), apart)
+    assert longer.fitting[0].reason.endswith(f"{said}112 s an epoch")
     assert best.refused[0][0].name == "graph=2"
     # A link that copies faster than layers run again.
     found = ranked(eased([cut, slow], lambda: [twin], replace(cluster, to_host=1e12)), cluster).fitting[0]

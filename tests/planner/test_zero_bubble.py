@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import accumulate
 
@@ -167,3 +168,13 @@ def test_orders_that_wait_for_each_other_are_found() -> None:
 def test_a_plan_of_an_unknown_field_is_refused() -> None:
     with pytest.raises(PlanError, match="oder"):
         StagePlan.from_json('{"batch": 2, "stages": [{"operators": ["a"], "oder": "FIW"}]}')
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"order": 5}, {"order": ["F", "I", "W"]}, {"micro_batch": "2"}, {"k": None}]
+)
+def test_a_plan_with_a_field_of_another_type_is_refused(wrong: dict[str, object]) -> None:
+    """An order that is a number ended in a TypeError of the program."""
+    (name,) = wrong
+    with pytest.raises(PlanError, match=f"{name} of a stage"):
+        StagePlan.from_json(json.dumps({"batch": 2, "stages": [{"operators": ["a"], **wrong}]}))

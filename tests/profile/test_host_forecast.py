@@ -86,3 +86,17 @@ def test_a_forecast_that_fails_ends_no_run(ranks: Callable[..., list]) -> None:
     for rank in ranks(2, unforeseen):
         assert rank["notes"] == []
         assert rank["epochs"] == 4
+
+
+def large(channel: Channel) -> dict[str, Any]:
+    with (
+        mock.patch.object(host_forecast, "LARGEST", 100),
+        mock.patch.object(host_forecast, "model_copy") as copied,
+    ):
+        return {**trained(channel, {"max_age": 1}), "copies": copied.call_count}
+
+
+def test_a_large_model_is_not_copied_for_a_note(ranks: Callable[..., list]) -> None:
+    for rank in ranks(2, large):
+        assert rank["notes"] == []
+        assert rank["copies"] == 0

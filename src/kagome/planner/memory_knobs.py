@@ -20,6 +20,7 @@ from typing import Final
 
 from kagome.planner.candidates import Candidate, size_text, weighed
 from kagome.planner.cluster import Cluster
+from kagome.records.units import seconds_text
 
 KNOB: Final = "activations"
 """The setting of ``Parallel`` that holds a plan's memory knob."""
@@ -113,7 +114,7 @@ def _told(way: Candidate, one: Candidate, cluster: Cluster) -> Candidate:
     """Add to a cut with a knob why it has one, and what that costs."""
     lack = one.lacks(cluster)
     assert lack is not None
-    costs = f"{(way.epoch_seconds - one.epoch_seconds) * 1e3:.3g} ms an epoch"
+    costs = f"{seconds_text(way.epoch_seconds - one.epoch_seconds)} an epoch"
     if way.settings[KNOB] == "host":
         costs += f" and up to {size_text(ROUNDED * max(one.moved))} of host memory a rank"
     text = f"a rank has {size_text(lack[1])} and would need {size_text(lack[0])}"

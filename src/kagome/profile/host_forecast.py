@@ -6,7 +6,7 @@ Where it sits: ``train`` and ``sharding.shard`` ask for it once, before the firs
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
@@ -22,6 +22,9 @@ from kagome.planner.cost_model import passes
 from kagome.profile.epoch_costs import halo_bytes
 from kagome.profile.part_size import counts_of
 from kagome.records.units import bytes_text, seconds_text
+
+LARGEST: Final = 1 << 26
+"""Most bytes of weights of a model that is measured: each rank of the trial has a copy, and gradients."""
 
 
 class HostAccount(NamedTuple):
@@ -52,7 +55,8 @@ def host_forecast(
 
     Returns:
         Nothing unless all ranks are on one host and share its memory. Nothing for encoded rows either, whose
-        coding is a cost and a gain of its own.
+        coding is a cost and a gain of its own; and nothing for a model with more than ``LARGEST`` bytes of
+        weights, which is not measured.
 
     Cost:
         For late or sampled rows some numbers from every rank, and on rank 0 two epochs on a small graph.
@@ -83,8 +87,11 @@ def host_forecast(
 
 
 def _row_bytes(model: nn.Module, part: Partition, options: PartOptions) -> float | None:
-    """Measure the bytes of a row in an epoch; None where the model does not run on a small graph."""
+    """Measure the bytes of a row in an epoch; None for a large model, or one that fails."""
     try:
+        # A table that barely fits must not meet copies of itself for the sake of a note.
+        if sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) > LARGEST:
+            return None
         with undisturbed():
             return sum(halo_bytes(model_copy(model), part, options))
     except Exception:  # a forecast must never end a run

@@ -95,9 +95,9 @@ class ShardedModel(ModelState):
         self._model_edges = ModelEdges(model, parallel.scope, edges_of(given))
         if self._model_edges and parallel.options.recompute:
             raise ModelError(
-                "edges as arguments of forward, with recompute=True",
+                "edges as arguments of forward, with recompute=True or activations='recompute'",
                 "edges that the model holds, which a layer that runs again in backward would not find",
-                hint="recompute=False",
+                hint="recompute=False, and activations='device'",
             )
         self._tables = tables
         tables.keep()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from kagome.errors import ModelError
 from kagome.pipelining.dag import autocast
 
+LEAF: Final = "torch::autograd::AccumulateGrad"
+"""The name of the node that adds to the gradient of a weight, or of a received value."""
 Come = tuple[Tensor | None, ...]
 """The gradients that have come to a node, one for each of its outputs."""
 
@@ -63,7 +65,8 @@ class SplitBackward:
             below = [other for other, _ in node.next_functions if other is not None]
             if node in ends or any(other in self._through for other in below):
                 self._through.add(node)
-            own = {node} if hasattr(node, "variable") and node not in ends else set()
+            # By name: the node of a user's function has any attribute that its forward gave it.
+            own = {node} if node.name() == LEAF and node not in ends else set()
             self._weights[node] = own.union(*(self._weights[b] for b in below if b not in self._through))
         self._come: dict[Node, Come] = {}
 
@@ -96,10 +99,11 @@ class SplitBackward:
         """Add the gradients of the weights to their ``.grad``."""
         for nodes in self._groups():
             with ExitStack() as hooks, autocast.without(self._roots[0].device):
-                # Of two uses of one weight, the first may lie on the second one's path. What comes to it
-                # there is replaced by what came to it in the first half, which has that already.
+                # What comes to a node on a path is replaced by what came to it in the first half. Hooks on
+                # its value run again here, and would change that a second time. And of two uses of one
+                # weight, the first may lie on the second one's path, so that its share would be added again.
                 # (A root beside all paths has its own gradient alone, to which the engine adds the others'.)
-                for node in self._through.intersection(nodes) if len(nodes) > 1 else ():
+                for node in self._through.intersection(nodes):
                     hooks.callback(node.register_prehook(_replacing(self._come[node])).remove)
                 edges = [
                     (GradientEdge(node, place), gradient)

@@ -7,10 +7,10 @@ be read, edited and passed in again.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from kagome.config.fields import path_of
 from kagome.errors import PlanError
@@ -113,11 +113,7 @@ class StagePlan:
         """
         try:
             record = json.loads(text)
-            stages = tuple(
-                # An unknown key is a TypeError of the constructor, which names it.
-                PlannedStage(**{**stage, "operators": tuple(stage["operators"])})
-                for stage in record["stages"]
-            )
+            stages = tuple(_stage_of(stage) for stage in record["stages"])
             return StagePlan(int(record["batch"]), stages, str(record.get("why", "")))
         except (ValueError, KeyError, TypeError) as error:
             raise PlanError(
@@ -141,6 +137,17 @@ class StagePlan:
                 "plan to be auto, or the file of a plan",
                 f"{file}, which cannot be read: {getattr(error, 'strerror', None) or error}",
             ) from None
+
+
+def _stage_of(record: Mapping[str, Any]) -> PlannedStage:
+    """Return a stage of a plan's file; a TypeError says what is wrong with it."""
+    # An unknown key is a TypeError of the constructor, which names it.
+    stage = PlannedStage(**{**record, "operators": tuple(record["operators"])})
+    for name, kind in {"devices": int, "micro_batch": int, "k": int, "order": str}.items():
+        value = getattr(stage, name)
+        if type(value) is not kind:  # True is an instance of int
+            raise TypeError(f"{name} of a stage is {value!r}, not {kind.__name__}")
+    return stage
 
 
 def links_of(graph: OperatorGraph, stages: Sequence[Sequence[str]]) -> tuple[tuple[int, int], ...]:
