@@ -81,9 +81,10 @@ class SummedReads:
             with torch._C.DisableTorchFunction(), constants.once():
                 tables = self._tables_of(edges)
                 sums = None if tables is None else tables.weighted(weight, factor, edges.structure.source)
-            # The tensors stand beside what holds them, so that they count as kept.
+            # The tensors stand beside what holds them, so that they count as kept; and the edges, so that no
+            # other edge set gets the id that the key has.
             held = () if sums is None else (sums.weight, sums.factor, sums.exchange.weight)
-            found = constants.cache(key, (sums, *held))
+            found = constants.cache(key, (sums, edges, *held))
         return found[0]  # type: ignore[no-any-return]
 
     def _serve(self, edges: EdgeSet) -> bool:
