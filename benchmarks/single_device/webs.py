@@ -69,12 +69,12 @@ _CRAWL: Final = {
 _TRUST: Final = {"in_power": 1.9, "out_power": 1.9, "returned": 0.25}
 
 WEBS: Final = {
-    "cnr-2000-like": Web(vertices=325_557, edges=3_216_152, most_in=18_235, most_out=2_716, **_CRAWL),
+    "cnr-2000-like": Web(vertices=325_557, edges=3_216_152, most_in=48_000, most_out=7_000, **_CRAWL),
     "soc-Epinions-like": Web(vertices=75_879, edges=508_837, most_in=6_000, most_out=3_400, **_TRUST),
     "tiny-web": Web(vertices=2_000, edges=16_000, most_in=400, most_out=200, **_CRAWL),
     "tiny-social": Web(vertices=2_000, edges=12_000, most_in=300, most_out=200, **_TRUST),
 }
-"""Vertices, edges and largest degrees are those of cnr-2000 and soc-Epinions1; tiny ones are for a try."""
+"""Vertices and edges are those of cnr-2000 and soc-Epinions1; tiny ones are for a try."""
 
 
 def graph(web: Web) -> Data:
@@ -125,10 +125,10 @@ def hosts(web: Web, draw: np.random.Generator) -> Ids:
     """
     if not web.least_host:
         return np.stack([np.zeros(web.vertices, np.int64), np.full(web.vertices, web.vertices)])
+    sizes = web.least_host * weights(draw.random(web.vertices // web.least_host + 1), web.host_power, np.inf)
     # No host has more than a tenth of all pages.
-    most = web.vertices / (10 * web.least_host)
-    sizes = weights(draw.random(web.vertices // web.least_host + 1), web.host_power, most)
-    ends = np.minimum(np.cumsum((web.least_host * sizes).astype(np.int64)), web.vertices)
+    sizes = np.minimum(sizes, max(web.least_host, web.vertices // 10))
+    ends = np.minimum(np.cumsum(sizes.astype(np.int64)), web.vertices)
     mine = np.searchsorted(ends, np.arange(web.vertices), side="right")
     return np.stack([np.concatenate([[0], ends])[mine], ends[mine]])
 
