@@ -145,23 +145,32 @@ class Headline:
         self.path = options.out / "results_headline.json"
         self.kept = kept_before(self.path, self.facts, fresh=options.fresh)
 
-    def run(self) -> None:
-        """Run what is missing of the rows that are wanted."""
+    def run(self) -> list[str]:
+        """Run what is missing of the rows that are wanted; return what went wrong, a row that failed each."""
         self._prepare()
+        faults = []
         for name in self.options.rows:
-            row = rows.ROWS[name]()
-            found = self.kept.setdefault(name, {})
-            left = missing(list(row.jobs), found, self.options.turns)
-            warm = [job for job in row.jobs if row.jobs[job].warm and any(job == each for _, each in left)]
-            # A smoke run tells no time and no memory, and so compiles where it measures.
-            for job in () if self.options.smoke else warm:
-                print(f"{name}: {job}, not counted", flush=True)
-                row.jobs[job].run(self.place)
-            for turn, job in left:
-                one = once(row.jobs[job], self.place)
-                found.setdefault(job, {})[turn] = one
-                print(f"{name}, turn {turn}: {job}: {one}", flush=True)
-                self.write()
+            try:
+                self._row(name)
+            # A row that fails leaves the others to be measured: a quiet machine does not come again soon.
+            except (SystemExit, subprocess.CalledProcessError) as error:
+                faults.append(f"{name}: {error}")
+                print(f"FAILED {faults[-1]}", flush=True)
+        return faults
+
+    def _row(self, name: str) -> None:
+        row, found = rows.ROWS[name](), self.kept.setdefault(name, {})
+        left = missing(list(row.jobs), found, self.options.turns)
+        warm = [job for job in row.jobs if row.jobs[job].warm and any(job == each for _, each in left)]
+        # A smoke run tells no time and no memory, and so compiles where it measures.
+        for job in () if self.options.smoke else warm:
+            print(f"{name}: {job}, not counted", flush=True)
+            row.jobs[job].run(self.place)
+        for turn, job in left:
+            one = once(row.jobs[job], self.place)
+            found.setdefault(job, {})[turn] = one
+            print(f"{name}, turn {turn}: {job}: {one}", flush=True)
+            self.write()
 
     def _prepare(self) -> None:
         """Copy Cora, and make the graph that both sides read."""
@@ -212,9 +221,11 @@ def main() -> None:
             print(f"{name}: about {seconds / 60:.0f} minutes on a quiet machine of two cores", flush=True)
         print(f"together: about {total / 60:.0f} minutes", flush=True)
     headline = Headline(options)
-    headline.run()
+    faults = headline.run()
     headline.write()
     print(headline.text())
+    if faults:
+        raise SystemExit("\n".join(faults))
 
 
 if __name__ == "__main__":
