@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-import webs
 from torch_geometric.data import Data
 
 from kagome import config
@@ -51,10 +50,13 @@ def load(name: str, data: Path | None, kept: Path) -> Data:
 
 
 def _prepared(name: str, data: Path | None) -> Data:
+    # Imported here, so that a process with an older Kagome can read what is prepared.
+    import webs
+
+    from kagome.graph.datasets.load import load_data
+
     if name in webs.WEBS:
         return webs.graph(webs.WEBS[name])
-    # Imported here, so that a process with an older Kagome can read what is prepared.
-    from kagome.graph.datasets.load import load_data
 
     settings = GRAPHS[name] if name in GRAPHS else config.Data(name=name)
     if "{data}" in settings.name + settings.root and data is None:

@@ -618,7 +618,7 @@ def test_auto_and_a_cut_of_one_s_own_clash(mesh: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_how_a_model_is_run_counts(tmp_path: Path) -> None:
     """Layers that run again keep less; without fast paths there are no slices; what cannot be is told."""
-    asked = PlanCommand(data=Source(name=SBM), model=Model(name="gin", layers=3), allow=("decoupled",))
+    asked = PlanCommand(data=Source(name=SBM), model=Model(name="gin", layers=6), allow=("decoupled",))
     usual = planned(asked, _builder(asked.model, asked.train))
     assert any("not decoupled" in note for note in usual.facts["notes"])
     again = planned(

@@ -8,6 +8,8 @@ end of those edges with the messages beside it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ class Deferral:
         self.constants, self.ranks, self.reads, self.sliced = constants, ranks, reads, sliced
         self.summed = summed
         self._edge_sets: WeakTensorMap[Any] = WeakTensorMap()
+        self._numbers = count()
 
     def as_sparse(self, rows: Tensor) -> Tensor | SparseFeatures:
         """Return constant rows that are nearly all zeros in sparse form, and any other rows unchanged."""
@@ -101,6 +104,13 @@ class Deferral:
         if edges not in self._edge_sets:
             ends = self.placements.get(edges)
             assert ends is not None
+            # ``edge_index.detach()`` is another tensor in each pass. With an edge set of its own, everything
+            # that is computed once would be computed and kept again in each pass.
+            kept = self._kept(edges)
+            if kept is not edges:
+                assert placement is not None
+                self._edge_sets[edges] = same = self.edge_set(replace(placement, edges=kept))
+                return same
             # ``swapped`` edges hold targets in row 0, as an adjacency matrix does.
             view = self._views[ends.view]
             halo_exchange, own = view.rows, self.axes.sets[view.targets].own
@@ -114,7 +124,7 @@ class Deferral:
             )
             sources = Placement(PlacementKind.SOURCE, ends.view, edges=edges)
             self._edge_sets[edges] = message.EdgeSet(
-                structure, halo_exchange, sources, self, view.sources, view.targets
+                structure, halo_exchange, sources, self, view.sources, view.targets, next(self._numbers)
             )
         found: message.EdgeSet = self._edge_sets[edges]
         return found
@@ -149,7 +159,7 @@ class Deferral:
         share = sliced_attention.share_of(value)
         assert share is not None
         edges, edge_layout = share.logits.edges, share.edge_layout
-        key = ("words of all edges", id(edges if edge_layout is None else edge_layout), id(counters))
+        key = ("words of all edges", edges.number, edge_layout is None, id(counters))
         every: Tensor | None = self.constants.cached(key)
         if every is None:
             with torch._C.DisableTorchFunction(), self.constants.once():
@@ -266,4 +276,18 @@ class Deferral:
         if not isinstance(value, LazyTensor):
             return edges if supports(value) else None
         held = self.placements.get(value)  # a message along other edges is computed first
-        return edges if held is None or held.edges is placement.edges else None
+        if held is None or held.edges is placement.edges:
+            return edges
+        return edges if self._kept(held.edges) is self._kept(placement.edges) else None
+
+    def _kept(self, edges: Tensor | None) -> Tensor | None:
+        """Return the constant edges of which a tensor is a view with the same ends, or the tensor itself."""
+        if edges is None:
+            return None
+        kept = self.constants.held_for(edges)
+        if kept is edges or kept.shape != edges.shape:
+            return edges
+        one, other = self.placements.get(kept), self.placements.get(edges)
+        if one is None or other is None or (one.view, one.swapped) != (other.view, other.swapped):
+            return edges
+        return kept

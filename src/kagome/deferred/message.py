@@ -45,6 +45,7 @@ class EdgeSet:
         deferral: The deferral that made it.
         sources: The number of the vertex set that they read.
         targets: The number of the vertex set that they write.
+        number: A number that no other edge set of the deferral has or had, for keys of what is kept.
     """
 
     structure: Structure
@@ -53,6 +54,7 @@ class EdgeSet:
     deferral: Deferral
     sources: int = 0
     targets: int = 0
+    number: int = 0
 
     def pairs(self, tensor: Tensor) -> Tensor:
         """Place a tensor as having one row per edge."""
@@ -77,7 +79,7 @@ class EdgeSet:
         constants = self.deferral.constants
         if weight is None or weight.dim() != 1 or not constants.is_constant(weight):
             return None
-        key = ("factors", address(weight), weight.numel(), id(self))
+        key = ("factors", address(weight), weight.numel(), self.number)
         found: Tensor | None = constants.cached(key)
         if found is None:
             with constants.once():

@@ -192,7 +192,7 @@ def _cached_sum(message: Message, rows: Tensor, how: Reduce, *, multiplied: bool
     """
     deferral = message.edges.deferral
     # The address and shape of rows and weight identify them: constants are kept, so no address is used twice.
-    key = ("sum", how, id(message.edges), _place(rows), _place(message.weight))
+    key = ("sum", how, message.edges.number, _place(rows), _place(message.weight))
     found: Tensor | SparseFeatures | None = deferral.constants.cached(key)
     if found is None:
         with deferral.constants.once():

@@ -111,7 +111,7 @@ class SlicedReads:
             return None
         if edges.structure.bipartite:
             return None  # see ``factors_of``
-        key = ("factors of all", address(weight), weight.numel(), id(edges))
+        key = ("factors of all", address(weight), weight.numel(), edges.number)
         found: Tensor | None = constants.cached(key)
         if found is None:
             own, count = edges.factors(weight), edges.halo_exchange.own

@@ -74,17 +74,16 @@ class SummedReads:
             return None
         if self._forward.forward_pass.once or not constants.is_constant(weight):
             return None
-        key = ("partial sums", id(edges), None if weight is None else (address(weight), weight.numel()))
+        key = ("partial sums", edges.number, None if weight is None else (address(weight), weight.numel()))
         found: Any = constants.cached(key)
         if found is None:
             factor = edges.factors(weight)
             with torch._C.DisableTorchFunction(), constants.once():
                 tables = self._tables_of(edges)
                 sums = None if tables is None else tables.weighted(weight, factor, edges.structure.source)
-            # The tensors stand beside what holds them, so that they count as kept; and the edges, so that no
-            # other edge set gets the id that the key has.
+            # The tensors stand beside what holds them, so that they count as kept.
             held = () if sums is None else (sums.weight, sums.factor, sums.exchange.weight)
-            found = constants.cache(key, (sums, edges, *held))
+            found = constants.cache(key, (sums, *held))
         return found[0]  # type: ignore[no-any-return]
 
     def _serve(self, edges: EdgeSet) -> bool:

@@ -60,6 +60,13 @@ class Constants:
                 held is not None and tensor._version == version and (tensor is held or tensor.is_contiguous())
             )
 
+    def held_for(self, tensor: Tensor) -> Tensor:
+        """Return the tensor that is held for a constant one, which may be a view of it; else the argument."""
+        if not self.has(tensor):
+            return tensor
+        with DisableTorchFunction():
+            return self._held[_key(tensor)][0]
+
     def is_constant(self, tensor: Tensor | None) -> bool:
         """Return True if a tensor is constant across forward passes. None counts as constant."""
         if tensor is None:
