@@ -1,4 +1,4 @@
-"""Do late and sampled rows pay? On one host, and between emulated ones, by turns with exact rows.
+"""Do late and sampled rows pay, and partial sums? On one host, and between emulated ones, by turns.
 
 Run: python benchmarks/graph_parallel/late.py                        (one host; resumes where it stopped)
      python benchmarks/graph_parallel/late.py --rates 50 200 1000    (as root: two emulated hosts as well)
@@ -28,6 +28,7 @@ from cluster import Cluster, NotPermittedError, end_on_sigterm  # noqa: E402
 RANKS, LAYERS = 2, 3
 WAYS: Mapping[str, Sequence[str]] = {
     "exact": (),
+    "exact, no sums": ("--parallel.partial-sums", "off"),
     "late": ("--parallel.max-age", "1"),
     "sampled": ("--parallel.halo-sample", "0.1"),
 }
@@ -40,7 +41,8 @@ SAID = "exact rows are forecast to be faster here"
 def run(way: str, place: str, turn: int, options: argparse.Namespace, cluster: Cluster | None) -> Any:
     """One run's summary, from its folder, with the median epoch."""
     words = f"late-{place}-{options.model}-{way}-{turn}-{options.epochs}-{options.threads}"
-    folder = options.runs / (words.replace(" ", "-").replace("/", "-") + ("-tiny" if options.smoke else ""))
+    words = words.replace(",", "").replace(" ", "-").replace("/", "-")
+    folder = options.runs / (words + ("-tiny" if options.smoke else ""))
     done = folder / "summary.json"
     if options.fresh or not done.exists():
         shutil.rmtree(folder, ignore_errors=True)

@@ -386,9 +386,12 @@ def measured(options: Options, cut: str, side: str, env: Mapping[str, str] | Non
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += [__file__, "--side", side]
     command += ["--cut", cut, "--epochs", str(epochs), "--graph", options.graph]
-    # A process that has all stages has as many threads as the others have ranks.
-    threads = cut.split("x")[0] if ranks == 1 else "1"
-    given = {**os.environ, **(env or {}), "OMP_NUM_THREADS": threads}
+    given = {**os.environ, **(env or {})}
+    given.pop("OMP_NUM_THREADS", None)
+    if ranks == 1:
+        # A process that has all stages has as many threads as the others have ranks.
+        given["OMP_NUM_THREADS"] = cut.split("x")[0]
+    # Of several ranks each has one thread: torchrun sets this. Kagome's may use more while others wait.
     out = subprocess.run(command, env=given, capture_output=True, text=True)
     line = next((li for li in out.stdout.splitlines() if li.startswith("FOUND ")), None)
     if line is None:

@@ -85,13 +85,44 @@ def test_careful_history_is_taken_up_again():
     found = course(HistoryController(20), [0.1, 0.1, 0.1, 0.95, 0.95], 30)
     assert found[:14] == [
         "exact", "probe", "refresh", "probe", "exact", "exact", "probe", *["exact"] * 4, "probe", "refresh",
-        "probe",
+        "refresh",
     ]  # fmt: skip
+    assert found[14] == "probe"
 
 
-def test_between_good_and_fair_nothing_changes():
-    found = course(HistoryController(20), [(HISTORY_GOOD + HISTORY_FAIR) / 2] * 100, 30)
-    assert found == ["exact", "probe", *["refresh", "probe"] * 14]
+FAIR = (HISTORY_GOOD + HISTORY_FAIR) / 2
+
+
+def test_a_probe_after_each_careful_epoch_would_cost_what_exact_epochs_do():
+    """One careful epoch and its probe take the time of two exact ones."""
+    history = HistoryController(20)
+    found = course(history, [FAIR] * 100, 100)
+    assert found[:4] == ["exact", "probe", "refresh", "probe"]
+    assert set(found[4:]) == {"exact", "probe"}
+    probes = [place for place, kind in enumerate(found) if kind == "probe"]
+    assert [b - a - 1 for a, b in pairwise(probes)][:6] == [1, 2, 4, 8, 16, 20]
+
+
+def test_between_good_and_fair_careful_epochs_stay_as_many():
+    found = course(HistoryController(20), [FAIR, HISTORY_GOOD] + [FAIR] * 100, 40)
+    assert found[:4] == ["exact", "probe", "refresh", "probe"]
+    assert found[4:] == ["refresh", "refresh", "probe"] * 12
+
+
+def test_exact_epochs_grow_in_number_until_careful_ones_are_fair():
+    """History is good after exact epochs, and bad after two careful ones: each try is followed by more."""
+    history, kinds, run = HistoryController(20), [], 0
+    for epoch in range(1, 120):
+        kind = history.next()
+        kinds.append(kind[0])
+        if kind == "probe":
+            cosine = 0.9 if epoch == 2 else 0.2 if run == 2 and epoch < 70 else 0.99
+            history.observe(HistoryProbe(epoch, cosine, 1.0, 0.0, history.age))
+        history.done(kind, 1 / epoch)
+        run = run + 1 if kind == "refresh" else 0
+    text = "".join(kinds)
+    tries = "".join(f"rrp{'e' * rest}p" for rest in (2, 4, 8, 16, 20))
+    assert text.startswith("eprp" + tries + "rrp" * 10)
 
 
 def test_what_is_said():

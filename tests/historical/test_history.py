@@ -110,8 +110,8 @@ def test_stale_gradients_with_fast_paths(ranks, pipe, graph):
 
 
 def careful(channel: Any, parallel: dict[str, Any], epochs: int) -> Any:
-    """Every probe finds history not quite right."""
-    with mock.patch.object(history, "HISTORY_GOOD", 2.0), mock.patch.object(history, "HISTORY_FAIR", -2.0):
+    """Every probe finds history not quite right, and history goes on."""
+    with mock.patch.multiple(history, HISTORY_GOOD=2.0, HISTORY_FAIR=-2.0, PAYS=1):
         return trained_plainly(channel, "gcn", parallel, epochs)
 
 

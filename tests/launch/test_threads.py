@@ -38,6 +38,33 @@ def test_ranks_of_a_host_share_its_cores(seats, expected):
     assert list(threads.threads(seats)) == expected
 
 
+@pytest.mark.parametrize(
+    ("seats", "others", "expected"),
+    [
+        ([CpuShare("a", EIGHT)] * 2, [1], 8),
+        ([CpuShare("a", EIGHT)] * 4, [2], 4),  # two parts of two stages: the other part computes too
+        ([CpuShare("a", EIGHT)] * 3, [1, 2], 6),  # the shares of all, not all cores
+        ([CpuShare("a", EIGHT)], [], 8),
+        ([CpuShare("a", (0,)), CpuShare("a", (1,))], [1], 1),  # cores that a scheduler bound
+        ([CpuShare("a", EIGHT), CpuShare("b", EIGHT)], [1], 8),  # all of its host's, and no more
+        ([CpuShare("a", EIGHT)] * 2 + [CpuShare("b", EIGHT)], [2], 4),
+        ([CpuShare("a", EIGHT, 4.0, "job")] * 2, [1], 4),
+        ([CpuShare("a", EIGHT, 2.0, "one"), CpuShare("a", EIGHT, 2.0, "other")], [1], 2),
+        ([CpuShare("a", EIGHT, chosen=3), CpuShare("a", EIGHT)], [1], 3),
+        ([CpuShare("a", EIGHT), CpuShare("a", EIGHT, chosen=3)], [1], 4),
+        ([CpuShare("a", (0,))] * 2, [1], 1),  # one core for both
+    ],
+)
+def test_ranks_that_wait_lend_their_threads(seats, others, expected):
+    assert threads.while_waiting(0, others, seats) == expected
+
+
+def test_what_the_launcher_set_is_nobody_s_choice():
+    assert chosen({threads.LAUNCHED: threads.SHARED, "OMP_NUM_THREADS": "2"}, 2, 8) is None
+    assert chosen({threads.LAUNCHED: threads.SHARED, "OMP_NUM_THREADS": "2"}, 3, 8) == 3
+    assert chosen({threads.LAUNCHED: "1", "OMP_NUM_THREADS": "2"}, 2, 8) == 2
+
+
 def put(folder: Path, **files: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -134,6 +161,30 @@ def test_started_ranks_compute_with_their_share(monkeypatch, asked):
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
     share = local(2) if asked is None else int(asked)
     assert start_local(2, counted) == ((share, share), share, share, share)
+
+
+def counted_alone() -> tuple[int, int, int]:
+    import torch
+
+    from kagome.comm.mesh import open_mesh
+    from kagome.config import Parallel
+
+    with open_mesh(Parallel(pipe=2), timeout=20) as mesh:
+        with mesh.alone():
+            inside = torch.get_num_threads()
+        return mesh.threads_alone, inside, torch.get_num_threads()
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("asked", [None, "1"])
+def test_a_stage_computes_with_the_threads_of_those_that_wait(monkeypatch, asked):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    share = local(2) if asked is None else int(asked)
+    alone = min(2 * share, len(threads.cores())) if asked is None else share
+    assert start_local(2, counted_alone) == (alone, alone, share)
 
 
 SCRIPT = """

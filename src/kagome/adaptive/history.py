@@ -10,7 +10,8 @@ computes its gradient twice, with history and exactly, at the same weights and w
     probe: they differ a bit | careful: c | probe | c c | ...    rows and gradients of the epoch before,
                                                                  a probe after four epochs at the latest
     probe: still | exact x 2 | probe | exact x 4 | ...           exact epochs, ever more of them, and from
-                                                                 then on a probe after half as many
+                                                                 then on a probe after half as many; the
+                                                                 same where a probe is due after each epoch
 
 Careful epochs differ from others in two ways. First, no row is older than one epoch: frozen rows have one
 draw of dropout for all that time, and are right only on the mean over draws. Second, what later chunks add to
@@ -31,14 +32,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from kagome.adaptive.plateau import ProgressMonitor, Verdict
-from kagome.adaptive.thresholds import HISTORY_FAIR, HISTORY_GOOD, OFTEN
+from kagome.adaptive.thresholds import HISTORY_FAIR, HISTORY_GOOD, OFTEN, PAYS
 from kagome.config import PipelineSettings
 
 Epoch = Literal["history", "refresh", "exact", "probe"]
 
 STATE: Final = (
     *("careful_from", "exact_epochs", "oldest", "epochs"),
-    *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age"),
+    *("_span", "_rest", "_most", "_exact_left", "_since_probe", "_age", "_tried", "_left"),
 )
 """The controller's state besides the results of probes."""
 
@@ -77,13 +78,16 @@ class HistoryProbe:
 #     free             cosine >= GOOD                   free, the span doubles, up to a period
 #     free             cosine < GOOD                    careful for the rest of the run, span 1
 #     careful          cosine >= GOOD                   careful, the span doubles, up to its largest
-#     careful          FAIR <= cosine < GOOD            careful, the span stays
-#     careful          cosine < FAIR                    exact, 2 left, then 4, 8, ... up to a period;
-#                                                       the largest span is half of this one
+#     careful, span    FAIR <= cosine < GOOD            careful, the span stays
+#       of PAYS
+#     careful, span 1  cosine < GOOD                    exact, 2 left, then 4, 8, ... up to a period
+#     careful          cosine < FAIR                    the same, and the span is 1; the largest span is
+#                                                       half of the one that has just failed
 #     any              the loss leaves its plateau      probe first, then as before
 #     any              the loss is on a plateau         exact, without a count (``plateau.held``)
 #
-# A run never leaves the careful state. The first epoch is exact, because the tables are empty.
+# The exact epochs are 2 again once PAYS careful epochs in a row have been found fair. A run never leaves the
+# careful state. The first epoch is exact, because the tables are empty.
 
 
 class HistoryController:
@@ -108,6 +112,8 @@ class HistoryController:
         self._span, self._rest, self._most = 1, 1, OFTEN
         self._exact_left = 1  # the first epoch fills the tables
         self._since_probe = self._age = 0
+        self._tried, self._left = 0, False
+        """Epochs with history since the last exact one; whether the last probe has led to exact epochs."""
         if state:
             self._go_on(state)
 
@@ -173,6 +179,7 @@ class HistoryController:
             self._exact_left -= 1
         # Refreshes, probes and exact epochs leave their own rows in the tables.
         self._age = self._age + 1 if kind == "history" else 0
+        self._tried = self._tried + 1 if kind in ("history", "refresh") else 0
         held, turn = self.plateau.held, self.plateau.observe(self.epochs, loss) if self.watch else Verdict()
         if self.plateau.held and not held:  # the exact epochs left now count to the plateau
             self.exact_epochs -= self._exact_left
@@ -191,7 +198,7 @@ class HistoryController:
         Returns:
             A note; an empty text if there is nothing to report.
         """
-        before = self._trusted
+        before, self._left = self._left, False
         self.found.append(found)
         # Without a rest of exact epochs, even at a low cosine: careful epochs may already be good enough.
         if found.cosine < HISTORY_GOOD and not self.careful:
@@ -201,15 +208,15 @@ class HistoryController:
                 f"that epoch pass on ({found.text()})"
             )
         self._span = self._spanned(found.cosine)
-        if found.cosine >= HISTORY_FAIR:
-            self._rest = 1
-            if not before:
-                return f"epoch {found.epoch}: history is used again ({found.text()})"
-            return ""
-        # 2, 4, 8, ... exact epochs; reset by the next fair probe.
+        if found.cosine >= HISTORY_FAIR and (not self.careful or self._span >= PAYS):
+            if self._tried >= PAYS:
+                self._rest = 1
+            return f"epoch {found.epoch}: history is used again ({found.text()})" if before else ""
+        # 2, 4, 8, ... exact epochs, until careful ones have been found fair.
         self._rest = min(2 * self._rest, self.period)
         self._exact_left = self._rest
         self.exact_epochs += self._rest
+        self._left = True
         return f"epoch {found.epoch}: {self._rest} exact epochs come next ({found.text()})"
 
     def facts(self) -> dict[str, Any]:
@@ -243,16 +250,12 @@ class HistoryController:
             + (advice if stages and 2 * exact > self.epochs else ""),
         )
 
-    @property
-    def _trusted(self) -> bool:
-        return not self.found or self.found[-1].cosine >= HISTORY_FAIR
-
     def _spanned(self, cosine: float) -> int:
         """Return the number of epochs until the next probe."""
         if cosine < HISTORY_FAIR:
             # The span that has just failed was too long. Its half stays the limit for the rest of the run.
-            self._most = max(self._span // 2, 1)
-            return self._most
+            self._most = max(self._tried // 2, PAYS) if self._tried else self._most
+            return 1
         if cosine >= HISTORY_GOOD:
             return min(2 * self._span, self._most if self.careful else max(self.period, OFTEN))
         return self._span

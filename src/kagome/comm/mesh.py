@@ -36,7 +36,7 @@ from kagome.config import Parallel
 from kagome.errors import KagomeError, LaunchError
 from kagome.launch.environment import Ranks, environment
 from kagome.launch.finalizer import close_waiting
-from kagome.launch.threads import CpuShare, seat, threads
+from kagome.launch.threads import CpuShare, seat, threads, while_waiting
 
 TAKEN_WITHIN = 10.0
 """Seconds that a rank waits at the end for its peers to read the rest of its shared memory."""
@@ -61,6 +61,7 @@ class Mesh:
             exchanged.
         pipe: The channel of the ranks that hold this rank's part, in the order of their stages.
         threads: Number of compute threads of each rank.
+        threads_alone: Number of this rank's while the other stages of its part wait for it.
         watch: The watchdog, which knows what each rank is doing; None with one rank.
         notes: Texts that tell the user about the ranks' devices.
     """
@@ -75,6 +76,7 @@ class Mesh:
     weights: Channel
     pipe: Channel
     threads: tuple[int, ...]
+    threads_alone: int
     watch: Watchdog | None
     notes: tuple[str, ...] = ()
 
@@ -87,6 +89,23 @@ class Mesh:
     def part(self) -> int:
         """Index of this rank's part of the graph."""
         return self.graph.rank
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compute with the threads of the other stages of this part too, which wait inside the block.
+
+        All ranks of the part enter it. It does nothing on a GPU, between hosts, or where the user chose the
+        number of threads.
+        """
+        before = torch.get_num_threads()
+        if self.device.type != "cpu" or self.threads_alone <= before:
+            yield
+            return
+        torch.set_num_threads(self.threads_alone)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def doing(self, action: str) -> None:
         """Publish what this rank computes from now on, such as ``epoch 2: optimizer``."""
@@ -151,11 +170,14 @@ def open_mesh(
         # Closed like the others, although it shares the group and the memory of ``graph``: closing twice is
         # harmless.
         channels.append(weights := graph.beside())
-        counts = stack.enter_context(_fitting_threads(world))
+        seats = stack.enter_context(_fitting_threads(world))
+        counts = threads(seats)
+        stages_of_part = range(ranks.rank % parts, ranks.size, parts)
+        alone = while_waiting(ranks.rank, (other for other in stages_of_part if other != ranks.rank), seats)
         axes = {"pipe": fitted.pipe, "graph": groups.parts // fitted.tensor, "tensor": fitted.tensor}
         lanes = (world, graph, weights, pipe)
-        notes = devices.notes
-        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, counts, watch, notes)
+        shares, notes = (counts, alone), devices.notes
+        yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, *shares, watch, notes)
         # Only without an error will the peers read the rest of what was sent.
         patience = TAKEN_WITHIN
     except KagomeError as error:
@@ -210,18 +232,20 @@ def _leave(
 
 
 @contextmanager
-def _fitting_threads(channel: Channel) -> Iterator[tuple[int, ...]]:
+def _fitting_threads(channel: Channel) -> Iterator[Sequence[CpuShare]]:
     """Set torch's thread count to this rank's share of the cores inside the block.
 
     The compiled kernels use the same count.
+
+    Yields:
+        The share of each rank.
     """
     before = torch.get_num_threads()
     # Ranks of a host may share cores, which no rank can find out by itself.
     found: Any = channel.gather_objects(seat(before), "cores of each rank", [CpuShare])
-    counts = threads(found)
-    torch.set_num_threads(counts[channel.rank])
+    torch.set_num_threads(threads(found)[channel.rank])
     try:
-        yield counts
+        yield found
     finally:
         torch.set_num_threads(before)
 

@@ -39,7 +39,7 @@ from kagome.launch.environment import RESTARTS, STORE, Ranks, environment
 from kagome.launch.host_memory import available_bytes
 from kagome.launch.os_errors import STARVED, in_words, memory_left
 from kagome.launch.rank_processes import Ended, RankProcesses
-from kagome.launch.threads import LAUNCHED, chosen, cores, local
+from kagome.launch.threads import LAUNCHED, SHARED, chosen, cores, local
 
 __all__ = ["Ranks", "environment", "start_local"]
 
@@ -553,7 +553,7 @@ def _shared_cores(nproc: int) -> Iterator[None]:
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):
         # What the user set stays.
         os.environ.setdefault(name, share)
-    os.environ[LAUNCHED] = "1"
+    os.environ[LAUNCHED] = SHARED if given is None else "1"
     os.environ.update(merging())
     try:
         yield

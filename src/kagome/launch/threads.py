@@ -1,7 +1,7 @@
 """Thread counts: how many threads each rank computes with, so that the ranks of a host share its cores.
 
 Where it sits: ``comm.mesh`` applies the counts, ``launcher`` starts ranks with them, ``cli.doctor`` shows
-them.
+them. ``pipelining.chunk_passes`` uses the threads of stages that wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from kagome.launch.cgroups import LISTED, ROOT, groups_above
 GIVEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which the user sets the number of torch's threads."""
 LAUNCHED = "KAGOME_LAUNCHED"
-"""Variable set in ranks that ``launcher`` started: their threads have been assigned."""
+"""Variable set in ranks that ``launcher`` started: their threads have been assigned. Its value is ``SHARED``
+where the ranks share the cores, as the user chose no number."""
+SHARED = "shared"
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,28 @@ def threads(seats: Sequence[CpuShare]) -> tuple[int, ...]:
     return tuple(_share(own, seats) if own.chosen is None else own.chosen for own in seats)
 
 
+def while_waiting(rank: int, others: Iterable[int], seats: Sequence[CpuShare]) -> int:
+    """Return the threads that a rank may use while other ranks wait: its own, and theirs on the same cores.
+
+    A number that the user chose, for this rank or a waiting one, is kept. So are cores that a scheduler bound
+    to one rank, and the quota of another cgroup.
+
+    Args:
+        rank: The rank.
+        others: The ranks that wait, without this one.
+        seats: The share of each rank.
+    """
+    own, counts = seats[rank], threads(seats)
+    if own.chosen is not None:
+        return counts[rank]
+    lent = 0
+    for other in others:
+        seat = seats[other]
+        near = seat.host == own.host and seat.group == own.group
+        lent += counts[other] if near and seat.chosen is None and set(seat.cores) <= set(own.cores) else 0
+    return max(counts[rank], min(counts[rank] + lent, len(own.cores)))
+
+
 def _share(own: CpuShare, seats: Sequence[CpuShare]) -> int:
     beside = [other for other in seats if other.host == own.host]
     # Example, four ranks on one host:
@@ -94,6 +118,9 @@ def chosen(env: Mapping[str, str], current: int | None = None, count: int | None
         current: Number of threads that torch has now; None if it is not loaded.
         count: Number of cores that this process may run on.
     """
+    if env.get(LAUNCHED) == SHARED:
+        # The launcher has set the variables: only another number is the user's own.
+        return None if current is None or str(current) == env.get(GIVEN[0]) else current
     by_torchrun = set_by_torchrun(env)
     given = [env[name] for name in GIVEN if env.get(name) and not (by_torchrun and name == GIVEN[0])]
     # OpenMP accepts one number for each level of nesting.

@@ -160,7 +160,12 @@ class ChunkPasses:
                     self.lose(stage_runs[action.stage, action.chunk])
 
         # Backward runs in the calling thread, on a GPU too, because chunks in lockstep wait inside it.
-        with closing(program()) as rounds, torch.autograd.set_multithreading_enabled(False):
+        # One stage computes at a time, with the cores of those that wait.
+        with (
+            self.mesh.alone(),
+            closing(program()) as rounds,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             self._run(rounds, compute, messages, epoch)
         return stage_runs
 
@@ -173,7 +178,8 @@ class ChunkPasses:
         def compute(action: Action) -> None:
             stage_runs[action.stage, 0].forward()
 
-        self._run(programs[self.mesh.stage], compute, messages, epoch)
+        with self.mesh.alone():
+            self._run(programs[self.mesh.stage], compute, messages, epoch)
         return stage_runs
 
     def programs(self, epoch: int) -> Programs:
