@@ -18,9 +18,9 @@ EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 1e-10}
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_are_plain_trainings(ranks, world):
-    found = ranks(world, piped, list(MODELS))
+@pytest.mark.parametrize(("world", "schedule"), [(1, "auto"), (2, "auto"), (2, "zero-bubble")])
+def test_gradients_are_plain_trainings(ranks, world, schedule):
+    found = ranks(world, piped, list(MODELS), schedule)
     for name in MODELS:
         losses, gradients, scores, state = plain(name)
         seen = set()
@@ -35,7 +35,7 @@ def test_gradients_are_plain_trainings(ranks, world):
         assert seen >= {key for key, gradient in gradients.items() if gradient is not None}, name
 
 
-def under_autocast(channel: Channel, *on: bool) -> Any:
+def under_autocast(channel: Channel, schedule: Any, *on: bool) -> Any:
     """Two updates and a prediction in one block each: of the pipeline, of both updates, of predictions."""
     torch.manual_seed(channel.rank)  # rank 0's weights count
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
@@ -43,7 +43,7 @@ def under_autocast(channel: Channel, *on: bool) -> Any:
     blocks = [torch.autocast("cpu", dtype=torch.bfloat16, enabled=each) for each in on]
     try:
         with blocks[0]:
-            pipe = kagome.pipeline(model, x, loss=LOSS, optimizer=sgd, channel=channel)
+            pipe = kagome.pipeline(model, x, loss=LOSS, optimizer=sgd, schedule=schedule, channel=channel)
         with blocks[1]:
             losses = [pipe.step(x, y) for _ in range(3)]
         with blocks[2]:
@@ -57,7 +57,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 4, generator=made), torch.randn(8, 3, generator=made)
 
 
-def test_autocast_around_the_calls_trains_as_plain_does(ranks):
+@pytest.mark.parametrize("schedule", ["auto", "zero-bubble"])
+def test_autocast_around_the_calls_trains_as_plain_does(ranks, schedule):
     torch.manual_seed(0)
     model, (x, y) = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), batch()
     optimizer, losses = sgd(model.parameters()), []
@@ -71,12 +72,12 @@ def test_autocast_around_the_calls_trains_as_plain_does(ranks):
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         scores = model(x).float()
     assert losses[0] - losses[2] > 0.02
-    for found in ranks(2, under_autocast, True, True, True):
+    for found in ranks(2, under_autocast, schedule, True, True, True):
         assert found[0] == pytest.approx(losses, abs=5e-3)
         torch.testing.assert_close(found[1], scores, rtol=0, atol=3e-2)
 
 
 @pytest.mark.parametrize("on", [(True, False, False), (False, True, False), (True, True, False)])
 def test_autocast_that_the_model_was_not_looked_at_under_is_refused(ranks, on):
-    for found in ranks(2, under_autocast, *on):
+    for found in ranks(2, under_autocast, "auto", *on):
         assert "under the same torch.autocast, or all under none" in found

@@ -202,6 +202,13 @@ def integers_of_bytes() -> Case:
 
 
 @case
+def sparse_gradients() -> Case:
+    call = lambda m, x: m.out(m.table(x).mean(1))  # noqa: E731
+    model = Made(call, table=nn.Embedding(9, 6, sparse=True), out=nn.Linear(6, 3))
+    return model, torch.randint(0, 9, (COUNT, 4)), samples(3)
+
+
+@case
 def hooks_on_weights() -> Case:
     model, copy = layers(nn.Tanh()), {}
     model[0].weight.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
@@ -224,7 +231,7 @@ def built(name: str) -> Case:
     return MODELS[name]()
 
 
-def piped(channel: Any, names: list[str], updates: int = 2) -> dict[str, Any]:
+def piped(channel: Any, names: list[str], schedule: Any = "auto", updates: int = 2) -> dict[str, Any]:
     """Each model trained on this rank, or what refused it."""
     torch.set_default_dtype(torch.float64)
     found: dict[str, Any] = {}
@@ -234,7 +241,9 @@ def piped(channel: Any, names: list[str], updates: int = 2) -> dict[str, Any]:
             try:
                 with warnings.catch_warnings(), contextlib.redirect_stderr(None):
                     warnings.simplefilter("ignore")
-                    pipe = kagome.pipeline(model, batch, loss=LOSS, optimizer=sgd, channel=channel)
+                    pipe = kagome.pipeline(
+                        model, batch, loss=LOSS, optimizer=sgd, schedule=schedule, channel=channel
+                    )
                     losses = [pipe.step(batch, target) for _ in range(updates)]
                     gradients = {key: copied(value) for key, value in pipe.gradients().items()}
                     state = {key: value.clone() for key, value in pipe.state_dict().items()}
