@@ -64,6 +64,8 @@ class Options:
     """Epochs a turn; the first three are left out."""
     long_epochs: int = 100
     """Epochs a turn with and without the guard: what it costs depends on how long a run is."""
+    lr: float = 0.01
+    """Adam's rate: the lower, the more the guard trusts history."""
     fresh: bool = False
     """Throw away what was measured before."""
     graph: str = GRAPH
@@ -103,7 +105,7 @@ def kagome_side(options: Options, stages: int, chunks: int, data: Any, **setting
         model,
         data,
         parallel=Parallel(**{"pipe": stages, "chunks": chunks, **settings}),
-        train=Train(check=False, eval_every=10_000, lr=0.01),
+        train=Train(check=False, eval_every=10_000, lr=options.lr),
         report=Report(progress=False),
     )
     found = trainer.fit(options.epochs)
@@ -249,7 +251,7 @@ def torch_side(options: Options, stages: int, chunks: int, data: Any) -> dict[st
         return (rows * target[:, 1]).sum()
 
     schedule = ScheduleGPipe(stage, chunks, loss_fn=loss)
-    optimizer = torch.optim.Adam(mine.parameters(), lr=0.01, weight_decay=5e-4)
+    optimizer = torch.optim.Adam(mine.parameters(), lr=options.lr, weight_decay=5e-4)
     target = torch.stack([given.y.float(), given.weights * chunks], 1)
     seconds, all_losses = [], []
     for _ in range(options.epochs):
@@ -317,7 +319,7 @@ def torchgpipe_side(options: Options, stages: int, chunks: int, data: Any) -> di
     layers = [Numbered(*size, adjacencies, at + 1 == len(sizes)) for at, size in enumerate(sizes)]
     balance, devices = [LAYERS // stages] * stages, ["cpu"] * stages
     model = GPipe(nn.Sequential(*layers), balance, devices=devices, chunks=chunks, checkpoint="never")
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr, weight_decay=5e-4)
     number = torch.arange(chunks).repeat_interleave(given.x.size(0) // chunks).float()
     seconds, losses = [], []
     for _ in range(options.epochs):
@@ -385,7 +387,7 @@ def measured(options: Options, cut: str, side: str, env: Mapping[str, str] | Non
     # The module and not the command torchrun, which may be of another environment, or not on the path.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += [__file__, "--side", side]
-    command += ["--cut", cut, "--epochs", str(epochs), "--graph", options.graph]
+    command += ["--cut", cut, "--epochs", str(epochs), "--graph", options.graph, "--lr", str(options.lr)]
     given = {**os.environ, **(env or {})}
     given.pop("OMP_NUM_THREADS", None)
     if ranks == 1:
@@ -416,9 +418,10 @@ def main(options: Options) -> None:
 
     graphs.load(options.graph, None, HERE / "runs" / "graphs")
     # What was measured with these settings, by cut, side and turn: a run that was broken off goes on here.
-    kept = HERE / "runs" / "made.json"
+    name = "made" if options.lr == Options.lr else f"made_lr{options.lr:g}"
+    kept = HERE / "runs" / f"{name}.json"
     kept.parent.mkdir(exist_ok=True)
-    same = {"graph": options.graph, "epochs": options.epochs, "long_epochs": options.long_epochs}
+    same = {name: getattr(options, name) for name in ("graph", "epochs", "long_epochs", "lr")}
     state: dict[str, Any] = {"settings": same, "facts": {}}
     if kept.exists() and not options.fresh and (old := json.loads(kept.read_text()))["settings"] == same:
         state = old
@@ -439,8 +442,8 @@ def main(options: Options) -> None:
         for cut in options.cuts
     }
     results = {"machine": platform.processor(), "torch": torch.__version__, "rows": rows, "facts": facts}
-    (HERE / "results_made.json").write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / "results_made.md").write_text(table(rows, facts))
+    (HERE / f"results_{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / f"results_{name}.md").write_text(table(rows, facts))
 
 
 def table(rows: Mapping[str, Mapping[str, list[float]]], facts: Mapping[str, Any]) -> str:

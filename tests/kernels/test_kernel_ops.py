@@ -10,7 +10,7 @@ from kagome.kernels import ops
 from kagome.kernels.base import reference, thread_pool
 from kagome.kernels.base.csr import Structure
 from kagome.kernels.cpu import dispatch
-from kernel_cases import CHECKS, cases
+from kernel_cases import CHECKS, attention, cases
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -19,6 +19,14 @@ from kernel_cases import CHECKS, cases
 @given(data=st.data())
 def test_every_way_gives_what_autograd_gives(check, way, data):
     check(way, data.draw(cases()))
+
+
+@pytest.mark.parametrize("width", [5, 8, 16])
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_attention_that_is_not_stored_gives_what_autograd_gives(width, data):
+    attention(data.draw(cases()), width)  # with 3 heads weights are stored, as with 5 columns
+    assert ops.fuses_attention(torch.zeros(2, 8, width)) == (width != 5)
 
 
 def large(rows: int = 3000, edges: int = 60000) -> Structure:
@@ -40,6 +48,8 @@ def results(s: Structure, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor
         ops.dot_edges(s.by_target, heads, heads),
         alpha,
         *ops.softmax_sum_back(s, heads[..., 0], heads[..., 1], 0.2, alpha, w),
+        ops.attention_sum(s.by_target, heads[..., 0], heads[..., 1], 0.2, heads),
+        *ops.attention_sum_back(s, heads[..., 0], heads[..., 1], 0.2, heads, heads),
         *ops.leaky_dots_back(s, heads, heads, att, 0.2, w),
         ops.extreme_back(s.by_source, x, best, ties, x),
         *ops.join_edges_back(s, heads, heads, 0.2, ops.join_edges(s, heads, heads, None)),

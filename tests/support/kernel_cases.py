@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kagome.kernels import ops
 from kagome.kernels.base.csr import Structure
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -208,6 +209,22 @@ def softmaxes(way: ModuleType, case: Case) -> None:
     wanted = torch.autograd.grad(alpha, (wide_a, wide_b), g.double())
     case.same(ga, wanted[0])
     case.same(gb, wanted[1])
+
+
+def attention(case: Case, width: int) -> None:
+    """Sums that attention weighs, and their gradients."""
+    s, h = case.structure, case.heads
+    a, b, x = case.draw(s.own, h), case.draw(s.num_sources, h), case.draw(s.num_sources, h, width)
+    g = case.draw(s.own, h, width)
+    parts = wide(a, b, x)
+    z = times(case.from_target, parts[0]) + times(case.from_source, parts[1])
+    alpha = _softmax(case, torch.nn.functional.leaky_relu(z, 0.2))
+    out = times(case.to_target, alpha.unsqueeze(-1) * times(case.from_source, parts[2]))
+    case.same(ops.attention_sum(s.by_target, a, b, 0.2, x), out)
+    wanted = torch.autograd.grad(out, parts, g.double())
+    found = ops.attention_sum_back(s, a, b, 0.2, x, g)
+    for one, other in zip(found, wanted, strict=True):
+        case.same(one, other)
 
 
 def leaky(way: ModuleType, case: Case) -> None:

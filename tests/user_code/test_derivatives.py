@@ -266,6 +266,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]] | str] = {
         lambda a, b: edge_softmax.joint_softmax(a, b, 0.2, S),
         (draw(6, 2), draw(6, 2)),
     ),
+    "edge_softmax._AttentionSum": (
+        lambda a, b, x: edge_softmax.attention_sum(a, b, x, 0.2, S),
+        (draw(6, 2), draw(6, 2), draw(6, 2, 8)),
+    ),
     "edge_softmax._Join": (lambda a, b: edge_softmax.join(a, b, 0.2, S), (draw(6, 3), draw(6, 3))),
     "edge_softmax._ColumnSoftmax": (
         lambda z, m: edge_softmax.column_softmax(z, m, S),

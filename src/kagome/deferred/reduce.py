@@ -245,9 +245,13 @@ def _sum(message: Message, rows: Tensor, how: Reduce) -> Tensor:
         return sliced_reduce.summed(message, rows, how, edge_layout)
     rows = now(rows)
     share = None if weight is None else sliced_attention.share_of(weight)
-    # Attention that only this sum reads is computed in the order of ``walked``, over a structure of that
-    # order.
     if share is not None and share.edge_layout is None:
+        complete = message.source.has_halo or edges.deferral.ranks.size == 1
+        out = share.summed(rows) if complete and how == "sum" else None
+        if out is not None:
+            return out
+        # Attention that only this sum reads is computed in the order of ``walked``, over a structure of that
+        # order.
         weight, s = sliced_attention.flattened(share.walked(), rows), s.walked
     elif weight is not None:
         weight = sliced_attention.computed(weight, rows)
@@ -307,16 +311,11 @@ def softmax(value: Tensor, edges: EdgeSet) -> Tensor:
         if joint and expr.att is None:
             # With slope 1 leaky_relu is the identity, so one kernel serves a_i + b_j as well.
             slope = expr.slope if expr.form == "leaky" else 1.0
-            shape, edge_layout = expr.shape, sliced_reduce.edge_layout_for(expr)
+            edge_layout = sliced_reduce.edge_layout_for(expr)
             if edge_layout is not None:
                 return sliced_attention.defer(expr, slope, edge_layout)
-            read = sliced_attention.ends(expr)
-            # Defer, so that a sum can read the weights in walking order. The rows were exchanged in ``ends``
-            # already: parts differ in this branch, and must not differ in their exchanges.
-            if s.walked is not s:
-                return sliced_attention.defer(expr, slope, None, read)
-            out: Tensor = edge_softmax.joint_softmax(*read, slope, s)
-            return edges.pairs(out.view(*shape))
+            # Defer, so that a sum need not store the weights, or can read them in walking order.
+            return sliced_attention.defer(expr, slope, None, sliced_attention.ends(expr))
     if isinstance(expr, Message) and expr.one_ended and expr.source is not None and len(expr.shape) == 2:
         return edges.pairs(LazyTensor(SoftmaxShare(expr)))
     logits = now(value)

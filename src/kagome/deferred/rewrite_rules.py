@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kagome.deferred import edge_map, sliced_attention, sliced_reduce
-from kagome.deferred.lazy_tensor import LazyTensor, now
+from kagome.deferred.lazy_tensor import EscapeError, LazyTensor, now
 from kagome.deferred.message import (
     Beside,
     EdgeSet,
@@ -84,6 +84,10 @@ WRITES = frozenset(
 )
 
 
+HOOKS = frozenset(["register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
+"""Calls by which a model looks at the gradient of a value."""
+
+
 def asks(name: str, func: Any) -> bool:
     """Return True if a call reads only properties that a lazy tensor knows without its values."""
     return name in ASK or (name == "__get__" and attribute(func) in ATTRIBUTES)
@@ -91,6 +95,13 @@ def asks(name: str, func: Any) -> bool:
 
 def answer(placements: Placements, name: str, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call on a lazy tensor, or NotImplemented where it needs the values."""
+    # A sum that did not compute the value adds nothing to the gradient that a hook would see.
+    if name in HOOKS and torch.is_grad_enabled():
+        raise EscapeError(
+            "fast paths to see each torch call of a model",
+            f"{name} of a value that they compute only where it is used",
+            hint="--model.no-fast",
+        )
     if any(isinstance(value, LazyTensor) and value.value is not None for value in args):
         return NotImplemented  # computed already, so it costs nothing to use it
     # Each kind of expression has its own module. A value is of one kind at a time.

@@ -10,9 +10,10 @@ asks for the heads of its columns. Ranks exchange two numbers per vertex and hea
 Softmax and dropout work head by head, so the weights equal those of the whole graph. Any other operation on
 them makes them numbers for this rank's edges, through a halo exchange.
 
-Where the user's order of edges is not that of the kernels, weights that only a sum reads are kept in the
-order in which the sum reads them: see ``kernels.base.csr.Structure.walked``. Parts differ in that, so rows
-are exchanged when the softmax is called, on all parts alike.
+Without slices a sum computes weights that only it reads row by row, and again in backward, where it has all
+rows that edges read. Else they are kept in the order in which the sum reads them: see
+``kernels.base.csr.Structure.walked``. Parts differ in that order, so rows are exchanged when the softmax is
+called, on all parts alike.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kagome.deferred.lazy_tensor import LazyTensor
 from kagome.deferred.message import Message, flat
 from kagome.feature_parallel.all_to_all import SliceCut
 from kagome.feature_parallel.edge_layout import EdgeLayout
+from kagome.kernels import ops
 from kagome.sparse_ops import edge_softmax
 
 Draw = Callable[[Tensor, Tensor, int], Tensor]
@@ -120,6 +122,28 @@ class JointShare:
             out = edge_softmax.joint_softmax(*self._ends(), self.slope, self.logits.edges.structure.walked)
             self.known[None] = out if self.drop is None else self.drop.draw(out, self.drop.all, 0)
         return self.known[None]
+
+    def summed(self, rows: Tensor) -> Tensor | None:
+        """Return the sum of neighbours' rows that these weights weigh, without storing them.
+
+        None where they are stored anyway: where another sum has asked for them, or dropout drops some.
+
+        Args:
+            rows: All rows that edges read.
+
+        Shapes:
+            ``[num_sources, H, C]``, or ``[num_sources, F]`` for one head -> with a row for each own row.
+        """
+        a, b = self._ends()
+        headed = rows.view(rows.size(0), 1, rows.size(1)) if rows.dim() == 2 else rows
+        fits = headed.dim() == 3 and headed.shape[:2] == b.shape and rows.dtype == a.dtype == b.dtype
+        if self.drop is not None or self.known or not fits:
+            return None
+        edges = self.logits.edges.structure
+        # Kernels that store weights read them in the order in which they walk.
+        edges = edges if ops.fuses_attention(headed) else edges.walked.with_edges()
+        out = edge_softmax.attention_sum(a, b, headed, self.slope, edges)
+        return out.view(edges.own, *rows.shape[1:])
 
     def _ends(self) -> tuple[Tensor, Tensor]:
         if self.ends is None:

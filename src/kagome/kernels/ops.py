@@ -229,6 +229,47 @@ def softmax_sum_back(
     return ga, gb
 
 
+def fuses_attention(x: Tensor) -> bool:
+    """Return whether :func:`attention_sum` of such rows stores no number for an edge."""
+    return _fuses(_module(x.device.type, x.dtype), x)
+
+
+def _fuses(way: ModuleType, x: Tensor) -> bool:
+    return way.__name__.endswith("cpu.dispatch") and bool(way.fuses(*x.shape[1:]))
+
+
+def attention_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float, x: Tensor) -> Tensor:
+    """``out[i, h] = sum over entries k of row i of softmax_sum(a, b)[k, h] * x[column[k], h]``.
+
+    Shapes:
+        ``a [R, H]``, ``b [*, H]``, ``x [*, H, C]``; result ``[R, H, C]``.
+    """
+    way = _way(a, b, x)
+    if _fuses(way, x):
+        out: Tensor = way.attention_sum(layout, a, b, slope, x)
+        return out
+    return sum_rows(layout, x, softmax_sum(layout, a, b, slope))
+
+
+def attention_sum_back(
+    structure: Structure, a: Tensor, b: Tensor, slope: float, x: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``attention_sum`` by ``a``, ``b`` and ``x``.
+
+    Shapes:
+        ``a [own, H]``, ``b [num_sources, H]``, ``x [num_sources, H, C]``, ``g [own, H, C]``; results like the
+        first three.
+    """
+    way = _way(a, b, x, g)
+    if _fuses(way, x):
+        ga, gb, gx = way.attention_sum_back(structure, a, b, slope, x, g)
+        return ga, gb, gx
+    alpha = softmax_sum(structure.by_target, a, b, slope)
+    along = dot_edges(structure.by_target, g, x)
+    ga, gb = softmax_sum_back(structure, a, b, slope, alpha, along)
+    return ga, gb, sum_rows(structure.by_source, g, alpha)
+
+
 def leaky_dots(layout: CsrLayout, a: Tensor, b: Tensor, att: Tensor, slope: float) -> Tensor:
     """``sum over c of att[h, c] * leaky_relu(a[i, h, c] + b[column, h, c])``: GATv2's logits.
 

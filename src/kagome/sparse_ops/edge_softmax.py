@@ -65,6 +65,21 @@ def joint_softmax(own: Tensor, with_halo: Tensor, slope: float, edges: Structure
     return out
 
 
+def attention_sum(own: Tensor, with_halo: Tensor, rows: Tensor, slope: float, edges: Structure) -> Tensor:
+    """Return the sums of neighbours' rows, each times :func:`joint_softmax` of its edge.
+
+    Shapes:
+        own ``[own, H]``, with_halo ``[num_sources, H]``, rows ``[num_sources, H, C]`` -> ``[own, H, C]``.
+
+    Cost:
+        Keeps the inputs. On a CPU no number for each edge is stored, forward or backward.
+    """
+    out: Tensor = _AttentionSum.apply(  # type: ignore[no-untyped-call]
+        own.contiguous(), with_halo.contiguous(), rows.contiguous(), slope, edges
+    )
+    return out
+
+
 def join(own: Tensor, with_halo: Tensor, slope: float | None, edges: Structure) -> Tensor:
     """Return ``own[target] + with_halo[source]``, through a leaky ReLU if a slope is given.
 
@@ -150,6 +165,22 @@ class _JointSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         own, with_halo, alpha = ctx.saved_tensors
         back = ops.softmax_sum_back(ctx.edges, own, with_halo, ctx.slope, alpha, grads[0].contiguous())
+        return (*back, None, None)
+
+
+class _AttentionSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, with_halo: Tensor, rows: Tensor, slope: float, edges: Structure
+    ) -> Tensor:
+        ctx.edges, ctx.slope = edges, slope
+        ctx.save_for_backward(own, with_halo, rows)
+        return ops.attention_sum(edges.by_target, own, with_halo, slope, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own, with_halo, rows = ctx.saved_tensors
+        back = ops.attention_sum_back(ctx.edges, own, with_halo, ctx.slope, rows, grads[0].contiguous())
         return (*back, None, None)
 
 

@@ -7,6 +7,7 @@ only the first process of an installation compiles.
 # ruff: noqa: F401  ``kernels.ops`` looks each of them up by its name.
 from __future__ import annotations
 
+from kagome.kernels.cpu.attention import attention_sum, attention_sum_back, fuses
 from kagome.kernels.cpu.edges import add_rows, gather, join_edges, join_edges_back, sum_edges
 from kagome.kernels.cpu.gatv2_scores import leaky_dots, leaky_dots_back
 from kagome.kernels.cpu.min_max import (

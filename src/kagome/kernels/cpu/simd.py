@@ -1,8 +1,9 @@
 """SIMD steps: LLVM vector operations on the columns of a head, for widths that the compiler knows.
 
-Where it sits: used by the loops of ``spmm`` and ``gatv2_scores``. A loop of 16 columns is too short for the
-compiler to test for overlapping arrays each time, so it would compile it to scalar code, which is ten times
-slower. These steps are whole vectors from the start, whatever vector length the machine has.
+Where it sits: used by the loops of ``spmm``, ``softmax``, ``attention`` and ``gatv2_scores``. A loop of 16
+columns is too short for the compiler to test for overlapping arrays each time, so it would compile it to
+scalar code, which is ten times slower. These steps are whole vectors from the start, whatever vector length
+the machine has.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ def add_one(typing: Any, width: Any, out: Any, at: Any, a: Any, factor: Any) -> 
         return context.get_dummy_value()
 
     return types.void(width, out, types.int64, a, out.dtype), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_from(typing: Any, width: Any, out: Any, at: Any, a: Any, begin: Any, factor: Any) -> Any:
+    """``out[at:] += factor * a[begin:]`` over ``width`` columns."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        fresh = builder.fmul(lanes.spread(5), lanes.load(3, 4), flags=("contract",))
+        lanes.store(1, 2, builder.fadd(lanes.load(1, 2), fresh, flags=("contract",)))
+        return context.get_dummy_value()
+
+    return types.void(width, out, types.int64, a, types.int64, out.dtype), code
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -130,6 +144,66 @@ def add_bent(
     return types.void(width, out, types.int64, a, b, number, number, tally, types.boolean), code
 
 
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def join_bent(typing: Any, width: Any, out: Any, at: Any, a: Any, b: Any, slope: Any, top: Any) -> Any:
+    """``out[at:] = leaky_relu(a + b)`` over ``width`` columns, and ``top`` is the larger of it and itself."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        z, largest = builder.fadd(lanes.first(3), lanes.first(4)), lanes.first(6)
+        bent = builder.select(builder.fcmp_ordered(">", z, lanes.zero), z, builder.fmul(z, lanes.spread(5)))
+        lanes.store(1, 2, bent)
+        # NaN counts as the largest, so that a diverged run shows NaN in place of a wrong number.
+        above = builder.or_(
+            builder.fcmp_ordered(">", bent, largest), builder.fcmp_unordered("uno", bent, bent)
+        )
+        lanes.put(6, builder.select(above, bent, largest))
+        return context.get_dummy_value()
+
+    return types.void(width, out, types.int64, a, b, out.dtype, top), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def subtract(typing: Any, width: Any, out: Any, at: Any, a: Any) -> Any:
+    """``out[at:] -= a`` over ``width`` columns."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        lanes.store(1, 2, builder.fsub(lanes.load(1, 2), lanes.first(3)))
+        return context.get_dummy_value()
+
+    return types.void(width, out, types.int64, a), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def gain(typing: Any, width: Any, out: Any, a: Any, at: Any) -> Any:
+    """``out += a[at:]`` over ``width`` columns."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        lanes.put(1, builder.fadd(lanes.first(1), lanes.load(2, 3)))
+        return context.get_dummy_value()
+
+    return types.void(width, out, a, types.int64), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def gain_bent(
+    typing: Any, width: Any, out: Any, p: Any, at: Any, a: Any, b: Any, slope: Any, factor: Any
+) -> Any:
+    """``out += factor * p[at:]`` over ``width`` columns, times the slope where ``a + b`` is not above 0."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _Lanes(context, builder, signature, args)
+        over = builder.fcmp_ordered(">", builder.fadd(lanes.first(4), lanes.first(5)), lanes.zero)
+        fresh = builder.fmul(lanes.first(7), lanes.load(2, 3))
+        fresh = builder.select(over, fresh, builder.fmul(fresh, lanes.spread(6)))
+        lanes.put(1, builder.fadd(lanes.first(1), fresh))
+        return context.get_dummy_value()
+
+    return types.void(width, out, p, types.int64, a, b, out.dtype, factor), code
+
+
 class _Lanes:
     """Vector loads and stores of one call's arguments; the first argument is the vector length.
 
@@ -159,6 +233,18 @@ class _Lanes:
 
     def store(self, which: int, at: int, value: Any) -> None:
         self._builder.store(value, self._place(which, at), align=self._bytes)
+
+    def first(self, which: int) -> Any:
+        """Return the vector at an array's beginning."""
+        return self._builder.load(self._begin(which), align=self._bytes)
+
+    def put(self, which: int, value: Any) -> None:
+        """Write a vector to an array's beginning."""
+        self._builder.store(value, self._begin(which), align=self._bytes)
+
+    def _begin(self, which: int) -> Any:
+        held = self._context.make_array(self._types[which])(self._context, self._builder, self._args[which])
+        return self._builder.bitcast(held.data, self.kind.as_pointer())
 
     def spread(self, which: int) -> Any:
         # The broadcast idiom of LLVM: insert the number into lane 0, then shuffle lane 0 into all lanes.

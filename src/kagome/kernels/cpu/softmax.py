@@ -34,7 +34,7 @@ def known(heads: int) -> int:
     return heads if heads in HEADS else 0
 
 
-def _room(begin: Any, end: Any, low: int, high: int, like: Any) -> tuple[Any, Any]:
+def room_for(begin: Any, end: Any, low: int, high: int, like: Any) -> tuple[Any, Any]:
     """Return buffers for the longest of these rows and for two numbers per head."""
     heads = like.shape[1]
     longest = int((end[low:high] - begin[low:high]).max(initial=0))
@@ -228,7 +228,7 @@ def softmax_edges(layout: CsrLayout, logits: Tensor) -> Tensor:
 
     # Compiled loops may not create arrays (see ``compiled``), so each piece brings its buffers.
     def work(low: int, high: int) -> None:
-        loop(low, high, begin, end, edge, ahead, given, result, *_room(begin, end, low, high, result))
+        loop(low, high, begin, end, edge, ahead, given, result, *room_for(begin, end, low, high, result))
 
     share(work, begin, end, COST * heads)
     return out
@@ -260,7 +260,7 @@ def softmax_sum(layout: CsrLayout, a: Tensor, b: Tensor, slope: float) -> Tensor
     bend = result.dtype.type(slope)
 
     def work(low: int, high: int) -> None:
-        room = _room(begin, end, low, high, result)
+        room = room_for(begin, end, low, high, result)
         loop(low, high, begin, end, column, edge, mine, its, bend, result, *room)
 
     share(work, begin, end, COST * heads)
