@@ -68,7 +68,8 @@ def held(
         channel.attach_shared_memory(None)
     else:
         assert memory is not None
-        memory._own = []  # segments of other tests' sizes
+        # Segments of other tests' sizes: with those of the peer, as new ones are counted from 0 again.
+        memory._own, memory._theirs = [], {}
         memory.allowance.most *= shared != "full"
     way = compressed_exchange(channel, **settings)
     with LiveTensors(torch.device("cpu"), lambda: "") as live:
