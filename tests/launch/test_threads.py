@@ -172,7 +172,11 @@ def counted_alone() -> tuple[int, int, int]:
     with open_mesh(Parallel(pipe=2), timeout=20) as mesh:
         with mesh.alone():
             inside = torch.get_num_threads()
-        return mesh.threads_alone, inside, torch.get_num_threads()
+        after = torch.get_num_threads()
+        torch.set_num_threads(after + 3)  # the user's choice since then
+        with mesh.alone():
+            assert torch.get_num_threads() == after + 3
+        return mesh.threads_alone, inside, after
 
 
 @pytest.mark.some(1)

@@ -56,9 +56,8 @@ While history is good, a probe comes after one period of history, but not before
 PAYS: Final = 2
 """Fewest careful epochs between two probes that are worth their probe.
 
-A probe is an epoch with history and an exact one. Where stages wait for each other, an exact epoch takes as
-long as two with history, so one careful epoch and its probe take the time of two exact ones, and are less
-exact.
+A probe is an epoch with history and an exact one. An exact epoch takes up to twice as long as one with
+history, so one careful epoch and its probe take the time of two exact ones or more, and are less exact.
 """
 
 # The loss -----------------------------------------------------------------------------------------

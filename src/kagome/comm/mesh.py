@@ -95,10 +95,10 @@ class Mesh:
         """Compute with the threads of the other stages of this part too, which wait inside the block.
 
         All ranks of the part enter it. It does nothing on a GPU, between hosts, or where the user chose the
-        number of threads.
+        number of threads, before or since the mesh was opened.
         """
         before = torch.get_num_threads()
-        if self.device.type != "cpu" or self.threads_alone <= before:
+        if self.device.type != "cpu" or before != self.threads[self.rank]:
             yield
             return
         torch.set_num_threads(self.threads_alone)
@@ -170,13 +170,10 @@ def open_mesh(
         # Closed like the others, although it shares the group and the memory of ``graph``: closing twice is
         # harmless.
         channels.append(weights := graph.beside())
-        seats = stack.enter_context(_fitting_threads(world))
-        counts = threads(seats)
-        stages_of_part = range(ranks.rank % parts, ranks.size, parts)
-        alone = while_waiting(ranks.rank, (other for other in stages_of_part if other != ranks.rank), seats)
+        shares = stack.enter_context(_fitting_threads(world, parts))
         axes = {"pipe": fitted.pipe, "graph": groups.parts // fitted.tensor, "tensor": fitted.tensor}
         lanes = (world, graph, weights, pipe)
-        shares, notes = (counts, alone), devices.notes
+        notes = devices.notes
         yield Mesh(ranks.size, ranks.rank, axes, ranks.local_rank, device, *lanes, *shares, watch, notes)
         # Only without an error will the peers read the rest of what was sent.
         patience = TAKEN_WITHIN
@@ -232,20 +229,21 @@ def _leave(
 
 
 @contextmanager
-def _fitting_threads(channel: Channel) -> Iterator[Sequence[CpuShare]]:
+def _fitting_threads(channel: Channel, parts: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """Set torch's thread count to this rank's share of the cores inside the block.
 
     The compiled kernels use the same count.
 
     Yields:
-        The share of each rank.
+        The threads of each rank, and those of this rank while the other stages of its part wait.
     """
-    before = torch.get_num_threads()
+    before, rank = torch.get_num_threads(), channel.rank
     # Ranks of a host may share cores, which no rank can find out by itself.
     found: Any = channel.gather_objects(seat(before), "cores of each rank", [CpuShare])
-    torch.set_num_threads(threads(found)[channel.rank])
+    counts, stages = threads(found), range(rank % parts, channel.size, parts)
+    torch.set_num_threads(counts[rank])
     try:
-        yield found
+        yield counts, while_waiting(rank, [other for other in stages if other != rank], found)
     finally:
         torch.set_num_threads(before)
 

@@ -1,6 +1,6 @@
 """SIMD steps: LLVM vector operations on the columns of a head, for widths that the compiler knows.
 
-Where it sits: used by the loops of ``spmm``, ``softmax``, ``attention`` and ``gatv2_scores``. A loop of 16
+Where it sits: used by the loops of ``spmm``, ``attention`` and ``gatv2_scores``. A loop of 16
 columns is too short for the compiler to test for overlapping arrays each time, so it would compile it to
 scalar code, which is ten times slower. These steps are whole vectors from the start, whatever vector length
 the machine has.
