@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from kagome.errors import PlanError, ScheduleError
+from kagome.planner.stages.coarsen import coarsened
 from kagome.planner.stages.devices import Devices, StageCost
 from kagome.planner.stages.graphpipe import GraphPipe
 from kagome.planner.stages.operator_costs import Operator, OperatorGraph
@@ -32,6 +33,7 @@ def planned(draw: st.DrawFn) -> tuple[StageCost, StagePlan]:
         names = []
         for part in range(draw(st.integers(1, 2))):
             forward, backward = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+            halves = draw(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9)))
             operators.append(
                 Operator(
                     f"o{number}.{part}",
@@ -40,6 +42,8 @@ def planned(draw: st.DrawFn) -> tuple[StageCost, StagePlan]:
                     ((1, float(backward)),),
                     weights=draw(st.sampled_from([0, 8])),
                     output=draw(st.sampled_from([0, 1, 30])),
+                    first_half=((1, float(halves[0])),) if halves else (),
+                    second_half=((1, float(halves[1])),) if halves else (),
                 )
             )
             names.append(operators[-1].name)
@@ -112,6 +116,27 @@ def test_the_bubble_of_a_chain_is_a_third() -> None:
     assert split.seconds - busy == 3 * 1.0
     assert whole.run.held == (4, 3, 2, 1)
     assert split.run.held == (4, 4, 4, 4)
+
+
+def test_measured_halves_count_where_a_stage_reads_another() -> None:
+    cost, plan = chain(3, 8)
+    # Two walks cost more than one: 1.5 s and 1.25 s, in place of 2 s.
+    split = {"first_half": ((1, 1.5), (2, 3.0)), "second_half": ((1, 1.25), (2, 2.5))}
+    operators = tuple(replace(one, **split) for one in cost.graph.operators)
+    dear = replace(cost, graph=OperatorGraph(operators))
+    assert OperatorGraph.from_json(dear.graph.to_json()) == dear.graph
+    assert cost.halves(["o1"], 1, 1) == (1.0, 1.0)
+    assert dear.halves(["o1"], 1, 1) == (1.5, 1.25)
+    # The first stage reads no other one: its backward is one walk.
+    assert dear.halves(["o0"], 1, 1) == (0.0, 2.0)
+    assert dear.halves(["o0", "o1"], 1, 2) == (0.0, 8.0)
+    assert trial(dear, zero_bubble_of(dear, plan)).seconds > trial(dear, plan).seconds
+    chosen = GraphPipe(dear, (1, 2), schedules=("kfkb", "zero-bubble")).plan()
+    assert chosen.schedule == "kfkb"
+    joined = coarsened(dear.graph, 1).graph
+    assert joined.operators[0].halves(2) == (9.0, 7.5)
+    mixed = OperatorGraph((*operators[:2], cost.graph.operators[2]))
+    assert coarsened(mixed, 1).graph.operators[0].halves(1) == (4.0, 3.5)
 
 
 def test_a_stage_without_memory_does_its_weights_sooner() -> None:

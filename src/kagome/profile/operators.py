@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,10 +24,11 @@ from kagome.model.operators.graph import Branches, branches_of
 from kagome.model.operators.pieces import Piece
 from kagome.model.operators.sample_dropout import Masks
 from kagome.model.operators.samples import Batch, count_of, inputs_of
+from kagome.model.operators.split_backward import SplitBackward
 from kagome.model.saved_tensor_hook import SavedTensors
 from kagome.model.trace.graph import Step
 from kagome.model.weight_hooks import hooks_off
-from kagome.planner.stages.operator_costs import Operator, OperatorGraph
+from kagome.planner.stages.operator_costs import Operator, OperatorGraph, Table
 
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 
@@ -70,9 +72,19 @@ def measured(
     sizes: Sequence[int],
     *,
     repeats: int = 3,
+    halves: bool = False,
 ) -> OperatorGraph:
-    """Measure a module whose graph of operators is already known; see :func:`measure`."""
-    found: dict[str, list[tuple[int, float, float, int]]] = {name: [] for name in branches.operators}
+    """Measure a module whose graph of operators is already known; see :func:`measure`.
+
+    Args:
+        model: The module.
+        branches: Its graph.
+        inputs: The sample batch, by name.
+        sizes: The micro-batch sizes to measure, in ascending order.
+        repeats: The number of timed runs.
+        halves: Whether the backward is measured in two halves as well, by as many runs again.
+    """
+    found: dict[str, list[_Run]] = {name: [] for name in branches.operators}
     # All that a measurement changes is put back: gradients, buffers, modes, generators and hooks.
     pieces = {name: branches.alone(name) for name in branches.operators}
     gradients = [(weight, weight.grad) for weight in model.parameters()]
@@ -91,9 +103,10 @@ def measured(
                 for name, piece in pieces.items():
                     with _telling(f"operator {name!r}"):
                         # The first run allocates and fills caches, so it counts only if it is the only one.
-                        runs = [bench.run(piece) for _ in range(repeats + 1)][1 if repeats else 0 :]
-                    forward, backward = min(run[0] for run in runs), min(run[1] for run in runs)
-                    found[name].append((size, forward, backward, runs[0][2]))
+                        first = 1 if repeats else 0
+                        runs = [bench.run(piece) for _ in range(repeats + 1)][first:]
+                        split = [bench.run(piece, halves=True) for _ in range(repeats + 1)] if halves else []
+                    found[name].append(_fastest(runs, split[first:]))
     finally:
         for weight, gradient in gradients:
             weight.grad = gradient
@@ -107,17 +120,44 @@ def measured(
             Operator(
                 name,
                 branches.reads(name),
-                tuple((size, forward) for size, forward, _, _ in found[name]),
-                tuple((size, backward) for size, _, backward, _ in found[name]),
+                tuple((size, run.forward) for size, run in zip(sizes, found[name], strict=True)),
+                tuple((size, run.backward) for size, run in zip(sizes, found[name], strict=True)),
                 weights=sum(weights[weight] for weight in piece.parameters),
                 output=sum(branches.facts[value].bytes for value in piece.given),
                 # Bytes a sample at the largest size, where what does not grow with samples weighs least.
-                kept=found[name][-1][3] // sizes[-1],
+                kept=found[name][-1].kept // sizes[-1],
                 least=2 if name in joint else 1,
+                first_half=_halves(sizes, found[name], 0),
+                second_half=_halves(sizes, found[name], 1),
             )
             for name, piece in pieces.items()
         )
     )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Seconds and bytes of an operator that ran once; those of the halves only if it ran for them."""
+
+    forward: float
+    backward: float
+    kept: int
+    halves: tuple[float, float] | None = None
+
+
+def _fastest(runs: Sequence[_Run], split: Sequence[_Run]) -> _Run:
+    """Return the shortest times of some runs, and of some with a backward in two halves."""
+    first, second = zip(*(run.halves for run in split if run.halves), strict=True) if split else ((), ())
+    return _Run(
+        min(run.forward for run in runs),
+        min(run.backward for run in runs),
+        runs[0].kept,
+        (min(first), min(second)) if split else None,
+    )
+
+
+def _halves(sizes: Sequence[int], runs: Sequence[_Run], half: int) -> Table:
+    return tuple((size, run.halves[half]) for size, run in zip(sizes, runs, strict=True) if run.halves)
 
 
 @contextmanager
@@ -185,14 +225,15 @@ class _Bench:
             copies = {name: value.clone() for name, value in self.inputs.items()}
             graph.run(model, copies, training=True, before=self.masks.at, after=after)
 
-    def run(self, piece: Piece) -> tuple[float, float, int]:
-        """Run an operator once; return its seconds forward and backward, and the bytes it saves."""
+    def run(self, piece: Piece, *, halves: bool = False) -> _Run:
+        """Run an operator once, forward and backward, in two halves if they are asked for."""
         values: dict[str, Any] = dict(self.inputs)
+        read: list[Tensor] = []
         for name in piece.taken:
             # Leaves of their own, so that backward ends at this operator.
             values[name] = tree_map_only(Tensor, Tensor.detach, self.values[name])
             if self.branches.facts[name].grad:
-                values[name].requires_grad_()
+                read.append(values[name].requires_grad_())
         # The operator writes to these in place, which autograd refuses on a leaf.
         for name in piece.copied:
             values[name] = values[name].clone()
@@ -223,8 +264,24 @@ class _Bench:
         leaves = tree_leaves(outs)
         roots = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         ones = [torch.ones_like(root) for root in roots]
-        back = self._timed(lambda: torch.autograd.backward(roots, ones)) if roots else 0.0
-        return there, back, sum(kept.values())
+        if not halves:
+            back = self._timed(lambda: torch.autograd.backward(roots, ones)) if roots else 0.0
+            return _Run(there, back, sum(kept.values()))
+        # Without a gradient there is no half, which costs nothing.
+        if not roots:
+            return _Run(there, 0.0, sum(kept.values()), (0.0, 0.0))
+        return _Run(there, 0.0, sum(kept.values()), self._split(roots, ones, read))
+
+    def _split(self, roots: list[Tensor], ones: list[Tensor], read: list[Tensor]) -> tuple[float, float]:
+        """Run a backward in two halves, and return the seconds of each."""
+        split: list[SplitBackward] = []
+
+        # To find the paths is part of the first half, as in a stage.
+        def first() -> None:
+            split.append(SplitBackward(roots, ones, read))
+            split[0].inputs()
+
+        return self._timed(first), self._timed(lambda: split[0].weights())
 
     def _timed(self, work: Callable[[], None]) -> float:
         self._wait()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kagome.comm.channel import Channel
 from kagome.components.rank_zero import by_first
+from kagome.errors import ModelError
 from kagome.launch.host_memory import available_bytes
 from kagome.model.operators.graph import Branches
 from kagome.pipelining.dag.checks import too_few
@@ -68,7 +69,8 @@ def searched(
         PlanError: If no plan fits the memory, or a batch has fewer samples than there are ranks.
 
     Cost:
-        Each operator a few times at a few sizes on rank 0, and two all-reduces of 4 MiB over all ranks.
+        Each operator a few times at a few sizes on rank 0, twice as often if zero bubble is a choice, and two
+        all-reduces of 4 MiB over all ranks.
     """
     # Batch norms compute over the samples of a micro-batch, of which they need two.
     joint = joint_norms(model, branches)
@@ -78,12 +80,20 @@ def searched(
     devices = Devices(channel.size, _memory(channel), bandwidth(channel))
 
     def search() -> tuple[str, ...]:
-        graph = measured(model, branches, inputs, sizes)
+        schedules = tuple(name for name in SCHEDULES if schedule in ("auto", name))
+        split = channel.size > 1 and "zero-bubble" in schedules
+        try:
+            graph = measured(model, branches, inputs, sizes, halves=split)
+        except ModelError:
+            # Some backwards cannot be done in two: a reentrant checkpoint's, and functions of a user's.
+            if not split or schedule != "auto":
+                raise
+            schedules = ("kfkb",)
+            graph = measured(model, branches, inputs, sizes)
         # fused: operators that must share a stage are one. coarsened: chains are merged until the search can
         # handle their number. `spelled_out` replaces both by the model's operators again.
         whole = fused(graph, branches.bound)
         coarse = coarsened(whole.graph, MOST)
-        schedules = tuple(name for name in SCHEDULES if schedule in ("auto", name))
         plan = GraphPipe(StageCost(coarse.graph, devices, batch), sizes, schedules=schedules).whole()
         return graph.to_json(), whole.spelled_out(coarse.spelled_out(plan)).to_json()
 

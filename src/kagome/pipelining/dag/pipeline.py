@@ -23,13 +23,13 @@ from kagome.components.wrappers import as_written
 from kagome.config import Parallel
 from kagome.config.fields import check_kind
 from kagome.errors import ConfigError, DataError, PlanError
+from kagome.model.operators import autocast
 from kagome.model.operators.graph import branches_of
 from kagome.model.operators.probe import compare_halves
 from kagome.model.operators.sample_dropout import Masks
 from kagome.model.operators.samples import Batch, count_of, inputs_of
 from kagome.model.weight_hooks import hooks_off, run_hooks
 from kagome.objective.objective import Loss
-from kagome.pipelining.dag import autocast
 from kagome.pipelining.dag.auto_plan import scheduled, searched
 from kagome.pipelining.dag.checks import (
     agreed,
@@ -44,6 +44,7 @@ from kagome.pipelining.dag.checks import (
     take_state,
 )
 from kagome.pipelining.dag.replicas import ReplicaWeights
+from kagome.pipelining.dag.same_batch import check_same
 from kagome.pipelining.dag.sample_layout import SampleLayout
 from kagome.pipelining.dag.sample_pass import SamplePass, forward_program, update_programs
 from kagome.pipelining.dag.stage_run import DagStageCode, DagStageRun
@@ -269,7 +270,7 @@ class Pipeline:
             The mean loss over the batch, before the update.
 
         Raises:
-            DataError: If the batch has another size or its samples another shape.
+            DataError: If the batch has another size, its samples another shape, or ranks have other batches.
             ConfigError: If autocast has changed since the pipeline was made.
             ModelError: If the loss is not finite; weights then stay unchanged.
             CommError: If a peer was late or lost.
@@ -283,6 +284,7 @@ class Pipeline:
             )
         check_target(target, self.plan.batch)
         target = target.to(self.channel.device)
+        check_same(self.channel, (*inputs.values(), target), f"the batch of update {self._update + 1}")
         self._update += 1
         update = self._update
         self.model.train()
@@ -339,6 +341,7 @@ class Pipeline:
             A transfer of the output from the ranks that compute it to all others.
         """
         inputs = self._checked(batch)
+        check_same(self.channel, inputs.values(), "a batch to predict")
         layout = self._layout.even(count_of(inputs))
         program = forward_program(self._pieces, layout.chunks(self.stage), self.stage)
         name, found = self._branches.graph.output, dict[int, Tensor]()
@@ -374,6 +377,7 @@ class Pipeline:
         """Return the mean loss in evaluation mode, over any number of samples."""
         out = self.predict(batch)
         check_target(target, out.size(0))
+        check_same(self.channel, [target], "a target to evaluate")
         with torch.no_grad():
             return float(lost(self._loss, out, target.to(out.device))) / out.size(0)
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kagome.model.operators import autocast
 from kagome.model.operators.graph import Branches
 from kagome.model.operators.pieces import Piece
 from kagome.model.operators.sample_dropout import Masks
-from kagome.pipelining.dag import autocast
-from kagome.pipelining.dag.split_backward import SplitBackward
+from kagome.model.operators.split_backward import SplitBackward
 
 Part = tuple[range, Tensor]
 """Some samples of a value: their range in the batch, and the tensor."""

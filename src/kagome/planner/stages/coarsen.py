@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
-from kagome.planner.stages.operator_costs import Operator, OperatorGraph, at
+from kagome.planner.stages.operator_costs import Operator, OperatorGraph, Table, at
 from kagome.planner.stages.plan import StagePlan
 from kagome.planner.stages.series_parallel import SeriesParallelTree, tree_of
 
@@ -158,10 +158,19 @@ def _joined(graph: OperatorGraph, name: str, names: Sequence[str], whose: Mappin
         output=sum(one.output for one in given),
         kept=sum(one.kept for one in each),
         least=max(one.least for one in each),
+        first_half=_halves(each, 0),
+        second_half=_halves(each, 1),
     )
 
 
-def _sum(tables: Sequence[tuple[tuple[int, float], ...]]) -> tuple[tuple[int, float], ...]:
+def _halves(operators: Sequence[Operator], half: int) -> Table:
+    """Return the seconds of a half of all their backwards; () if it was measured of none."""
+    # An operator without a measure has its halves by the whole backward.
+    sizes = sorted({size for one in operators for size, _ in one.first_half})
+    return tuple((size, sum(one.halves(size)[half] for one in operators)) for size in sizes)
+
+
+def _sum(tables: Sequence[Table]) -> Table:
     # At all sizes of all tables: between two of them every table is linear, and so is the sum.
     sizes = sorted({size for table in tables for size, _ in table})
     return tuple((size, sum(at(table, size) for table in tables)) for size in sizes)

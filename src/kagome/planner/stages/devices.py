@@ -50,6 +50,10 @@ class StageCost:
     def _tables(self) -> dict[tuple[str, int], tuple[float, float]]:
         return {}
 
+    @cached_property
+    def _split(self) -> dict[tuple[str, int], tuple[float, float]]:
+        return {}
+
     def passes(self, name: str, samples: int) -> tuple[float, float]:
         """Return the seconds of an operator forward and backward."""
         # A search asks for the same operators and sizes over and over, so interpolated values are kept.
@@ -58,6 +62,12 @@ class StageCost:
             operator = self.graph.by_name[name]
             found = at(operator.forward, samples), at(operator.backward, samples)
             self._tables[name, samples] = found
+        return found
+
+    def _halves(self, name: str, samples: int) -> tuple[float, float]:
+        found = self._split.get((name, samples))
+        if found is None:
+            found = self._split[name, samples] = self.graph.by_name[name].halves(samples)
         return found
 
     def compute(self, names: Sequence[str], devices: int, micro_batch: int) -> tuple[float, float]:
@@ -73,13 +83,16 @@ class StageCost:
         directly or through operators of this one; all others have their whole backward in the second half.
         """
         inside, through = set(names), set[str]()
-        inputs = 0.0
+        inputs = rest = 0.0
         for operator in self.graph.operators:  # in topological order, so what it reads is known
-            if operator.name in inside and any(r not in inside or r in through for r in operator.reads):
+            if operator.name not in inside:
+                continue
+            first, second = 0.0, self.passes(operator.name, -(-micro_batch // devices))[1]
+            if any(read not in inside or read in through for read in operator.reads):
                 through.add(operator.name)
-                _, backward = self.passes(operator.name, -(-micro_batch // devices))
-                inputs += backward * operator.inputs_share
-        return inputs, max(0.0, self.compute(names, devices, micro_batch)[1] - inputs)
+                first, second = self._halves(operator.name, -(-micro_batch // devices))
+            inputs, rest = inputs + first, rest + second
+        return inputs, rest
 
     def traffic(self, names: Sequence[str], devices: int, micro_batch: int) -> float:
         """Return the seconds for which a micro-batch occupies the busier link of a replica, in or out."""

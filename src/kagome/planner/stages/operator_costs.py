@@ -14,6 +14,9 @@ from functools import cached_property
 
 from kagome.errors import PlanError
 
+Table = tuple[tuple[int, float], ...]
+"""Pairs of a number of samples and seconds, at ascending sizes."""
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -28,30 +31,36 @@ class Operator:
         output: Bytes of its output per sample.
         kept: Bytes saved for backward per sample.
         least: The fewest samples that a replica must take at a time; a batch norm needs two.
+        first_half: Pairs of a number of samples and the seconds of a backward's first half, if it is done in
+            two; () if that was not measured.
+        second_half: The same of the second half.
     """
 
     name: str
     reads: tuple[str, ...]
-    forward: tuple[tuple[int, float], ...]
-    backward: tuple[tuple[int, float], ...]
+    forward: Table
+    backward: Table
     weights: int = 0
     output: int = 0
     kept: int = 0
     least: int = 1
+    first_half: Table = ()
+    second_half: Table = ()
 
-    @property
-    def inputs_share(self) -> float:
-        """The share of the backward that computes gradients of what it reads, if it is done in two halves."""
-        # The two gradients of a matrix product cost the same. Measured: 0.52 of DLRM's backward, 0.47 of
-        # Candle-Uno's. Without weights there is one gradient only.
-        return 0.5 if self.weights else 1.0
+    def halves(self, samples: float) -> tuple[float, float]:
+        """Return the seconds of a backward in two: gradients of what the operator reads, then the rest."""
+        if self.first_half:
+            return at(self.first_half, samples), at(self.second_half, samples)
+        # The two gradients of a matrix product cost the same. Without weights there is one gradient only.
+        whole = at(self.backward, samples)
+        return (whole / 2, whole / 2) if self.weights else (whole, 0.0)
 
     def seconds(self, samples: float) -> float:
         """Return the seconds forward and backward together for a number of samples; see :func:`at`."""
         return at(self.forward, samples) + at(self.backward, samples)
 
 
-def at(table: tuple[tuple[int, float], ...], samples: float) -> float:
+def at(table: Table, samples: float) -> float:
     """Return a table's value at a number of samples, linear between sizes and in proportion beyond the last.
 
     Below the first size it is the first value: a device is not faster with fewer samples than it computes at
@@ -140,12 +149,13 @@ class OperatorGraph:
 
 
 def _operator(record: Mapping[str, object]) -> Operator:
-    def pairs(value: object) -> tuple[tuple[int, float], ...]:
+    def pairs(value: object) -> Table:
         assert isinstance(value, list)
         return tuple((int(size), float(seconds)) for size, seconds in value)
 
     fields = dict(record)
     # JSON has lists only, and an Operator must be hashable.
     fields["reads"] = tuple(fields["reads"])  # type: ignore[arg-type]
-    fields["forward"], fields["backward"] = pairs(fields["forward"]), pairs(fields["backward"])
+    for name in ("forward", "backward", "first_half", "second_half"):
+        fields[name] = pairs(fields.get(name, []))
     return Operator(**fields)  # type: ignore[arg-type]
