@@ -41,8 +41,8 @@ def mark_of(tensors: Iterable[Tensor]) -> Tensor:
         numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         # An odd step, as an even one would read the same few columns of each row.
         few = numbers.flatten()[:: numbers.numel() // LOOKED_AT | 1].double()
-        # Weights without a period, so that no two orders have the same sum; of either sign, so that the sum of
-        # numbers that are all alike is near zero and a change of one of them shows.
+        # Weights without a period, so that no two orders have the same sum; of either sign, so that the sum
+        # of numbers that are all alike is near zero and a change of one of them shows.
         weights = torch.arange(len(few), dtype=torch.float64, device=few.device).cos_()
         found = (weights * few).sum() / few.abs().sum().clamp_min(torch.finfo(torch.float64).tiny)
         # NaN and infinity are for `check_finite` to find, of the loss.
