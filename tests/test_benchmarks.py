@@ -132,7 +132,7 @@ def test_late_and_sampled_rows_beside_exact_ones(tmp_path: Path) -> None:
     run(program, tmp_path)
     (row,) = read(tmp_path / "results_late.json")["rows"]
     assert row["place"] == "one host"
-    assert set(row["seconds"]) == set(row["peak_memory_bytes"]) == {"exact", "late", "sampled"}
+    assert set(row["seconds"]) == set(row["peak_memory_bytes"]) == {"exact", "exact, no sums", "late", "sampled"}
     assert row["of_exact"]["exact"] == [1.0, 1.0, 1.0]
     assert row["bytes_per_epoch"]["late"] == row["bytes_per_epoch"]["exact"]
     assert row["bytes_per_epoch"]["sampled"] < row["bytes_per_epoch"]["exact"]

@@ -86,7 +86,7 @@ def operators(options: Options, model: str) -> OperatorGraph:
         torch.manual_seed(0)
         sample, _ = EXAMPLES[model].batch(64)
         built = (SMALL if options.smoke else MODELS)[model]()
-        file.write_text(measure(built, sample, (1, *options.sizes)).to_json())
+        file.write_text(measure(built, sample, (1, *options.sizes), halves=True).to_json())
     return OperatorGraph.from_json(file.read_text())
 
 

@@ -40,6 +40,7 @@ def measure(
     *,
     repeats: int = 3,
     batch_norm: str = "refuse",
+    halves: bool = False,
 ) -> OperatorGraph:
     """Measure each operator of a module alone, forward and backward.
 
@@ -50,6 +51,7 @@ def measure(
         repeats: The number of timed runs of each operator, of which the fastest counts; an untimed run comes
             first.
         batch_norm: ``refuse`` or ``micro-batch``.
+        halves: Whether the backward is measured in two halves as well, by as many runs again.
 
     Returns:
         The graph of operators in topological order.
@@ -62,7 +64,7 @@ def measure(
         ``repeats + 2`` forwards and ``repeats + 1`` backwards for each size.
     """
     branches = branches_of(model, sample_batch, batch_norm=batch_norm)
-    return measured(model, branches, inputs_of(model, sample_batch), sizes, repeats=repeats)
+    return measured(model, branches, inputs_of(model, sample_batch), sizes, repeats=repeats, halves=halves)
 
 
 def measured(
@@ -103,10 +105,10 @@ def measured(
                 for name, piece in pieces.items():
                     with _telling(f"operator {name!r}"):
                         # The first run allocates and fills caches, so it counts only if it is the only one.
-                        first = 1 if repeats else 0
-                        runs = [bench.run(piece) for _ in range(repeats + 1)][first:]
-                        split = [bench.run(piece, halves=True) for _ in range(repeats + 1)] if halves else []
-                    found[name].append(_fastest(runs, split[first:]))
+                        # By turns, so that a change of the machine's pace meets both kinds.
+                        ways = (False, True) if halves else (False,)
+                        turns = [[bench.run(piece, halves=way) for way in ways] for _ in range(repeats + 1)]
+                    found[name].append(_fastest(turns[1 if repeats else 0 :]))
     finally:
         for weight, gradient in gradients:
             weight.grad = gradient
@@ -145,14 +147,14 @@ class _Run:
     halves: tuple[float, float] | None = None
 
 
-def _fastest(runs: Sequence[_Run], split: Sequence[_Run]) -> _Run:
-    """Return the shortest times of some runs, and of some with a backward in two halves."""
-    first, second = zip(*(run.halves for run in split if run.halves), strict=True) if split else ((), ())
+def _fastest(turns: Sequence[Sequence[_Run]]) -> _Run:
+    """Return the shortest times of some turns: a run, and perhaps one with a backward in two halves."""
+    runs, split = [turn[0] for turn in turns], [run.halves for turn in turns for run in turn if run.halves]
     return _Run(
         min(run.forward for run in runs),
         min(run.backward for run in runs),
         runs[0].kept,
-        (min(first), min(second)) if split else None,
+        (min(first for first, _ in split), min(second for _, second in split)) if split else None,
     )
 
 
