@@ -256,7 +256,7 @@ def _entries(held: Floats) -> list[tuple[int, int, float]]:
 
 MARGIN = 1.1
 """How much faster than kFkB zero bubble must be by forecast. On two ranks of a core each, it was up to
-a tenth less fast than forecast."""
+an eighth less fast than forecast."""
 
 
 @dataclass(frozen=True, eq=False)
