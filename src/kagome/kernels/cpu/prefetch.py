@@ -24,13 +24,14 @@ SMALL = 1 << 20
 """Bytes that fit a core's own cache; arrays up to this size need no prefetch."""
 
 
-def ahead_of(x: Any) -> int:
+def ahead_of(x: Any, small: int = SMALL) -> int:
     """Return how many entries ahead to prefetch rows of this array; 0 means no prefetch.
 
     Args:
         x: A numpy array of two axes, whose rows the entries read.
+        small: Bytes up to which it needs no prefetch.
     """
-    if x.nbytes <= SMALL or not x.shape[1]:
+    if x.nbytes <= small or not x.shape[1]:
         return 0
     return int(min(max(FLIGHT // (x.shape[1] * x.itemsize), 4), 64))
 
