@@ -38,8 +38,8 @@ NOTES = 4
 FEW = 1 << 23
 """Bytes of b up to which its short rows need no prefetch: many of them fit a line, and most stay in cache.
 
-With 800,000 rows (26 MB) and 8 heads of 16, three pairs of runs on one core took 0.68 to 0.92 of the time forward
-and 0.73 to 0.88 by row. With 50,000 rows (1.6 MB) forward took longer.
+With 800,000 rows (26 MB) and 8 heads of 16, three pairs of runs on one core took 0.68 to 0.92 of the time
+forward and 0.73 to 0.88 by row. With 50,000 rows (1.6 MB) forward took longer.
 """
 
 
