@@ -98,7 +98,7 @@ class SplitBackward:
         # The second half must not add to a vector that the first half has added to.
         for node in through:
             if weights[node]:
-                weights[node] -= self._vectors
+                weights[node] = weights[node] - self._vectors
 
     def inputs(self) -> None:
         """Compute the gradients of the leaves, and add those of vectors, to their ``.grad``."""
