@@ -4,6 +4,6 @@ from kagome.config.named_module import leave_current_folder
 
 if __name__ == "__main__":
     leave_current_folder()
-    from kagome.cli import main
+    from kagome.cli import command
 
-    main()
+    command()

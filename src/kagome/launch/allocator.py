@@ -1,10 +1,10 @@
 """Allocator settings: freed memory stays with the process, so that the next tensor needs no fresh pages.
 
 Where it sits: ``components.parallelize`` and ``pipelining.chunk_engine`` ask :class:`FreedMemory` before each
-training pass; ``launcher`` starts ranks with :func:`merging`. glibc returns blocks above 32 MiB to the system
-when they are freed, and the next tensor of that size then costs a page fault every 4 KiB. That is 20 ms for
-51 MB, ten times the cost of writing to present pages. An epoch frees and allocates the same sizes again and
-again.
+training pass; ``launcher`` and ``cli`` start ranks with :func:`merging`. glibc returns blocks above 32 MiB to
+the system when they are freed, and the next tensor of that size then costs a page fault every 4 KiB. That is
+20 ms for 51 MB, ten times the cost of writing to present pages. An epoch frees and allocates the same sizes
+again and again.
 
 The price is memory, for two reasons. What set-up and the first pass free leaves holes between what lasts; so
 they run in glibc's own way. And torch asks for aligned blocks, for which glibc before 2.39 cuts a splinter of
