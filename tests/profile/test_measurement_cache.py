@@ -116,13 +116,17 @@ def test_a_class_of_the_users_own_is_known_by_its_file(
 
 
 @pytest.mark.slow
-def test_a_second_plan_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_plan_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("KAGOME_CACHE", str(tmp_path))
     monkeypatch.setattr("kagome.profile.cache.AGREE", 9.0)  # whatever else this machine does
     asked = PlanCommand(data=Data(name=SBM), model=Model(name="gcn", layers=2, hidden=8), allow=("onebit",))
     first = plan.planned(asked, _builder(asked.model, asked.train))
+    assert "kagome: the model is measured: some twenty epochs" in capsys.readouterr().err
     again = plan.planned(asked, _builder(asked.model, asked.train))
     assert again.fitting == first.fitting
+    assert "measured" not in capsys.readouterr().err
     assert again.facts["notes"]
     assert not first.facts["notes"]
     files = len(list((tmp_path / "measured").iterdir()))

@@ -170,6 +170,11 @@ class Workload:
         for about, (each, first) in zip(facts, models, strict=True):
 
             def measure(each: nn.Module = each, first: bool = first) -> list[Any]:
+                again = ", with layers that run again" if options.recompute else ""
+                own.tell(
+                    f"the {'decoupled ' if first else ''}model is measured{again}: some twenty epochs "
+                    f"on parts of a graph of {graph.edges:,} edges"
+                )
                 return _measured(each, first, optimizer, part, graph, options, most).record()
 
             found.append(MeasuredWorkload.of(each, first, own.value("model", about, measure, _spread)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,11 +39,13 @@ class MeasurementCache:
         reused: The kinds of values that were found in the folder.
         doubtful: For each kind that was not stored because two measurements disagreed, their relative
             difference.
+        tell: Called with a sentence before a measurement that may take minutes.
     """
 
     folder: Path | None = None
     reused: set[str] = field(default_factory=set)
     doubtful: dict[str, float] = field(default_factory=dict)
+    tell: Callable[[str], None] = lambda sentence: None
     _here: dict[str, Any] = field(default_factory=dict)
 
     def value(
@@ -109,8 +112,15 @@ class MeasurementCache:
 
 
 def opened(reuse: bool) -> MeasurementCache:
-    """Open the user's measurement cache; with ``reuse`` false, an empty one in memory."""
-    return MeasurementCache(cache_folder() / "measured" if reuse else None)
+    """Open the user's measurement cache; with ``reuse`` false, an empty one in memory.
+
+    Before a long measurement it prints what is measured.
+    """
+    return MeasurementCache(cache_folder() / "measured" if reuse else None, tell=_print)
+
+
+def _print(sentence: str) -> None:
+    print(f"kagome: {sentence}", file=sys.stderr, flush=True)
 
 
 def _machine() -> list[object]:
