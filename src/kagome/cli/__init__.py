@@ -9,8 +9,8 @@ from itertools import pairwise
 def command() -> None:
     """Run the command of this process, as ``kagome`` and ``python -m kagome`` do.
 
-    A training on one rank holds less memory (8 to 17 % measured) with a setting of the allocator that a process
-    has to be started with. So such a process is replaced by one with the same command line.
+    A training on one rank holds less memory (8 to 17 % were measured) with a setting of the allocator that a
+    process has to be started with. So such a process is replaced by one with the same command line.
 
     Cost:
         The start of Python, if the process is replaced.
