@@ -27,7 +27,7 @@ def test_a_class_may_gain_an_attribute_in_another_thread_meanwhile() -> None:
         while not ended.is_set():
             setattr(Mine, f"attribute_{next(numbers) % 1_000}", 0)
             if len(vars(Mine)) > 1_000:
-                for name in [each for each in vars(Mine) if each.startswith("attribute_")]:
+                for name in [each for each in list(vars(Mine)) if each.startswith("attribute_")]:
                     delattr(Mine, name)
 
     other = threading.Thread(target=change)
