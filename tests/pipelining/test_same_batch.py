@@ -13,7 +13,7 @@ import kagome
 from dags import sgd
 from kagome.comm.channel import Channel
 from kagome.errors import DataError
-from kagome.pipelining.dag.same_batch import APART, mark_of
+from kagome.pipelining.dag.same_batch import APART, check_same, mark_of
 from unseen import LOSS
 
 SHAPES = [(8,), (256, 3), (64, 3, 32, 32)]
@@ -72,6 +72,21 @@ def other_batches(channel: Channel) -> list[Any]:
             found.append(str(error))
     nearly = x * (1 + 1e-7) if last else x
     return [*found, pipe.step(nearly, y), pipe.step(x, y)]
+
+
+def many_of_one_number(channel: Channel) -> str:
+    """Forty inputs of one number each, the same on all ranks: rounding is no difference."""
+    numbers = [torch.tensor([0.1 * (place + 1)]) for place in range(40)]
+    try:
+        check_same(channel, numbers, "a batch")
+    except DataError as error:
+        return str(error)
+    return "same"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_equal_batches_of_many_inputs_are_taken(ranks, world):
+    assert ranks(world, many_of_one_number) == ["same"] * world
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

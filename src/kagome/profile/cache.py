@@ -112,10 +112,7 @@ class MeasurementCache:
 
 
 def opened(reuse: bool) -> MeasurementCache:
-    """Open the user's measurement cache; with ``reuse`` false, an empty one in memory.
-
-    Before a long measurement it prints what is measured.
-    """
+    """Open the user's measurement cache, which prints what it measures; an empty one without ``reuse``."""
     return MeasurementCache(cache_folder() / "measured" if reuse else None, tell=_print)
 
 

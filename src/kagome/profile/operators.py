@@ -76,16 +76,7 @@ def measured(
     repeats: int = 3,
     halves: bool = False,
 ) -> OperatorGraph:
-    """Measure a module whose graph of operators is already known; see :func:`measure`.
-
-    Args:
-        model: The module.
-        branches: Its graph.
-        inputs: The sample batch, by name.
-        sizes: The micro-batch sizes to measure, in ascending order.
-        repeats: The number of timed runs.
-        halves: Whether the backward is measured in two halves as well, by as many runs again.
-    """
+    """Measure a module whose graph of operators is already known; see :func:`measure`."""
     found: dict[str, list[_Run]] = {name: [] for name in branches.operators}
     # All that a measurement changes is put back: gradients, buffers, modes, generators and hooks.
     pieces = {name: branches.alone(name) for name in branches.operators}
@@ -115,6 +106,17 @@ def measured(
         buffers.restore(tensors, before)
         for module, mode in modes:
             module.training = mode
+    return _costs(model, branches, pieces, sizes, found)
+
+
+def _costs(
+    model: nn.Module,
+    branches: Branches,
+    pieces: Mapping[str, Piece],
+    sizes: Sequence[int],
+    found: Mapping[str, Sequence[_Run]],
+) -> OperatorGraph:
+    """Return the operators with the seconds and bytes that were measured at each size."""
     weights = {name: weight.nbytes for name, weight in model.named_parameters()}
     joint = joint_norms(model, branches)
     return OperatorGraph(

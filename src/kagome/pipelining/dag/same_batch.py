@@ -46,7 +46,7 @@ def mark_of(tensors: Iterable[Tensor]) -> Tensor:
         weights = torch.arange(len(few), dtype=torch.float64, device=few.device).cos_()
         found = (weights * few).sum() / few.abs().sum().clamp_min(torch.finfo(torch.float64).tiny)
         # NaN and infinity are for `check_finite` to find, of the loss.
-        total = total.to(few.device) + found.nan_to_num() * (place + 1)
+        total = total.to(few.device) + found.nan_to_num() / (place + 1)
     return total
 
 
@@ -63,10 +63,10 @@ def check_same(channel: Channel, tensors: Iterable[Tensor], action: str) -> None
     if channel.size == 1:
         return
     mark = mark_of(tensors).to(channel.device)
-    first, second = channel.all_reduce(torch.stack([mark, mark * mark]), action=action, kind="other").tolist()
-    # n times the sum of squares, less the square of the sum, is the sum of squared differences of all pairs.
-    if channel.size * second - first * first > APART**2:
-        # All ranks have found the same sums, so all of them come here.
+    # The largest, and the smallest with its sign turned: equal marks differ by zero, not by rounding.
+    high, low = channel.all_reduce(torch.stack([mark, -mark]), "max", action=action, kind="other").tolist()
+    if high + low > APART:
+        # All ranks have found the same numbers, so all of them come here.
         marks = cast("list[float]", channel.gather_objects(float(mark), f"{action}, by rank"))
         unlike = [rank for rank, one in enumerate(marks) if abs(one - marks[0]) > APART / channel.size]
         raise DataError(
