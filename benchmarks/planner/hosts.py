@@ -57,6 +57,7 @@ def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
     Raises:
         RuntimeError: If a host fails.
     """
+    torch.set_num_threads(1)  # a host has one; where OMP_NUM_THREADS is not set, this process has one a core
     alone = [work_done(SECONDS) for _ in range(WORKS)]
     with TemporaryDirectory() as name, ThreadPoolExecutor(1) as pool:
         folder = Path(name)
