@@ -38,11 +38,10 @@ LARGE: Final = 32 * 2**20
 """Bytes of a large block: glibc takes no higher threshold on 64 bits."""
 BLOCKS: Final = 65_536
 """Blocks that glibc allocates with mmap at most, by default."""
-SHARE: Final = 2
+SHARE: Final = 4
 """A process returns large blocks once it holds one part in so many of what a rank of this host may hold.
 
-It is asked from the third pass on. What backward of the second took is kept, so the process holds that too.
-The other half is for gaps that are still to come.
+Twice that, for gaps, is a half, and the other half is for what a backward pass adds.
 """
 
 
