@@ -1,9 +1,9 @@
-"""Loss curves of every strategy, as they are written down in ``tests/run/golden/curves.json``.
+"""Loss curves of every strategy, as they are written down in ``tests/golden/runs/curves.json``.
 
 Where it sits: ``test_unchanged`` compares with them. A change of structure leaves each number as it was; a
 change that means to alter one writes the file anew, and its diff says which::
 
-    PYTHONPATH=tests:tests/run python tests/support/golden_runs.py
+    PYTHONPATH=tests:tests/support python tests/support/golden_runs.py
 """
 
 from __future__ import annotations
@@ -111,8 +111,19 @@ def found(run: Callable[..., list[Any]]) -> dict[str, list[str]]:
 
 
 def machine() -> str:
-    """What the last digits of float64 depend on: the processor's instructions and torch."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} torch {torch.__version__}"
+    """What the last digits of float64 depend on: the processor's instructions and maker, and torch.
+
+    MKL has other products for processors of another maker, with the same instructions too.
+    """
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} {capability} {_maker()} torch {torch.__version__}"
+
+
+def _maker() -> str:
+    """The processor's maker, as Linux tells it; ``unknown`` elsewhere."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "unknown")
 
 
 def read() -> dict[str, Any]:
