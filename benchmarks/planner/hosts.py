@@ -45,6 +45,8 @@ SECONDS, WORKS = 1.0, 2
 def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
     """Hosts' pace beside one core of this machine that is busy alone; links' bytes a second and latency.
 
+    This process computes with one thread from then on, as a host does.
+
     Args:
         cluster: The hosts.
         rates: Mbit/s that links are given, one after another.
@@ -57,7 +59,7 @@ def measured(cluster: Cluster, rates: Sequence[float]) -> dict[str, Any]:
     Raises:
         RuntimeError: If a host fails.
     """
-    torch.set_num_threads(1)  # a host has one; where OMP_NUM_THREADS is not set, this process has one a core
+    torch.set_num_threads(1)  # one for each core where OMP_NUM_THREADS is not set
     alone = [work_done(SECONDS) for _ in range(WORKS)]
     with TemporaryDirectory() as name, ThreadPoolExecutor(1) as pool:
         folder = Path(name)

@@ -44,6 +44,7 @@ class Smooth(nn.Module):
         return self.two(self.one(h, edge_index).tanh(), edge_index)
 
     def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
+        """Each kind of derivative has its own."""
         raise NotImplementedError
 
 
