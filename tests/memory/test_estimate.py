@@ -250,7 +250,7 @@ def at_each_cut(channel: Channel, name: str, cut: dict[str, Any]) -> list[list[d
 def test_stages_hold_what_was_foretold_wherever_they_are_cut(ranks, name: str, cut: dict[str, Any]) -> None:
     """Which cut is best is measured, so that it may be any one.
 
-    In lockstep seven chunks of a stage that ended with a layer's sum were said to keep what all have anyhow.
+    Seven chunks of a stage that ended with a layer's sum were said to keep what all have anyhow.
     """
     found = ranks(2, at_each_cut, name, cut)[0]
     assert len(found) >= 4

@@ -60,13 +60,11 @@ def test_each_action_is_announced_timed_and_performed() -> None:
     assert Log().run(PROGRAM[2:])[2:-1:3] == ["send 0SEND_F0", "compute 0B0"]
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_the_failing_action_is_pointed_at(lazy: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_failing_action_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="0F0"):
-        Log("0F0").run(iter(PROGRAM) if lazy else PROGRAM)
-    rest = "" if lazy else " 0SEND_F0 0B0"  # what an iterator would do next is not known
+        Log("0F0").run(PROGRAM)
     assert capsys.readouterr().err == (
-        f"kagome: rank 3 stopped here in epoch 7:\n0RECV_F0<1 0F0{rest}\n           ^\n"
+        "kagome: rank 3 stopped here in epoch 7:\n0RECV_F0<1 0F0 0SEND_F0 0B0\n           ^\n"
     )
 
 

@@ -26,7 +26,7 @@ from kagome.pipelining.dag.transfers import DagTransfers
 from kagome.pipelining.executor import needed
 from kagome.pipelining.p2p import StageTransfers
 from kagome.schedule.actions import Action, ActionKind, Program, parse
-from kagome.schedule.schedules import Shape, arrivals, exact, fill_drain, forward_only, k_forward_k_backward
+from kagome.schedule.schedules import Shape, arrivals, fill_drain, forward_only, k_forward_k_backward
 
 Communicator = Callable[[Route], Hashable]
 COMMUNICATORS: dict[str, Communicator] = {
@@ -150,7 +150,7 @@ class Chunks:
     ranks: int
     grads: tuple[bool, ...]
     schedule: str
-    numbers: tuple[int, ...] = ()
+    k: int = 1
 
     def stages(self) -> list[Any]:
         made = [SimpleNamespace(number=n, takes={}, gives={}) for n in range(self.shape.stages)]
@@ -168,16 +168,14 @@ class Chunks:
             for place, letter in enumerate("vw")
         }
 
-    def programs(self) -> tuple[tuple[Program, ...], tuple[Program, ...]]:
-        """The programs by which receives are posted, and those that are performed."""
+    def programs(self) -> tuple[Program, ...]:
+        """The programs of all ranks."""
         known = {
             "fill-drain": lambda: fill_drain(self.shape),
             "forward": lambda: forward_only(self.shape),
-            "kfkb": lambda: k_forward_k_backward(self.shape, self.numbers[0]),
-            "lockstep": lambda: fill_drain(self.shape),
+            "kfkb": lambda: k_forward_k_backward(self.shape, self.k),
         }[self.schedule]()
-        done = exact(self.shape, self.numbers) if self.schedule == "lockstep" else known
-        return self._needed(known), self._needed(done)
+        return self._needed(known)
 
     def _needed(self, programs: Sequence[Program]) -> tuple[Program, ...]:
         stages, values = self.stages(), self.values()
@@ -204,13 +202,13 @@ class Chunks:
             returned=lambda name, value: None,
         )
         runs = defaultdict(lambda: stage_run)
-        posted, done = self.programs()
+        programs = self.programs()
         found = []
         for rank in range(self.ranks):
             channel = Recorder(rank, self.ranks)
             transfers = StageTransfers(codes, channel, homes, runs, 1)
-            transfers.post(arrivals(posted, rank), posted[rank])
-            perform(transfers, done[rank])
+            transfers.post(arrivals(programs, rank), programs[rank])
+            perform(transfers, programs[rank])
             found.append(channel.log)
         return found
 
@@ -234,10 +232,9 @@ def chunk_cases(draw: st.DrawFn) -> Chunks:
     links = {*pairwise(range(stages)), *draw(st.lists(st.sampled_from(every), max_size=4))}
     shape = Shape(stages, order, tuple(sorted(links)), ranks)
     grads = tuple(draw(st.lists(st.booleans(), min_size=1, max_size=4)))
-    schedules = ["fill-drain", "forward", "lockstep", *(["kfkb"] if each == 1 else [])]
+    schedules = ["fill-drain", "forward", *(["kfkb"] if each == 1 else [])]
     schedule = draw(st.sampled_from(schedules))
-    numbers = tuple(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
-    return Chunks(shape, ranks, grads, schedule, numbers)
+    return Chunks(shape, ranks, grads, schedule, draw(st.integers(1, 3)))
 
 
 @given(chunk_cases())
@@ -251,7 +248,7 @@ def test_chunks_end_with_a_communicator_for_each_route(case):
 
 KNOWN = {
     "two stages a rank": Chunks(Shape(4, (0, 1, 2, 3), None, 2), 2, (True,), "fill-drain"),
-    "1F1B of 4 stages": Chunks(Shape(4, (0, 1, 2, 3, 4, 5)), 4, (True,), "kfkb", (1,)),
+    "1F1B of 4 stages": Chunks(Shape(4, (0, 1, 2, 3, 4, 5)), 4, (True,), "kfkb", 1),
     "fill and drain of 4 stages": Chunks(Shape(4, (0, 1, 2, 3)), 4, (True,), "fill-drain"),
 }
 

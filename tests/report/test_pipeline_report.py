@@ -67,7 +67,7 @@ def many(stages: int = 8, chunks: int = 32, parts: int = 1) -> list[list[Span]]:
 def test_names_of_spans() -> None:
     assert action_of("1RECV_F2<0") == Action(1, ActionKind.RECV_F, 2)
     assert [action_of(name) for name in ("forward", "2X0", "")] == [None] * 3
-    assert [phase_of(name) for name in ("2F0.1", "1B3", "0SEND_F2", "load")] == [
+    assert [phase_of(name) for name in ("2F0", "1B3", "0SEND_F2", "load")] == [
         "forward", "backward", "exchange", "load",
     ]  # fmt: skip
     assert by_phase({"forward": 1.0, "2F0": 2.0, "2F1": 4.0, "2B0": 8.0, "2RECV_F0": 16.0}) == {
@@ -226,13 +226,13 @@ def test_the_summary_has_a_key_of_it() -> None:
 def test_the_trace_has_each_action_with_its_arguments(tmp_path: Path) -> None:
     wide = [
         [*two_stages()[0], Span("0SEND_F2>3", 5000.0, 0.0, 5)],
-        [*two_stages()[1], Span("1F0.1", 5000.0, 1.0, 5)],
+        [*two_stages()[1], Span("1F7", 5000.0, 1.0, 5)],
     ]
     path = write_trace(tmp_path / "trace.json", wide)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["cat"] for event in events} == {"pipeline"}
     by_name = {event["name"]: event for event in events}
-    assert by_name["1F0.1"]["args"] == {"epoch": 5, "stage": 1, "chunk": 0, "kind": "F", "piece": 1}
+    assert by_name["1F7"]["args"] == {"epoch": 5, "stage": 1, "chunk": 7, "kind": "F"}
     assert by_name["0SEND_F2>3"]["args"]["peer"] == 3
     assert by_name["0B1"]["pid"] == 0
     colours = {event["args"]["kind"]: event["cname"] for event in events}

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from kagome.errors import ScheduleError
 from kagome.schedule.actions import ActionKind, Programs, from_text, to_text
-from kagome.schedule.schedules import Shape, arrivals, exact, fill_drain, k_forward_k_backward
+from kagome.schedule.schedules import Shape, arrivals, fill_drain, k_forward_k_backward
 from kagome.schedule.simulator import simulate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -21,10 +21,8 @@ CASES = {
     "1f1b_3x5": k_forward_k_backward(Shape(3, (0, 1, 2, 3, 4))),
     "2f2b_3x5": k_forward_k_backward(Shape(3, (0, 1, 2, 3, 4)), 2),
     "1f1b_dag": k_forward_k_backward(Shape(4, (0, 1, 2), ((0, 2), (1, 2), (2, 3)))),
-    "exact_2x3": exact(Shape(2, (0, 1, 2)), (2, 3)),
     "fill_drain_4x4_on_2": fill_drain(Shape(4, (0, 1, 2, 3), None, 2)),
     "fill_drain_4x3_on_2_skip": fill_drain(Shape(4, (1, 0, 2), ((0, 1), (0, 2), (1, 2), (1, 3), (2, 3)), 2)),
-    "exact_4x2_on_2": exact(Shape(4, (0, 1), None, 2), (1, 2, 1, 1)),
 }
 
 
@@ -53,20 +51,14 @@ def computed(programs: Programs) -> dict[str, int]:
     return {kind.value: sum(a.kind is kind for p in programs for a in p) for kind in ActionKind}
 
 
-@given(shapes(), st.integers(1, 4), st.lists(st.integers(1, 4), min_size=5, max_size=5))
-def test_every_program_ends_and_does_all_once(shape, k, pieces):
-    made = {
-        "fill-drain": fill_drain(shape),
-        "kfkb": k_forward_k_backward(shape, k),
-        "exact": exact(shape, pieces[: shape.stages]),
-    }
-    for name, programs in made.items():
+@given(shapes(), st.integers(1, 4))
+def test_every_program_ends_and_does_all_once(shape, k):
+    for programs in (fill_drain(shape), k_forward_k_backward(shape, k)):
         run = simulate(programs, lambda action: 1.0, transfer=lambda action: 0.5)
-        times = pieces[: shape.stages] if name == "exact" else [1] * shape.stages
         counts, moved = computed(programs), len(shape.order) * len(shape.all_links)
-        assert counts["F"] == counts["B"] == len(shape.order) * sum(times)
+        assert counts["F"] == counts["B"] == len(shape.order) * shape.stages
         assert counts["SEND_F"] == counts["RECV_F"] == counts["SEND_B"] == counts["RECV_B"] == moved
-        assert run.seconds >= 2 * len(shape.order) * max(times)
+        assert run.seconds >= 2 * len(shape.order)
         assert 0 <= run.bubble < 1
 
 
@@ -75,9 +67,6 @@ def test_backward_is_the_reverse_of_forward(shape):
     for program in fill_drain(shape):
         forward = [a.chunk for a in program if a.kind is ActionKind.F]
         assert [a.chunk for a in program if a.kind is ActionKind.B] == forward[::-1]
-    for program in exact(shape, [3] * shape.stages):
-        forward = [(a.chunk, a.piece) for a in program if a.kind is ActionKind.F]
-        assert [(a.chunk, a.piece) for a in program if a.kind is ActionKind.B] == forward[::-1]
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 3))
@@ -94,19 +83,19 @@ def test_what_a_chain_holds_and_how_long_it_takes(stages, chunks, k):
         assert turned.seconds == filled.seconds
 
 
-@given(dealt_shapes(), st.lists(st.integers(1, 3), min_size=5, max_size=5))
-def test_stages_dealt_to_fewer_ranks_end_and_do_all_once(shape, pieces):
-    for programs in (fill_drain(shape), exact(shape, pieces[: shape.stages])):
-        run = simulate(programs, lambda action: 1.0, transfer=lambda action: 0.5)
-        assert len(programs) == len(run.spans) == shape.homes
-        assert run.seconds >= 2 * len(shape.order) * max(len(shape.held(r)) for r in range(shape.homes))
-        for rank, program in enumerate(programs):
-            assert {action.stage for action in program} == set(shape.held(rank))
-            chunks = {a.chunk for a in program if a.kind is ActionKind.B}
-            assert chunks == set(shape.order)
-            forward = [(a.stage, a.chunk, a.piece) for a in program if a.kind is ActionKind.F]
-            back = [(a.stage, a.chunk, a.piece) for a in program if a.kind is ActionKind.B]
-            assert back == forward[::-1]
+@given(dealt_shapes())
+def test_stages_dealt_to_fewer_ranks_end_and_do_all_once(shape):
+    programs = fill_drain(shape)
+    run = simulate(programs, lambda action: 1.0, transfer=lambda action: 0.5)
+    assert len(programs) == len(run.spans) == shape.homes
+    assert run.seconds >= 2 * len(shape.order) * max(len(shape.held(r)) for r in range(shape.homes))
+    for rank, program in enumerate(programs):
+        assert {action.stage for action in program} == set(shape.held(rank))
+        chunks = {a.chunk for a in program if a.kind is ActionKind.B}
+        assert chunks == set(shape.order)
+        forward = [(a.stage, a.chunk) for a in program if a.kind is ActionKind.F]
+        back = [(a.stage, a.chunk) for a in program if a.kind is ActionKind.B]
+        assert back == forward[::-1]
     for stage in range(shape.stages):  # rows of chunks that came before are fresh in each stage
         done = [
             a.chunk
@@ -154,12 +143,6 @@ def test_six_stages_hold_six_to_one_in_a_chain_and_at_most_three_as_a_dag():
     assert dag.seconds < chain.seconds
 
 
-def test_all_chunks_pass_a_piece_before_any_passes_the_next():
-    for program in exact(Shape(3, (2, 0, 1)), (2, 1, 3)):
-        pieces = [a.piece for a in program if a.kind is ActionKind.F]
-        assert pieces == sorted(pieces)
-
-
 @pytest.mark.parametrize(
     ("stages", "order", "links"),
     [
@@ -184,6 +167,3 @@ def test_impossible_settings_are_refused():
     for ranks in (0, 3):
         with pytest.raises(ScheduleError, match="a stage for each rank"):
             Shape(2, (0,), None, ranks)
-    for pieces in [(1,), (1, 0), (1, 1, 1)]:
-        with pytest.raises(ScheduleError, match="a piece or more for each"):
-            exact(Shape(2, (0,)), pieces)

@@ -31,7 +31,7 @@ def test_a_link_carries_one_message_after_the_other():
 
 
 def test_memory_is_counted_from_the_first_forward_to_the_last_backward():
-    programs = from_text("0F0.0 0F1.0 0F0.1 0F1.1 0B1.1 0B0.1 0B1.0 0B0.0 0F2 0B2\n")
+    programs = from_text("0F0 0F1 0B1 0B0 0F2 0B2\n")
     sizes = {0: 3.0, 1: 5.0, 2: 7.0}
     assert simulate(programs, lambda a: 1.0, size=lambda a: sizes[a.chunk]).held == (8,)
 

@@ -1,1 +1,1 @@
-"""Historical embeddings for chunks: rows of other chunks as last known, or all chunks run in lockstep."""
+"""Historical embeddings for chunks: rows of other chunks as last known, or exact, all chunks at once."""

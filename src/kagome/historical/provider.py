@@ -1,4 +1,4 @@
-"""Provider of other chunks' rows: historical embeddings, or exact rows of all chunks in lockstep.
+"""Provider of other chunks' rows: historical embeddings, or exact rows of all chunks at once.
 
 Where it sits: the chunk engine gives ``historical.tables`` one provider for each epoch. Reads and sums of
 chunks are answered here.
@@ -14,7 +14,7 @@ Source: GNNPipe's historical embeddings and gradient scaling, extended by a halo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, ChunkStep
 from kagome.halo.forward_pass import Site, of_gradients
 from kagome.halo.table_view import TableIndex, TableView
-from kagome.historical.lockstep import Lockstep, Place
-from kagome.historical.tables import RowGradients, SiteTable, Tables
+from kagome.historical.tables import Place, RowGradients, SiteTable, Tables
 from kagome.kernels.base.ordered_sums import add_from_peers
 
 
@@ -40,13 +39,14 @@ class Left:
 
     Args:
         tables: Tables of this rank.
-        steps: Chunk steps of the next epoch.
+        reads: Table positions of the rows that each piece reads, by number.
+        steps: Steps of the next epoch, one for each piece.
 
     Source: the third technique's alternative in GNNPipe; LMC compensates samples of a graph so.
     """
 
-    def __init__(self, tables: Tables, steps: Sequence[ChunkStep]) -> None:
-        self.tables, self.steps = tables, {step.chunk: step for step in steps}
+    def __init__(self, tables: Tables, reads: Sequence[Tensor], steps: Sequence[ChunkStep]) -> None:
+        self.tables, self.reads, self.steps = tables, reads, {step.chunk: step for step in steps}
         self._cached: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, table: SiteTable, chunk: int, away: RowGradients) -> None:
@@ -60,7 +60,7 @@ class Left:
         Cost:
             The sums of about half of the gradients.
         """
-        due, reads = self.tables.due(table), self.tables.reads[chunk]
+        due, reads = self.tables.due(table), self.reads[chunk]
         if chunk not in self._cached:
             # All rows that this chunk reads, except those that are fresh for it in the next epoch.
             old = torch.ones(reads.numel(), dtype=torch.bool)
@@ -69,6 +69,10 @@ class Left:
             self._cached[chunk] = reads[ids], ids
         place, ids = self._cached[chunk]
         away.add_to(due, place, ids, due.new_ones(ids.numel()))
+
+    def other(self, chunk: int) -> Tensor:
+        """Return the indices of the rows that the next epoch reads fresh, which :meth:`add` omits."""
+        return to_device(self.steps[chunk].fresh, self.tables.device)
 
 
 # [Note: what a chunk reads and gives] Three chunks in the order 2 0 1; ``1'`` are the last known rows of
@@ -121,6 +125,9 @@ class HistoricalRows:
                 hint="a forward that does the same in every epoch, or cross_chunk='exact'",
             )
         tables.came(chunk, _place(site, label))
+        where = self.sources[chunk.number]
+        if site.once:  # an exact pass has read them: see ``Tables.share``
+            return TableView(lambda: table.rows, where, tables.by_entry)
         current = tables.current(table)
         # Own rows first, because the exchange sends from the table.
         current.narrow(0, chunk.first, chunk.own).copy_(rows)
@@ -134,7 +141,7 @@ class HistoricalRows:
             # Both halves: ``sources`` has a position in one or the other for each row that is read.
             return table.rows
 
-        return TableView(settle, self.sources[chunk.number], tables.by_entry)
+        return TableView(settle, where, tables.by_entry)
 
     def start_reduce(self, chunk: Chunk, away: RowGradients, site: Site, label: str) -> Work:
         """Accumulate gradients of fresh rows, and send those of this step's halo rows to their owners."""
@@ -211,104 +218,88 @@ class HistoricalRows:
 
 
 class ExactRows:
-    """Chunks run in lockstep, so that every row read is one of this forward pass.
+    """All chunks run at once, so that every row read is one of this forward pass.
 
     Args:
         tables: Tables of this rank.
         left: Collects the gradients that the next epoch's historical rows add; None to drop them.
         trains: Whether this is a training epoch, whose sums the next epoch may read, or an evaluation.
-
-    Attributes:
-        lockstep: The lockstep in which the chunks meet; set before each pass.
     """
 
     def __init__(self, tables: Tables, left: Left | None = None, *, trains: bool) -> None:
         self.tables, self.left, self.trains = tables, left, trains
-        self.lockstep: Lockstep | None = None
-        self._reduced: dict[Hashable, Tensor] = {}
+        # Every row is fresh. Those that the next epoch reads fresh too are the ones that are not left for it.
+        reads = tables.whole.places
+        self._now = torch.arange(reads.numel(), device=reads.device) if left is None else left.other(0)
+        self._places = reads[self._now]
 
     def start_gather(self, chunk: Chunk, rows: Tensor, site: Site, label: str) -> Work:
-        """Write own rows; once all chunks have, exchange halo rows and return a view of the table."""
-        tables = self.tables
+        """Write own rows, exchange halo rows, and return a view of the table."""
+        tables, own = self.tables, chunk.own
         table = tables.table(site, rows)
-        # No chunk reads before all have written, so the table holds rows of this pass alone.
         current = tables.current(table)
-        current.narrow(0, chunk.first, chunk.own).copy_(rows)
+        # Own rows first, because the exchange sends from the table, which holds rows of this pass alone.
+        current.narrow(0, 0, own).copy_(rows)
+        work = self._exchange(current, tables.send, site, label, 0)
 
-        def settle() -> None:
-            chunks, size = tables.chunks, tables.channel.size
-            if size > 1:
-                request = site.request(
-                    label,
-                    0,
-                    chunks.send_counts,
-                    chunks.recv_counts,
-                    width=rows.size(1),
-                    row_ids=tables.ids[tables.send],
-                    index=tables.send,
-                )
-                with tables.channel.start(current, request).borrow() as halo:
-                    current[chunks.own :].copy_(halo)
-
-        def met() -> Tensor:
-            self._meet(_place(site, label), settle)
+        def settle() -> Tensor:
+            if work is not None:
+                with work.borrow() as halo:
+                    current[own:].copy_(halo)
+            if site.once:
+                tables.share(table)
             return current
 
-        return TableView(met, tables.row_index[chunk.number], tables.by_entry)
+        return TableView(settle, tables.whole, tables.by_entry)
 
     def start_reduce(self, chunk: Chunk, away: RowGradients, site: Site, label: str) -> Work:
-        """Accumulate gradients; once all chunks have, send those of halo rows back to their owners."""
-        tables = self.tables
+        """Accumulate gradients of all rows read, and send those of halo rows back to their owners."""
+        tables, own = self.tables, chunk.own
         table = tables.sites[site.key]
         gradients = tables.gradients(table)
-        reads = tables.reads[chunk.number]
-        # Every row is fresh and every gradient arrives in time, so the factors are 1.
-        every, ones = torch.arange(reads.numel(), device=tables.device), gradients.new_ones(reads.numel())
-        away.add_to(gradients, reads, every, ones)
         if self.left is not None:
-            self.left.add(table, chunk.number, away)
-
-        def settle() -> None:
-            chunks, size = tables.chunks, tables.channel.size
-            if size > 1:
-                request = site.request(
-                    label,
-                    3,
-                    chunks.recv_counts,
-                    chunks.send_counts,
-                    width=gradients.size(1),
-                    row_ids=tables.ids[chunks.own :],
-                )
-                with tables.channel.start(gradients[chunks.own :], request).borrow() as received:
-                    add_from_peers(gradients, tables.send, chunks.send_counts, received)
+            # Each sum is taken once: what is left for the next epoch counts in this one too.
+            self.left.add(table, 0, away)
+            gradients.add_(tables.due(table))
+        # Every gradient arrives in time, so the factors are 1.
+        away.add_to(gradients, self._places, self._now, gradients.new_ones(self._now.numel()))
+        work = self._exchange(gradients[own:], None, site, label, 3)
 
         def add() -> Tensor:
-            self._meet(_place(site, label), settle)
-            return gradients.narrow(0, chunk.first, chunk.own)
+            if work is not None:
+                with work.borrow() as received:
+                    add_from_peers(gradients, tables.send, tables.chunks.send_counts, received)
+            return gradients.narrow(0, 0, own)
 
         return DeferredWork(add)
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
-        """Reduce over the chunks of this rank, then over the parts."""
+        """Reduce over the parts."""
         tables, call = self.tables, self.tables.call(chunk, key)
-        before = self._reduced.get(call)
-        self._reduced[call] = part if before is None else _join(op, before, part)
+        found = tables.channel.all_reduce(part, op, action=action, kind=kind, key=key)
+        # An epoch with history may follow, which reads the sums of this one.
+        if self.trains and not of_gradients(key):
+            tables.statistics[call] = found.clone()
+        return found
 
-        def settle() -> None:
-            # Once for all chunks, after each has added its part.
-            found = tables.channel.all_reduce(self._reduced[call], op, action=action, kind=kind, key=key)
-            self._reduced[call] = found
-            # An epoch with history may follow, which reads the sums of this one.
-            if self.trains and not of_gradients(key):
-                tables.statistics[call] = found
-
-        self._meet((action, call), settle)
-        found: Tensor = self._reduced[call]
-        return found.clone()
-
-    def _meet(self, at: Place, settle: Callable[[], None]) -> None:
-        assert self.lockstep is not None
-        self.lockstep.meet(at, settle)
+    def _exchange(
+        self, rows: Tensor, index: Tensor | None, site: Site, label: str, direction: int
+    ) -> Work | None:
+        """Start to exchange rows of the halo: those of ``index`` forward, all of them backward."""
+        tables, chunks = self.tables, self.tables.chunks
+        if tables.channel.size == 1:
+            return None
+        sides = (chunks.send_counts, chunks.recv_counts)
+        row_ids = tables.ids[chunks.own :] if index is None else tables.ids[index]
+        request = site.request(
+            label,
+            direction,
+            *(sides if index is not None else sides[::-1]),
+            width=rows.size(1),
+            row_ids=row_ids,
+            index=index,
+        )
+        return tables.channel.start(rows, request)
 
 
 def _place(site: Site, label: str) -> Place:

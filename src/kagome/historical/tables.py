@@ -29,9 +29,11 @@ from kagome.halo.forward_pass import Site, SiteKey
 from kagome.halo.resumed_rows import NOTHING, Entry, ResumedRows
 from kagome.halo.table_view import TableIndex
 from kagome.historical.isolated_chunk import no_rows
-from kagome.historical.lockstep import Place, unlike
 from kagome.kernels import ops
 from kagome.placement.weak_map import WeakTensorMap
+
+Place = tuple[str, Hashable]
+"""A read or a sum over all vertices: its description, and a key that tells it from others described alike."""
 
 
 @dataclass
@@ -106,7 +108,8 @@ class Tables:
 
     Args:
         chunks: Chunks of this rank's part.
-        pieces: The units that run one after the other: single chunks, or all chunks merged into one.
+        whole: All chunks merged into one, for exact passes.
+        pieces: The units that other epochs run one after the other: single chunks, or ``whole`` alone.
         channel: Channel to the other parts.
         device: Device of the model.
 
@@ -115,7 +118,7 @@ class Tables:
     """
 
     def __init__(
-        self, chunks: Chunks, pieces: Sequence[Chunk], channel: Exchange, device: torch.device
+        self, chunks: Chunks, whole: Chunk, pieces: Sequence[Chunk], channel: Exchange, device: torch.device
     ) -> None:
         self.chunks, self.channel, self.device = chunks, channel, device
         # [Note: halves] ``now`` says which half of every table is this epoch's. ``keep`` flips it:
@@ -134,7 +137,7 @@ class Tables:
         self._came: Counter[tuple[Place, int]] = Counter()
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
-        self.row_index = [TableIndex(reads) for reads in self.reads]
+        self.whole = TableIndex(whole.reads.to(device))
         self.by_entry: WeakTensorMap[tuple[Tensor, Tensor]] = WeakTensorMap()
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
@@ -203,7 +206,7 @@ class Tables:
         self.sites, self.statistics, self.resumed_rows = {}, {}, resumed_rows
 
     @property
-    def whole(self) -> bool:
+    def filled(self) -> bool:
         """Whether every site reached so far has rows of an earlier epoch."""
         return all(table.kept or table.once for table in self.sites.values())
 
@@ -260,6 +263,14 @@ class Tables:
                 self.current(table).copy_(self.last(table))
         self.now = 1 - self.now
 
+    def share(self, table: SiteTable) -> None:
+        """Make rows of this pass those of any other one too, where all forward passes share them.
+
+        Chunks read such rows once, and not in the pass in which the merged chunk did: see [Note: halves].
+        """
+        self.last(table).copy_(self.current(table))
+        table.kept = True
+
     def drift(self, world: Exchange) -> float:
         """Return the mean relative change of rows since the last kept epoch. All ranks call it.
 
@@ -303,7 +314,12 @@ class Tables:
         for (place, chunk), many in self._came.items():
             following = (chunk + 1) % len(self.reads)
             if self._came[place, following] != many:
-                raise unlike(f"a place of chunk {chunk} that chunk {following} does not come to", place)
+                raise ModelError(
+                    "all chunks of a part to read their neighbours at the same places",
+                    f"a place of chunk {chunk} that chunk {following} does not come to",
+                    where=place[0],
+                    hint="a forward that does the same for every piece of the graph",
+                )
         for op in ("sum", "max", "min"):
             # By text, because ranks met the keys in different orders: their chunks run in different orders.
             keys = sorted((key for key, (how, _) in self.gathered.items() if how == op), key=repr)

@@ -1,12 +1,11 @@
 """Active interceptor: stands for the interceptor that is running, where a rank has one per chunk.
 
 Where it sits: hooks and rules are installed on a model's modules once. They reach the interceptor of the
-running chunk through this object. Chunks in lockstep run in threads, so each thread has its own active one.
+running chunk through this object.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -23,7 +22,7 @@ class ActiveInterceptor:
 
     def __init__(self, scopes: Sequence[Interceptor]) -> None:
         # Through ``vars``, because ``__setattr__`` passes every other write on to the running interceptor.
-        vars(self).update(_scopes=tuple(scopes), _first=scopes[0], _local=threading.local())
+        vars(self).update(_scopes=tuple(scopes), _running=scopes[0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.get(), name)
@@ -37,19 +36,18 @@ class ActiveInterceptor:
         return cast(tuple[Interceptor, ...], vars(self)["_scopes"])
 
     def get(self) -> Interceptor:
-        """Return the interceptor that is running in this thread."""
-        mine: dict[str, Any] = vars(self)
-        return cast(Interceptor, getattr(mine["_local"], "scope", mine["_first"]))
+        """Return the interceptor that is running."""
+        return cast(Interceptor, vars(self)["_running"])
 
     @contextmanager
     def using(self, scope: Interceptor) -> Iterator[None]:
-        """Make one interceptor active in this thread for the length of a block."""
-        local, before = vars(self)["_local"], self.get()
-        local.scope = scope
+        """Make one interceptor active for the length of a block."""
+        mine, before = vars(self), self.get()
+        mine["_running"] = scope
         try:
             yield
         finally:
-            local.scope = before
+            mine["_running"] = before
 
     @property
     def scope(self) -> Interceptor:

@@ -24,7 +24,7 @@ WATCHED: Final = 64 * 2**20
 #     history   chunk 2 writes the model's tensor      b -> b2      the model keeps b2
 #               chunk 0 writes a copy, swapped in      b -> b0      dropped with the pass
 #               chunk 1 writes a copy, swapped in      b -> b1      dropped with the pass
-#     lockstep  the same, but chunk 0's value is kept
+#     exact     all chunks at once write the model's tensor
 #     drop      each chunk writes the model's tensor   b -> b2 -> b0 -> b1, as micro-batches do
 
 
@@ -60,7 +60,7 @@ class BufferIsolation:
 
     @contextmanager
     def running(self, chunk: int, *, stays: bool) -> Iterator[None]:
-        """Run a chunk, or a piece of it, inside this block; with ``stays`` its changes remain afterwards."""
+        """Run a chunk inside this block; with ``stays`` its changes remain afterwards."""
         # The chunk whose changes remain works on the model's own tensors, where further changing buffers are
         # looked for.
         if stays:
@@ -71,7 +71,7 @@ class BufferIsolation:
             yield
             return
         own = self._own.get(chunk, {})
-        # A chunk in lockstep enters once for each piece, and finds its own tensors of the piece before.
+        # A chunk of several stages enters once for each, and finds its own tensors of the stage before.
         own |= {name: self._before[name].clone() for name in self._known if name not in own}
         theirs = self._swap(own)
         try:

@@ -6,7 +6,7 @@ stages or parts have chunks.
 ::
 
     history   0F2 0SEND_F2 0F0 0SEND_F0 ... 0RECV_B0 0B0 0RECV_B2 0B2     fill and drain, chunk by chunk
-    exact     0F0.0 0F1.0 0F0.1 0F1.1 ...                                 lockstep: all chunks pass each read
+    exact     0F0 0SEND_F0 ... 0RECV_B0 0B0                               all chunks at once, stage by stage
     drop      0F0 0F1 0B0 0F2 0B1 ...                                     chunks are independent
 """
 
@@ -112,7 +112,7 @@ class ChunkEngine:
         options = PartOptions.of(settings, device, parallel, fast=self.fast)
         self.chunks = chunked(part, mesh.graph, parallel, options)
         # Rules and hooks on the model reach the running chunk's interceptor through `current`.
-        self.current = ActiveInterceptor([*self.chunks.scopes, *self.chunks.isolated])
+        self.current = ActiveInterceptor(self.chunks.scopes)
         self.net = ParallelModel(model, self.current.scope, options, tell=mesh.world.report_error)
         self.offload = Offload(parallel, device, lambda t: self.current.get().constants.is_constant(t))
         self.activations = ChunkActivations(self.offload, self.chunks, model)
@@ -182,7 +182,7 @@ class ChunkEngine:
         """Return each chunk's rows for the loss; none on a rank whose stages do not compute the output."""
         # Found once: the host waits for a device to tell how many rows are marked.
         loses = any(stage.output is not None for stage in self.mine)
-        scopes = {*self.chunks.scopes, *self.chunks.isolated} if loses else ()
+        scopes = self.chunks.scopes if loses else ()
         return {scope: _training_rows(scope.inputs) for scope in scopes}
 
     def _state_layout(self, part: Partition) -> StateLayout:
@@ -249,7 +249,7 @@ class ChunkEngine:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the exchanges for the summary. All ranks call it."""
-        bound = self.chunks.scopes[0].sliced.bound
+        bound = self.chunks.whole.sliced.bound
         used = {} if bound is None else bound.used(self.mesh.world)
         return {**self.controller.facts(), **used, **self.offload.facts(self.mesh.world)}
 
@@ -302,7 +302,7 @@ class ChunkEngine:
             # Sites take their rows from the checkpoint when they are first reached, so one evaluation reaches
             # all of them. If a rank then lacks a site's rows, no rank uses any.
             self.evaluate(restored.epoch)  # it reaches all sites, and reads exactly what all forwards share
-            if not all(self.mesh.world.gather_objects(tables.whole, "rows of all sites")):
+            if not all(self.mesh.world.gather_objects(tables.filled, "rows of all sites")):
                 resumed_rows = None
                 self._forget(NOTHING)
         if history is not None:
@@ -334,7 +334,7 @@ class ChunkEngine:
     #     kind       passes                     neighbours in other chunks    tables keep afterwards
     #     history    one by one                 fresh or historical           the rows of the last refresh
     #     refresh    one by one                 fresh or historical           the rows of this epoch
-    #     exact      in lockstep                fresh                         the rows of this epoch
+    #     exact      all at once                fresh                         the rows of this epoch
     #     probe      history without a step,    both, one after the other     the rows of this epoch
     #                then exact
     #
@@ -485,14 +485,16 @@ class ChunkEngine:
     def _trained(self, epoch: int, plan: EpochPlan) -> StageRuns:
         """Run all chunks forward and backward, by the pass for this kind of epoch."""
         tables = self.chunks.tables
-        if tables is None or self.parallel.cross_chunk == "drop":
+        if self.parallel.cross_chunk == "drop" and tables is not None:
             return self.chunk_passes.one_by_one(epoch, None, checked=not self._checked)
+        if tables is None:
+            return self.chunk_passes.at_once(epoch, training=True, checked=not self._checked)
         history, stale = self.controller.history, self.parallel.stale_gradients
         if plan.exact:
             # [Note: kinds of epoch] above: a careful epoch may follow, and would read the gradients that are
             # kept here.
             leaves = history is not None and (stale or history.watch)
-            stage_runs = self.chunk_passes.in_lockstep(
+            stage_runs = self.chunk_passes.at_once(
                 epoch, training=True, checked=not self._checked, stale=leaves
             )
         else:
@@ -561,17 +563,13 @@ class ChunkEngine:
         # A message that is not received blocks those sent long after it, and any number of evaluations may
         # follow before the next epoch receives the late rows.
         self.exchange.settle()
-        if self.chunks.count > 1:
-            stage_runs = self.chunk_passes.in_lockstep(epoch, training=False)
-        else:
-            stage_runs = self.chunk_passes.forward(epoch)
-        found = [self._out(stage_run) for stage_run in stage_runs.values()]
+        found = map(self._out, self.chunk_passes.at_once(epoch, training=False).values())
         rows = [out for out in found if out is not None]
         value = self.staging.survey.values[self.staging.graph.output]
         if rows:
             out = self.chunks.joined(rows)
         else:
-            own = sum(scope.own for scope in self.chunks.scopes)
+            own = self.chunks.whole.own
             kind = torch.float32 if self.net.options.amp else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)
         return self.mesh.pipe.broadcast(out, self.parallel.pipe - 1, action=f"scores, epoch {epoch}")

@@ -51,8 +51,8 @@ class ChunkActivations:
         """Count the saved bytes of all chunks after a chunk's forward, without tensors held in any case."""
         if not self._left:
             return
-        # In lockstep other chunks are in flight too. What is held in any case is counted anew each time,
-        # because freed memory is used again for other tensors.
+        # What is held in any case is counted anew each time, because freed memory is used again for other
+        # tensors.
         # `apart` leaves out weights, tables and constants, which autograd saves as well.
         anyhow = ledger_of_chunks(self.chunks, self.model)
         size = sum(anyhow.apart(self._saved.alive()).values())
@@ -76,12 +76,11 @@ def ledger_of_chunks(chunks: Chunking, model: nn.Module, copies: Iterable[Tensor
         copies: Further copies of weights: those of the best epoch, and those kept for a rollback.
     """
     # No row counts: halo rows of chunks are in tables, not recognised by shape.
-    ledger = TensorMemory(0, 0, chunks.scopes[0].device)
+    ledger = TensorMemory(0, 0, chunks.whole.device)
     ledger.add("weights", (*model.parameters(), *model.buffers(), *copies))
     sites = () if chunks.tables is None else chunks.tables.sites.values()
     known = (each for site in sites for each in (site.rows, site.gradients, site.due))
     ledger.add("halo", (each for each in known if each is not None))
-    # Without `drop` both tuples hold the same interceptors.
-    for scope in dict.fromkeys((*chunks.scopes, *chunks.isolated)):
+    for scope in chunks.scopes:
         add_scope(ledger, scope)
     return ledger

@@ -1,4 +1,4 @@
-"""Chunk passes: a rank's stages over the chunks of its part, chunk by chunk or all in lockstep.
+"""Chunk passes: a rank's stages over the chunks of its part, chunk by chunk or all at once.
 
 Where it sits: ``chunk_engine`` calls the pass that an epoch or an evaluation needs. A pass makes its stage
 runs and its program, which ``executor`` performs.
@@ -7,17 +7,12 @@ runs and its program, which ``executor`` performs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
-
-import torch
 
 from kagome.adaptive.stage_codec import StageCodec
 from kagome.comm.mesh import Mesh
 from kagome.components.engine import PhaseTimer
-from kagome.historical.lockstep import Lockstep
 from kagome.historical.provider import HistoricalRows
 from kagome.intercept.interceptor import Interceptor
 from kagome.model.split.stages import Stage, links
@@ -26,31 +21,17 @@ from kagome.pipelining.chunking import Chunking
 from kagome.pipelining.executor import Executor, needed
 from kagome.pipelining.p2p import StageTransfers
 from kagome.pipelining.stage_run import StageCode, StageRun
-from kagome.schedule.actions import Action, ActionKind, Programs
+from kagome.schedule.actions import Action, ActionKind, Program, Programs
 from kagome.schedule.schedules import (
     Shape,
     arrivals,
     fill_drain,
     forward_only,
     k_forward_k_backward,
-    receives,
-    sends,
 )
 
 StageRuns = dict[tuple[int, int], StageRun]
 """The stage runs of a pass, by stage and chunk."""
-
-
-# [Note: lockstep] A program of ``one_by_one`` is known before the pass starts. Here it is not: how many
-# pieces a stage has shows only when a chunk's forward returns. So the program is a generator that is
-# asked for the next action after the last one was performed:
-#
-#     chunk 0   F0.0 ┐         ┌ F0.1 ┐         ┌ F0.2 ends
-#     chunk 1   F1.0 ┤ read 1  ┤ F1.1 ┤ read 2  ┤ F1.2 ends     the stage has three pieces
-#     chunk 2   F2.0 ┘         └ F2.1 ┘         └ F2.2 ends
-#
-# At each read the part's halo is exchanged once for all chunks. Every rank of the graph group therefore
-# makes the same exchanges in the same order, although their chunks differ in size.
 
 
 @dataclass(frozen=True)
@@ -85,7 +66,7 @@ class ChunkPasses:
             history: The provider of historical rows; None where chunks are independent.
             checked: Whether ranks compare the headers of their messages.
         """
-        stage_runs = self._make_stage_runs(self.chunks.isolated, epoch, training=True, checked=checked)
+        stage_runs = self._make_stage_runs(self.chunks.pieces, epoch, training=True, checked=checked)
         programs = self.programs(epoch)
         program = programs[self.mesh.stage]
         messages = self._messages(stage_runs, epoch, programs, self.codec)
@@ -110,10 +91,8 @@ class ChunkPasses:
         self._run(program, compute, messages, epoch)
         return stage_runs
 
-    def in_lockstep(
-        self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False
-    ) -> StageRuns:
-        """Run all chunks piece by piece; a stage ends when its steps have no more reads of neighbours.
+    def at_once(self, epoch: int, *, training: bool, checked: bool = False, stale: bool = False) -> StageRuns:
+        """Run all chunks as one, stage after stage: every row that is read is one of this pass.
 
         Args:
             epoch: The epoch.
@@ -122,62 +101,26 @@ class ChunkPasses:
             stale: Whether the next epoch may use gradients of this one.
         """
         tables = self.chunks.tables
-        assert tables is not None
-        stage_runs = self._make_stage_runs(self.chunks.scopes, epoch, training=training, checked=checked)
-        provider = self.chunks.exact(epoch, training=training, stale=stale)
-        tables.begin(epoch, provider)
-        # All chunks read fresh rows, so their order does not matter.
-        shape = self._shape(tuple(range(len(self.chunks.scopes))))
-        # This program is not performed. It only says in which order messages arrive, so that receives can be
-        # posted.
+        if tables is not None:
+            tables.begin(epoch, self.chunks.exact(epoch, training=training, stale=stale))
+        stage_runs = self._make_stage_runs((self.chunks.whole,), epoch, training=training, checked=checked)
+        shape = self._shape((0,))
         programs = self._needed(fill_drain(shape) if training else forward_only(shape))
         messages = self._messages(stage_runs, epoch, programs, self.codec if training else None)
-        numbers, isolation, ended = tuple(self.codes), self.isolation(training), set[int]()
-
-        def program() -> Generator[Action, None, None]:
-            """Yield the rounds of one stage after the other; their number is known when a stage has ended."""
-            for forward in (True, False) if training else (True,):
-                # The chunks of a stage meet each other only, so each stage has a lockstep of its own.
-                for stage in numbers if forward else numbers[::-1]:
-                    mine = [stage_run for (other, _), stage_run in stage_runs.items() if other == stage]
-                    ended.clear()
-                    lockstep = Lockstep(
-                        [stage_run.forward if forward else stage_run.backward for stage_run in mine]
-                    )
-                    provider.lockstep = lockstep
-                    # Ends the chunks' threads, also if an action fails.
-                    with closing(lockstep):
-                        yield from self._carrying(_rounds(shape, stage, ended, forward=forward))
+        # A single chunk changes the buffers as it likes. Several may not begin to change one later.
+        isolation = self.isolation(training and tables is not None)
 
         def compute(action: Action) -> None:
-            assert provider.lockstep is not None
-            with isolation.running(action.chunk, stays=action.chunk == 0):
-                done = provider.lockstep.advance(action.chunk)
-            if done:
-                ended.add(action.chunk)
-                if action.kind is ActionKind.F and training:
-                    # The chunk's thread has ended here. The loss is computed in the main thread.
-                    self.lose(stage_runs[action.stage, action.chunk])
+            stage_run = stage_runs[action.stage, action.chunk]
+            if action.kind is ActionKind.B:
+                stage_run.backward()
+                return
+            with isolation.running(action.chunk, stays=True):
+                stage_run.forward()
+            if training:
+                self.lose(stage_run)
 
-        # Backward runs in the calling thread, on a GPU too, because chunks in lockstep wait inside it.
         # One stage computes at a time, with the cores of those that wait.
-        with (
-            self.mesh.alone(),
-            closing(program()) as rounds,
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            self._run(rounds, compute, messages, epoch)
-        return stage_runs
-
-    def forward(self, epoch: int) -> StageRuns:
-        """Evaluate a part that is a single chunk."""
-        stage_runs = self._make_stage_runs(self.chunks.scopes, epoch, training=False, checked=False)
-        programs = forward_only(self._shape((0,)))
-        messages = self._messages(stage_runs, epoch, programs, None)
-
-        def compute(action: Action) -> None:
-            stage_runs[action.stage, 0].forward()
-
         with self.mesh.alone():
             self._run(programs[self.mesh.stage], compute, messages, epoch)
         return stage_runs
@@ -221,25 +164,10 @@ class ChunkPasses:
 
     def _run(
         self,
-        program: Iterable[Action],
+        program: Program,
         compute: Callable[[Action], None],
         messages: StageTransfers,
         epoch: int,
     ) -> None:
         executor = Executor(self.mesh.rank, self.mesh.doing, self.phases.phase)
         executor.run(program, compute, messages, turn=f"epoch {epoch}", epoch=epoch)
-
-
-def _rounds(shape: Shape, stage: int, ended: set[int], *, forward: bool) -> Iterator[Action]:
-    """Yield rounds of one piece a chunk; receives come before its first piece, sends after its last."""
-    kind = ActionKind.F if forward else ActionKind.B
-    for piece in count():
-        for chunk in shape.order if forward else shape.order[::-1]:
-            if piece == 0:
-                yield from receives(shape, stage, chunk, forward=forward)
-            yield Action(stage, kind, chunk, piece)
-            # A chunk's last piece is only known once it has run, so its sends follow at once.
-            if chunk in ended:
-                yield from sends(shape, stage, chunk, forward=forward)
-        if len(ended) == len(shape.order):
-            return

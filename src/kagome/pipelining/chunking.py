@@ -16,7 +16,7 @@ from kagome.components.parallelize import PartOptions, interceptor_of
 from kagome.config import Parallel
 from kagome.errors import ConfigError
 from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
-from kagome.graph.partition.merged_chunks import at_once, bare, together
+from kagome.graph.partition.merged_chunks import at_once, bare, sharing, together
 from kagome.graph.partition.partition import Partition
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.historical.isolated_chunk import IsolatedChannel
@@ -35,10 +35,10 @@ class Chunking:
     """A rank's part cut into chunks.
 
     Args:
-        scopes: The interceptors, one for each chunk with all its edges; one for the part where it is a single
-            chunk, and one for all chunks where they run together.
-        isolated: For ``cross_chunk="drop"``, an interceptor for each chunk without the edges from outside it;
-            else the same as ``scopes``.
+        whole: The interceptor of all chunks at once, with all edges: evaluation and exact epochs run it.
+        pieces: The interceptors that other epochs run one after the other: one for each chunk, without the
+            edges from outside it for ``cross_chunk="drop"``; ``whole`` alone where nothing runs chunk by
+            chunk.
         tables: The rows and gradients that outlive a chunk; None where the part is one chunk.
         rows: The part's row at each position of the chunks laid end to end.
         exchange: The exchange with the other parts.
@@ -46,8 +46,8 @@ class Chunking:
         seed: The seed of the run.
     """
 
-    scopes: tuple[Interceptor, ...]
-    isolated: tuple[Interceptor, ...]
+    whole: Interceptor
+    pieces: tuple[Interceptor, ...]
     tables: Tables | None
     rows: Tensor
     exchange: CompressedExchange
@@ -62,8 +62,13 @@ class Chunking:
 
     @property
     def together(self) -> bool:
-        """Whether all chunks run at once, as one piece of the program."""
-        return len(self.scopes) < self.count
+        """Whether all chunks run at once in every epoch, as one piece of the program."""
+        return len(self.pieces) < self.count
+
+    @property
+    def scopes(self) -> tuple[Interceptor, ...]:
+        """All interceptors, each once."""
+        return tuple(dict.fromkeys((self.whole, *self.pieces)))
 
     def text(self) -> str:
         """Describe what happens to edges between chunks; empty if there is one chunk. All ranks call it."""
@@ -74,17 +79,15 @@ class Chunking:
             "history": f"rows of later chunks are {old} and pass no gradient on; sums over all vertices are "
             "the last epoch's",
             "drop": "they are dropped in training; sums over all vertices are told from a chunk's own",
-            "exact": "all chunks pass a layer before any passes the next",
+            "exact": "all chunks run at once",
         }
         return f"; {self.cut_share():.0%} of the edges lie between chunks: {words[self.settings.cross_chunk]}"
 
     def cut_share(self) -> float:
         """Return the share of edges that start in another chunk or part. A whole graph group calls it."""
         # Local ids from `own` on are rows of other chunks or parts.
-        sources = [(scope.views[0].edge_index[0], scope.own) for scope in self.scopes]
-        cut = sum(int((source >= own).sum()) for source, own in sources)
-        device = self.scopes[0].device
-        found = torch.tensor([cut, sum(source.numel() for source, _ in sources)], device=device)
+        source, own = self.whole.views[0].edge_index[0], self.whole.own
+        found = torch.stack([(source >= own).sum(), torch.tensor(source.numel(), device=source.device)])
         among, edges = self.exchange.all_reduce(found, action="count cut edges", kind="other").tolist()
         return float(among / max(edges, 1))
 
@@ -108,10 +111,11 @@ class Chunking:
         assert self.tables is not None
         # The owner receives stale gradients of a halo row even if all its readers ran earlier.
         steps = self._steps(epoch, refresh=refresh or stale, scaled=not stale)
-        return HistoricalRows(self.tables, steps, self._left(epoch) if stale else None)
+        left = Left(self.tables, self.tables.reads, self._next(epoch)) if stale else None
+        return HistoricalRows(self.tables, steps, left)
 
     def exact(self, epoch: int, *, training: bool, stale: bool) -> ExactRows:
-        """Return the provider of halo rows for an epoch in which all chunks run in lockstep.
+        """Return the provider of halo rows for an epoch in which all chunks run at once.
 
         Args:
             epoch: The epoch, counted from 1.
@@ -119,12 +123,16 @@ class Chunking:
             stale: Whether the next epoch may use gradients of this one.
         """
         assert self.tables is not None
-        return ExactRows(self.tables, self._left(epoch) if stale else None, trains=training)
+        left = None
+        if stale:
+            steps = self._next(epoch)
+            steps = steps if self.together else (at_once(steps),)
+            left = Left(self.tables, (self.tables.whole.places,), steps)
+        return ExactRows(self.tables, left, trains=training)
 
-    def _left(self, epoch: int) -> Left:
-        assert self.tables is not None
-        # Gradients are left for the epoch after this one, by its order of chunks.
-        return Left(self.tables, self._steps(epoch + 1, refresh=True, scaled=False))
+    def _next(self, epoch: int) -> tuple[ChunkStep, ...]:
+        """Return the steps of the epoch after this one, by which gradients are left for it."""
+        return self._steps(epoch + 1, refresh=True, scaled=False)
 
     def _steps(self, epoch: int, *, refresh: bool, scaled: bool) -> tuple[ChunkStep, ...]:
         """Plan which rows each step of an epoch exchanges; the epoch before asks for the same plan."""
@@ -172,13 +180,13 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
         ConfigError: On all ranks, if there are more chunks than the graph has vertices.
 
     Cost:
-        A copy of the part, or two with ``cross_chunk="drop"``.
+        A copy of the part; two where epochs run chunk by chunk, whose rows' attributes are there once.
     """
     count, seed, device = settings.chunks or 1, options.seed, options.device
     if count == 1:
         exchange = CompressedExchange(channel, settings, seed, late=channel.patient)
-        whole = (interceptor_of(part, exchange, options),)
-        return Chunking(whole, whole, None, torch.arange(part.own.numel()), exchange, settings, seed)
+        one = interceptor_of(part, exchange, options)
+        return Chunking(one, (one,), None, torch.arange(part.own.numel()), exchange, settings, seed)
     _refuse_empty(part, count)
     drops = settings.cross_chunk == "drop"
     # Independent chunks read no rows of other parts either.
@@ -189,33 +197,40 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
     if method == "auto":
         method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
     chunks: Chunks = cut_part(part, count, method=method, seed=seed)
-    # With one stage nothing waits for a single chunk, so all run at once: the same numbers in less time.
-    single = settings.pipe == 1 and settings.cross_chunk == "history"
-    pieces: tuple[Chunk, ...] = chunks.pieces
+    whole = together(chunks)
+    # Epochs with history run at once too where a rank has all stages, because then nothing waits for a single
+    # chunk: the same numbers in less time. Exact ones always do.
+    single = settings.cross_chunk == "exact" or (settings.pipe == 1 and not drops)
+    pieces = (whole,) if single else tuple(sharing(piece, whole) for piece in chunks.pieces)
+    tables = Tables(bare(chunks), whole, pieces, exchange, device)
+    scope = _reading(whole, tables, options)
     if single:
-        pieces, chunks = (together(chunks),), bare(chunks)
-    tables = Tables(chunks, pieces, exchange, device)
-    scopes = []
-    for piece in pieces:
-        end = ChunkChannel(piece, tables)
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        # No send lists: the epoch's provider exchanges rows with other parts, by the plan of the chunk steps.
-        plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
-        scopes.append(interceptor_of(piece.part, end, options, rows=plan))
-        end.where = scopes[-1].where
-    isolated = scopes
-    if drops:
-        isolated = [_isolated(piece, tables, options) for piece in chunks.pieces]
-    return Chunking(tuple(scopes), tuple(isolated), tables, chunks.rows, exchange, settings, seed)
+        scopes = [scope]
+    elif drops:
+        scopes = [_isolated(piece, tables, options) for piece in pieces]
+    else:
+        scopes = [_reading(piece, tables, options) for piece in pieces]
+    return Chunking(scope, tuple(scopes), tables, chunks.rows, exchange, settings, seed)
+
+
+def _reading(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
+    """Return the interceptor of a chunk, or of all at once, that reads rows of other chunks from tables."""
+    none = torch.empty(0, dtype=torch.int64, device=tables.device)
+    end = ChunkChannel(piece, tables)
+    # No send lists: the epoch's provider exchanges rows with other parts, by the plan of the chunk steps.
+    plan = ChunkRows(piece.own, piece.reads.numel(), none, (), (), end, None, None, piece, tables)
+    found = interceptor_of(piece.part, end, options, rows=plan)
+    end.where = found.where
+    return found
 
 
 def _isolated(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:
     """Return the interceptor of a chunk without the edges that come from outside it."""
-    whole, count = alone(piece), len(tables.chunks.pieces)
+    part, count = alone(piece), len(tables.chunks.pieces)
     # Each chunk of each part counts as a rank of its own, which is alone with its rows.
     rank, size = tables.channel.rank * count + piece.number, tables.channel.size * count
-    end = IsolatedChannel(rank, size, piece.own, whole.num_nodes)
-    found = interceptor_of(whole, end, options)
+    end = IsolatedChannel(rank, size, piece.own, part.num_nodes)
+    found = interceptor_of(part, end, options)
     end.where = found.where
     return found
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from kagome.model.operators.pieces import Piece
 from kagome.model.split.stages import Stage
-from kagome.schedule.actions import Action, ActionKind, pointed
+from kagome.schedule.actions import Action, ActionKind, Program, pointed
 
 
 class Transfers(Protocol):
@@ -51,7 +51,7 @@ class Executor:
 
     def run(
         self,
-        program: Iterable[Action],
+        program: Program,
         compute: Callable[[Action], None],
         transfers: Transfers,
         *,
@@ -61,7 +61,7 @@ class Executor:
         """Perform the actions of a program in order.
 
         Args:
-            program: The actions in order. An iterator may choose the next one by what the last one did.
+            program: The actions in order.
             compute: Performs an F, B, I or W.
             transfers: Performs a SEND or a RECV.
             turn: The epoch or update in words.
@@ -70,10 +70,9 @@ class Executor:
         Raises:
             BaseException: Any exception of an action; the program with an arrow at it is written to stderr.
         """
-        done: list[Action] = []
+        done = 0
         try:
             for action in program:
-                done.append(action)
                 # Peers that wait in vain report this text as what the rank was doing.
                 self.doing(f"{turn}: {action}")
                 with self.phase(str(action), epoch):
@@ -83,14 +82,11 @@ class Executor:
                         transfers.send(action)
                     else:
                         transfers.receive(action)
+                done += 1
             transfers.end()
         except BaseException:
-            # A generator's further actions are not known: the arrow then points at the last word.
-            known = program if isinstance(program, tuple) else done
-            print(
-                f"kagome: rank {self.rank} stopped here in {turn}:\n{pointed(known, len(done) - 1)}",
-                file=sys.stderr,
-            )
+            where = pointed(program, min(done, len(program) - 1))
+            print(f"kagome: rank {self.rank} stopped here in {turn}:\n{where}", file=sys.stderr)
             raise
 
 

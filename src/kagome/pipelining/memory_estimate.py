@@ -63,15 +63,15 @@ def share_of(pipeline: ChunkEngine, counts: PartSize, optimizer: Optimizer) -> S
     """
     rank, chunks, learning = pipeline.mesh.stage, pipeline.chunks, pipeline.ownership.parameters
     flight = 1.0
-    # 1F1B holds a few chunks at a time. In fill-drain and in lockstep all of them are in flight (1.0).
+    # 1F1B holds a few chunks at a time. In fill-drain and in exact passes all of them are in flight (1.0).
     if chunks.count > 1 and pipeline.parallel.cross_chunk == "drop":
         programs = pipeline.chunk_passes.programs(1)
         flight = simulate(programs, lambda _: 1.0).held[rank] / (chunks.count * len(pipeline.mine))
     own = sum(p.nbytes for p in learning)
     several = pipeline.mesh.weights.size > 1
     # Chunks read each other's rows, so a row counts for each chunk that reads it.
-    reads = sum(scope.views[0].rows.halo for scope in chunks.isolated) if chunks.count > 1 else 0
-    edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.isolated)
+    reads = sum(scope.views[0].rows.halo for scope in chunks.pieces) if chunks.count > 1 else 0
+    edges = sum(scope.views[0].edge_index.size(1) for scope in chunks.pieces)
     here = counts if chunks.count == 1 else replace(counts, halo=reads, edges=edges, cut=0)
     return StageMemory(
         pipeline.held(optimizer, None),

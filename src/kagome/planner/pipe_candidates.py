@@ -15,7 +15,7 @@ from kagome.planner.candidates import ROUNDS, Candidate, settings_of
 from kagome.planner.cluster import Cluster
 from kagome.planner.cost_model import CostRates, Load, Sliced, computing, halos, summed
 from kagome.schedule.actions import Action, ActionKind
-from kagome.schedule.schedules import Shape, exact as exact_program, fill_drain
+from kagome.schedule.schedules import Shape, fill_drain
 from kagome.schedule.simulator import simulate
 
 HALVES = 2
@@ -98,7 +98,7 @@ def pipes(
         cluster: The cluster that it runs on.
         uncertain: The relative uncertainty of the halo.
         chunks: The number of chunks of each part; a single chunk reads all its neighbours.
-        exact: Whether all chunks pass each layer in lockstep, without historical rows.
+        exact: Whether all chunks run at once, without historical rows.
         sliced: The feature slices within a part; None without.
     """
     stages, ranks, tensor = len(cut.shares), cut.ranks, 1 if sliced is None else sliced.count
@@ -121,23 +121,20 @@ def pipes(
     python = CHUNK / min(pace, 1.0)  # a GPU does not make it faster
     # A message is the share of one link, one direction, one part, one slice and one chunk in all traffic.
     link = cluster.bandwidth(size)
-    message = cut.stage_bytes / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
+    runs = 1 if exact else chunks
+    message = cut.stage_bytes / max(stages - 1, 1) / 2 / number / tensor / runs / link + cluster.latency
 
-    # In exact order an action is one piece of a chunk: a read of neighbours and what follows it.
     def seconds(action: Action) -> float:
-        pieces = cut.reads[action.stage] if exact else 1
-        reads = cut.reads[action.stage]
-        busy = cut.shares[action.stage] * compute / chunks / pieces + python * reads / pieces
+        busy = cut.shares[action.stage] * compute / runs + python * cut.reads[action.stage]
         # Seconds are measured for both passes together; backward takes about twice as long.
         return busy * (1 if action.kind is ActionKind.F else 2) / 3
 
-    shape = Shape(stages, tuple(range(chunks)), ranks=ranks)
-    programs = exact_program(shape, [max(reads, 1) for reads in cut.reads]) if exact else fill_drain(shape)
+    programs = fill_drain(Shape(stages, tuple(range(runs)), ranks=ranks))
     run = simulate(programs, seconds, transfer=lambda action: message)
     # Each stage sums the gradients of its own weights, over its own ranks.
     sums = summed(number * tensor, rates.weights, ranks)
     # With one chunk, stages wait for each other's halo messages too.
-    beside = 1 if chunks == 1 else ranks
+    beside = 1 if runs == 1 else ranks
     waits = most / tensor / beside / link + sums / link
     # With history each chunk makes its own exchanges with the parts.
     meetings = (chunks if old else 1) / beside
@@ -158,12 +155,12 @@ def pipes(
         sent,
         uncertain=uncertain if number > 1 else 0.0,
         run=run,
-        **_fullest(cut, loads, rates, chunks, old=old),
+        **_fullest(cut, loads, rates, chunks, runs, old=old),
     )
 
 
 def _fullest(
-    cut: PipeCut, loads: Sequence[Load], rates: CostRates, chunks: int, *, old: bool
+    cut: PipeCut, loads: Sequence[Load], rates: CostRates, chunks: int, runs: int, *, old: bool
 ) -> dict[str, Any]:
     """Return what the fullest rank of the pipeline holds, and the activations among it."""
     memory, moved = max(
@@ -171,9 +168,9 @@ def _fullest(
         for load in loads
         for rank in range(cut.ranks)
     )
-    # Backward asks for the activations of one chunk at a time. In a single chunk these are all of them:
+    # Backward asks for the activations of one chunk at a time. Where all run at once these are all of them:
     # nothing is known of the layers of a stage.
-    return {"memory_bytes": memory, "moved": (moved,), "inner": (moved / chunks,)}
+    return {"memory_bytes": memory, "moved": (moved,), "inner": (moved / runs,)}
 
 
 def _memory(cut: PipeCut, load: Load, rates: CostRates, rank: int, chunks: int, *, old: bool) -> float:

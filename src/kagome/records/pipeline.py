@@ -20,7 +20,7 @@ from kagome.schedule.actions import Action, ActionKind, Program, Programs
 from kagome.schedule.simulator import Seconds, SimulatedSpan as Slice, Simulation, simulate
 
 Interval = tuple[float, float]
-_Key = tuple[int, ActionKind] | tuple[int, ActionKind, int, int | None]
+_Key = tuple[int, ActionKind] | tuple[int, ActionKind, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +306,7 @@ def _programs(measured: MeasuredPipeline) -> Programs:
 def _keys(action: Action) -> tuple[_Key, _Key]:
     """Return the keys under which an action's seconds are stored, the most specific first."""
     stage, kind = action.stage, action.kind
-    return (stage, kind, action.chunk, action.piece), (stage, kind)
+    return (stage, kind, action.chunk), (stage, kind)
 
 
 def _length(parts: Sequence[Interval]) -> float:

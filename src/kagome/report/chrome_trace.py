@@ -123,12 +123,11 @@ def _span(event: Any) -> tuple[int, Span | None]:
 
 
 def _arguments(action: Action) -> dict[str, Any]:
-    """Return an action's arguments in the trace; piece and peer only if the action has them."""
+    """Return an action's arguments in the trace; the peer only if the action has one."""
     found = {
         "stage": action.stage,
         "chunk": action.chunk,
         "kind": action.kind.value,
-        "piece": action.piece,
         "peer": None if action.kind.computes else action.other,
     }
     return {name: value for name, value in found.items() if value is not None}

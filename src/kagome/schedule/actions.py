@@ -5,7 +5,7 @@ on real ones. The text is what users read and what golden files hold.
 
 ::
 
-    2F0        stage 2 computes chunk 0 forward          2F0.1   piece 1 of stage 2's layers alone
+    2F0        stage 2 computes chunk 0 forward
     1B3        stage 1 computes chunk 3 backward
     1I3 1W3    the two halves of 1B3: gradients of the stage's inputs, then those of its weights
     0SEND_F2   stage 0 sends its output of chunk 2 on    0SEND_F2>3  to stage 3, which is not the next
@@ -76,14 +76,12 @@ class Action:
         stage: The stage that performs it.
         kind: What the stage does.
         chunk: The chunk that it is done to.
-        piece: For F, B, I and W, which piece of the stage's layers; None for all of them.
         peer: For SEND and RECV, the other stage; None for the neighbour in the direction of the pass.
     """
 
     stage: int
     kind: ActionKind
     chunk: int
-    piece: int | None = None
     peer: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,12 +102,10 @@ class Action:
     @property
     def counterpart(self) -> Action:
         """The action at the other end of a SEND or RECV."""
-        return Action(self.other, ANSWERS[self.kind], self.chunk, None, self.stage)
+        return Action(self.other, ANSWERS[self.kind], self.chunk, self.stage)
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind.value}{self.chunk}"
-        if self.piece is not None:
-            text += f".{self.piece}"
         if self.peer is not None:
             text += f"{'>' if self.kind.sends else '<'}{self.peer}"
         return text
@@ -120,7 +116,7 @@ Program = tuple[Action, ...]
 Programs = tuple[Program, ...]
 """The programs of all ranks, in order."""
 
-_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:\.(\d+)|([<>])(\d+))?")
+_TEXT = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)(?:([<>])(\d+))?")
 
 
 def parse(text: str) -> Action:
@@ -136,16 +132,13 @@ def parse(text: str) -> Action:
     """
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise ScheduleError(
-            "an action written as 2F0, 1B3, 1I3, 1W3, 0SEND_F2, 1RECV_F2 or 2F0.1", f"{text!r}"
-        )
-    stage, kind, chunk, piece, arrow, peer = found.groups()
-    action = Action(int(stage), ActionKind(kind), int(chunk), _number(piece), _number(peer))
-    wrong_piece = piece is not None and not action.kind.computes
+        raise ScheduleError("an action written as 2F0, 1B3, 1I3, 1W3, 0SEND_F2 or 1RECV_F2", f"{text!r}")
+    stage, kind, chunk, arrow, peer = found.groups()
+    action = Action(int(stage), ActionKind(kind), int(chunk), None if peer is None else int(peer))
     # The arrow points to the receiver's number (1SEND_F2>3) or from the sender's (3RECV_F2<1).
     wrong_peer = arrow is not None and arrow != {True: ">", False: "<"}[action.kind.sends]
-    if wrong_piece or wrong_peer or (peer is not None and action.kind.computes):
-        raise ScheduleError("a piece with F, B, I or W, >stage with SEND, <stage with RECV", f"{text!r}")
+    if wrong_peer or (peer is not None and action.kind.computes):
+        raise ScheduleError(">stage with SEND, <stage with RECV", f"{text!r}")
     return action
 
 
@@ -202,7 +195,3 @@ def pairs(programs: Mapping[int, Program] | Sequence[Program]) -> None:
             raise ScheduleError(
                 f"{action.counterpart}, which {action} needs", "no such action", where=f"stage {action.stage}"
             )
-
-
-def _number(text: str | None) -> int | None:
-    return None if text is None else int(text)

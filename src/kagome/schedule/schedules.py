@@ -1,4 +1,4 @@
-"""Schedules: generators of programs for fill-drain, 1F1B, kFkB, zero bubble, and the exact order by layers.
+"""Schedules: generators of programs for fill-drain, 1F1B, kFkB and zero bubble.
 
 Where it sits: pure functions. ``pipelining`` asks for one by name, for the chunks of a graph and for the
 samples of a batch; ``planner`` tries them all in ``simulator``, and asks how many samples a stage must hold.
@@ -15,9 +15,6 @@ samples of a batch; ``planner`` tries them all in ``simulator``, and asks how ma
 
     zero bubble, written as orders                     backward in two halves: I, for which sources wait,
       0: F F F I F I W I W W    W in gaps              and W, for which nobody does
-
-    exact                                              all chunks pass a piece of the layers before any
-      0: 0.0 1.0 0.1 1.1 ...                           passes the next: every neighbour's row is fresh
 
     fill-drain, 4 stages on 2 ranks                    all chunks pass a rank's first stage, then its next
       0: stage 0: 0 1 2  stage 2: 0 1 2                one: it fills in the time of a short stage; more
@@ -342,37 +339,6 @@ def zero_bubble(shape: Shape, orders: Sequence[str]) -> Programs:
     return _programs(shape, program)
 
 
-def exact(shape: Shape, pieces: Sequence[int]) -> Programs:
-    """Generate programs in which all chunks pass one piece of a stage before any passes the next.
-
-    Backward does the same in reverse. Nothing is dropped and no row is stale. The price is that a stage's
-    last piece begins only when all chunks have passed the pieces before, so stages overlap by one piece each.
-
-    Args:
-        shape: Stages and chunks.
-        pieces: The number of pieces of each stage; a piece is a read of neighbours' rows and what follows it.
-
-    Raises:
-        ScheduleError: If a stage has no piece.
-    """
-    if len(pieces) != shape.stages or min(pieces) < 1:
-        raise ScheduleError(f"a piece or more for each of {shape.stages} stages", f"{tuple(pieces)}")
-
-    def program(rank: int) -> Iterator[Action]:
-        for forward in (True, False):
-            way = slice(None, None, 1 if forward else -1)
-            for stage in shape.held(rank)[way]:
-                order = range(pieces[stage])[way]
-                for piece in order:
-                    # A chunk's messages cross once per stage: they arrive before the first piece in this
-                    # direction and leave after the last one. In backward `order` begins with the last piece.
-                    ends = {"first": piece == order[0], "last": piece == order[-1]}
-                    for chunk in shape.chunks(stage)[way]:
-                        yield from _step(shape, stage, chunk, piece, forward=forward, **ends)
-
-    return _programs(shape, program)
-
-
 def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
     """Return a rank's RECVs, each sender's in the order of its SENDs, which is the order of arrival."""
     mine = {action for action in programs[rank] if action.kind.receives}
@@ -380,40 +346,35 @@ def arrivals(programs: Sequence[Program], rank: int) -> tuple[Action, ...]:
     return tuple(answer for answer in sent if answer in mine)
 
 
-def receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
+def _receives(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
     """Yield the RECVs before a stage computes a chunk; in backward the other stages are in reverse order."""
     kind = ActionKind.RECV_F if forward else ActionKind.RECV_B
     for other in shape.sources(stage) if forward else reversed(shape.readers(stage)):
         for message in shape.messages(stage, other, chunk):
-            yield Action(stage, kind, message, None, other)
+            yield Action(stage, kind, message, other)
 
 
-def sends(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
+def _sends(shape: Shape, stage: int, chunk: int, *, forward: bool) -> Iterator[Action]:
     """Yield the SENDs after a stage has computed a chunk; in backward other stages in reverse."""
     kind = ActionKind.SEND_F if forward else ActionKind.SEND_B
     for other in shape.readers(stage) if forward else reversed(shape.sources(stage)):
         for message in shape.messages(stage, other, chunk):
-            yield Action(stage, kind, message, None, other)
+            yield Action(stage, kind, message, other)
 
 
 def _step(
     shape: Shape,
     stage: int,
     chunk: int,
-    piece: int | None = None,
     *,
     forward: bool,
     half: bool = False,
-    first: bool = True,
-    last: bool = True,
 ) -> Iterator[Action]:
-    """Yield the actions of a chunk in a stage, or of a piece of it, of which the first and last exchange."""
-    if first:
-        yield from receives(shape, stage, chunk, forward=forward)
+    """Yield the actions of a chunk in a stage."""
+    yield from _receives(shape, stage, chunk, forward=forward)
     backward = ActionKind.I if half else ActionKind.B
-    yield Action(stage, ActionKind.F if forward else backward, chunk, piece)
-    if last:
-        yield from sends(shape, stage, chunk, forward=forward)
+    yield Action(stage, ActionKind.F if forward else backward, chunk)
+    yield from _sends(shape, stage, chunk, forward=forward)
 
 
 def _each(shape: Shape, k: int | Sequence[int]) -> Sequence[int]:

@@ -1,8 +1,8 @@
 """Merged chunks: all chunks of a part as one piece, which reads what each of them would read.
 
-Where it sits: ``pipelining.chunking`` merges the chunks on a rank that holds all layers. The rank then runs
-them at the cost of one, because no stage waits for the first of them. Which rows are fresh and which are
-historical is still decided chunk by chunk.
+Where it sits: ``pipelining.chunking`` merges the chunks for evaluation and exact epochs. A rank that holds
+all layers runs them so in all epochs, at the cost of one chunk, because no stage waits for the first of them.
+Which rows are fresh and which are historical is still decided chunk by chunk.
 
 ::
 
@@ -61,6 +61,20 @@ def bare(chunks: Chunks) -> Chunks:
     """Return the chunks without attributes, for use beside the merged chunk, which holds the attributes."""
     pieces = [replace(piece, part=replace(piece.part, nodes={}, edges={})) for piece in chunks.pieces]
     return replace(chunks, pieces=tuple(pieces))
+
+
+def sharing(piece: Chunk, whole: Chunk) -> Chunk:
+    """Return a chunk whose rows' attributes are views of the merged chunk's, so that there is one copy.
+
+    Sparse attributes stay its own: a range of their rows is no view.
+    """
+    rows = {
+        name: whole.part.nodes[name].narrow(0, piece.first, piece.own)
+        if value.layout is torch.strided
+        else value
+        for name, value in piece.part.nodes.items()
+    }
+    return replace(piece, part=replace(piece.part, nodes=rows))
 
 
 def at_once(steps: Sequence[ChunkStep]) -> ChunkStep:

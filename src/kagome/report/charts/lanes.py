@@ -91,8 +91,7 @@ def _boxes(runs: Iterable[Sequence[Slice]], length: float, *, numbered: bool) ->
             continue
         phase = "sending" if kind.sends else "forward" if kind.forward else "backward"
         name = str(first.action) if len(run) == 1 else f"{first.action} to {last.action}"
-        piece = first.action.piece
-        text = f"{first.action.chunk}" + ("" if piece is None else f".{piece}")
+        text = f"{first.action.chunk}"
         shown = numbered and kind.computes and len(run) == 1 and pixels > DIGIT * len(text) + 2
         yield Box(
             "wait" if kind.receives else ink(phase),
