@@ -272,10 +272,13 @@ def test_all_chunks_together_are_what_they_are_apart(case, refresh):
     """The same edges, in the graph's order, each reading the same place of the table, fresh or historical."""
     for number, steps in enumerate(case.planned(refresh=refresh)):
         chunks = case.chunks[number]
-        whole, step = together(chunks), at_once(steps)
-        source, _ = whole.part.edge_index
-        assert torch.equal(whole.part.own, case.parts[number].own[chunks.rows])
-        reads = torch.cat([torch.arange(chunks.own), step.source])
+        part = case.parts[number]
+        whole, step = together(part, chunks), at_once(steps)
+        source, target = whole.part.edge_index
+        assert torch.equal(whole.part.own, part.own)
+        assert torch.equal(target, part.edge_index[1])
+        assert torch.equal(chunks.rows[whole.places], torch.arange(chunks.own))
+        reads = torch.cat([whole.places, step.source])
         apart, edges, scales = [], [], []
         for each in sorted(steps, key=lambda each: each.chunk):
             piece = chunks.pieces[each.chunk]

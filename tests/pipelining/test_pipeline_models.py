@@ -274,6 +274,16 @@ def test_it_is_what_one_rank_gives(ranks, name):
         assert found == pytest.approx(alone, rel=0, abs=1e-10)
 
 
+@pytest.mark.parametrize("name", ["Sized", "Unmarked", "Kinds", "Pooled"])
+def test_merged_chunks_know_each_vertex_by_its_place(name):
+    """Own rows in the order of chunks took another vertex's weight, where one rank has all stages."""
+    alone, found = (
+        ran(Channel(None, "cpu"), name, parallel, bool(parallel))
+        for parallel in ({}, {"chunks": 3, "cross_chunk": "exact"})
+    )
+    assert found == pytest.approx(alone, rel=0, abs=1e-10)
+
+
 def test_layers_that_keep_what_they_have_seen_do_so_on_one_rank_too():
     kept, fresh = (ran(Channel(None, "cpu"), name, {}, False) for name in ("Cached", "Fresh"))
     assert kept == pytest.approx(fresh, rel=0, abs=1e-10)

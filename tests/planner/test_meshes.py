@@ -670,9 +670,7 @@ def test_a_layer_that_chunks_cannot_serve_leaves_pipelines_of_one_chunk() -> Non
     assert pipes_of == ["pipe=2 chunks=1"]
 
 
-@pytest.mark.parametrize(
-    ("chunks", "exact", "meets"), [(1, False, 3), (8, True, 3), (8, False, 8 * 3 / 2)]
-)
+@pytest.mark.parametrize(("chunks", "exact", "meets"), [(1, False, 3), (8, True, 3), (8, False, 8 * 3 / 2)])
 def test_parts_of_a_stage_wait_for_each_messages_latency_and_for_the_slowest(chunks, exact, meets) -> None:
     """Only messages between stages had a latency."""
     cut = PipeCut((0.5, 0.5), 0.0, (1, 1), (0.5, 0.5), ((32, 32),) * 2)

@@ -130,7 +130,7 @@ class HistoricalRows:
             return TableView(lambda: table.rows, where, tables.by_entry)
         current = tables.current(table)
         # Own rows first, because the exchange sends from the table.
-        current.narrow(0, chunk.first, chunk.own).copy_(rows)
+        tables.write(chunk, current, rows)
         # Only the rows that a peer reads in this step or later: see ``graph.partition.chunks.plan_steps``.
         work = self._exchange(current, step.send, step, site, label, 0)
 
@@ -162,7 +162,7 @@ class HistoricalRows:
                     # A row that several peers read comes back from each of them.
                     send = to_device(step.send, tables.device)
                     add_from_peers(gradients, send, step.send_counts, received)
-            return gradients.narrow(0, chunk.first, chunk.own)
+            return tables.own(chunk, gradients)
 
         return DeferredWork(add)
 
@@ -239,7 +239,7 @@ class ExactRows:
         table = tables.table(site, rows)
         current = tables.current(table)
         # Own rows first, because the exchange sends from the table, which holds rows of this pass alone.
-        current.narrow(0, 0, own).copy_(rows)
+        tables.write(chunk, current, rows)
         work = self._exchange(current, tables.send, site, label, 0)
 
         def settle() -> Tensor:
@@ -269,7 +269,7 @@ class ExactRows:
             if work is not None:
                 with work.borrow() as received:
                     add_from_peers(gradients, tables.send, tables.chunks.send_counts, received)
-            return gradients.narrow(0, 0, own)
+            return tables.own(chunk, gradients)
 
         return DeferredWork(add)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kagome.comm.exchange import Exchange, ExchangeRequest, Op, Work
 from kagome.comm.stats import Kind
+from kagome.comm.transport.device import to_device
 from kagome.errors import ModelError
 from kagome.graph.partition.chunks import Chunk, Chunks
 from kagome.halo.exchange import HaloExchange, HaloSums
@@ -138,6 +139,8 @@ class Tables:
         self.send, self.ids = chunks.send.to(device), chunks.ids.to(device)
         self.reads = [piece.reads.to(device) for piece in pieces]
         self.whole = TableIndex(whole.reads.to(device))
+        self.order = chunks.rows.to(device)
+        """The part's own row at each of the first positions of a table."""
         self.by_entry: WeakTensorMap[tuple[Tensor, Tensor]] = WeakTensorMap()
         self.halo_chunk, self.sent_read_by = self._ask_peers()
 
@@ -224,6 +227,20 @@ class Tables:
     def last(self, table: SiteTable) -> Tensor:
         """Return the half of a table that holds rows of the last epoch that was kept."""
         return table.rows.narrow(0, (1 - self.now) * self.places, self.places)
+
+    def write(self, chunk: Chunk, half: Tensor, rows: Tensor) -> None:
+        """Write a chunk's own rows to its positions in a half of a table."""
+        mine = half.narrow(0, chunk.first, chunk.own)
+        if chunk.places is None:
+            mine.copy_(rows)
+        else:  # all chunks merged, in the part's order
+            torch.index_select(rows, 0, self.order, out=mine)
+
+    def own(self, chunk: Chunk, half: Tensor) -> Tensor:
+        """Return a chunk's own rows of a half of a table: a view, or a copy for merged chunks."""
+        if chunk.places is None:
+            return half.narrow(0, chunk.first, chunk.own)
+        return half.index_select(0, to_device(chunk.places, half.device))
 
     def gradients(self, table: SiteTable, *, stale: bool = False) -> Tensor:
         """Return the gradients of this epoch. They start as zeros, or as what the last epoch left."""

@@ -563,12 +563,10 @@ class ChunkEngine:
         # A message that is not received blocks those sent long after it, and any number of evaluations may
         # follow before the next epoch receives the late rows.
         self.exchange.settle()
-        found = map(self._out, self.chunk_passes.at_once(epoch, training=False).values())
-        rows = [out for out in found if out is not None]
+        stage_runs = self.chunk_passes.at_once(epoch, training=False)
+        out = next((out for run in stage_runs.values() if (out := self._out(run)) is not None), None)
         value = self.staging.survey.values[self.staging.graph.output]
-        if rows:
-            out = self.chunks.joined(rows)
-        else:
+        if out is None:
             own = self.chunks.whole.own
             kind = torch.float32 if self.net.options.amp else value.dtype
             out = torch.empty(own, *value.shape, dtype=kind, device=self.mesh.device)

@@ -5,18 +5,16 @@ Where it sits: ``chunk_engine`` makes one :class:`Chunking`, which holds all tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from kagome.comm.channel import Channel
 from kagome.components.parallelize import PartOptions, interceptor_of
 from kagome.config import Parallel
 from kagome.errors import ConfigError
 from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep, alone, cut_part, order_of, plan_steps
-from kagome.graph.partition.merged_chunks import at_once, bare, sharing, together
+from kagome.graph.partition.merged_chunks import at_once, bare, together
 from kagome.graph.partition.partition import Partition
 from kagome.halo.compressed_exchange import CompressedExchange
 from kagome.historical.isolated_chunk import IsolatedChannel
@@ -40,7 +38,6 @@ class Chunking:
             edges from outside it for ``cross_chunk="drop"``; ``whole`` alone where nothing runs chunk by
             chunk.
         tables: The rows and gradients that outlive a chunk; None where the part is one chunk.
-        rows: The part's row at each position of the chunks laid end to end.
         exchange: The exchange with the other parts.
         settings: How to split.
         seed: The seed of the run.
@@ -49,7 +46,6 @@ class Chunking:
     whole: Interceptor
     pieces: tuple[Interceptor, ...]
     tables: Tables | None
-    rows: Tensor
     exchange: CompressedExchange
     settings: Parallel
     seed: int
@@ -158,14 +154,6 @@ class Chunking:
             self._planned[key] = (at_once(steps),) if self.together else steps
         return self._planned[key]
 
-    def joined(self, rows: Sequence[Tensor]) -> Tensor:
-        """Join the rows of all chunks, given by chunk number, in the part's order."""
-        laid = torch.cat(list(rows))
-        out = torch.empty_like(laid)
-        # rows: [position among the chunks laid end to end] -> row of the part.
-        out[self.rows.to(laid.device)] = laid
-        return out
-
 
 def chunked(part: Partition, channel: Channel, settings: Parallel, options: PartOptions) -> Chunking:
     """Cut a part into chunks. All ranks of a graph group call it.
@@ -180,13 +168,13 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
         ConfigError: On all ranks, if there are more chunks than the graph has vertices.
 
     Cost:
-        A copy of the part; two where epochs run chunk by chunk, whose rows' attributes are there once.
+        A copy of the part's edges, and where epochs run chunk by chunk one of the part besides.
     """
     count, seed, device = settings.chunks or 1, options.seed, options.device
     if count == 1:
         exchange = CompressedExchange(channel, settings, seed, late=channel.patient)
         one = interceptor_of(part, exchange, options)
-        return Chunking(one, (one,), None, torch.arange(part.own.numel()), exchange, settings, seed)
+        return Chunking(one, (one,), None, exchange, settings, seed)
     _refuse_empty(part, count)
     drops = settings.cross_chunk == "drop"
     # Independent chunks read no rows of other parts either.
@@ -197,11 +185,11 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
     if method == "auto":
         method = "metis" if part.edge_index.size(1) <= LARGE else "streaming"
     chunks: Chunks = cut_part(part, count, method=method, seed=seed)
-    whole = together(chunks)
+    whole = together(part, chunks)
     # Epochs with history run at once too where a rank has all stages, because then nothing waits for a single
     # chunk: the same numbers in less time. Exact ones always do.
     single = settings.cross_chunk == "exact" or (settings.pipe == 1 and not drops)
-    pieces = (whole,) if single else tuple(sharing(piece, whole) for piece in chunks.pieces)
+    pieces = (whole,) if single else chunks.pieces
     tables = Tables(bare(chunks), whole, pieces, exchange, device)
     scope = _reading(whole, tables, options)
     if single:
@@ -210,7 +198,7 @@ def chunked(part: Partition, channel: Channel, settings: Parallel, options: Part
         scopes = [_isolated(piece, tables, options) for piece in pieces]
     else:
         scopes = [_reading(piece, tables, options) for piece in pieces]
-    return Chunking(scope, tuple(scopes), tables, chunks.rows, exchange, settings, seed)
+    return Chunking(scope, tuple(scopes), tables, exchange, settings, seed)
 
 
 def _reading(piece: Chunk, tables: Tables, options: PartOptions) -> Interceptor:

@@ -33,15 +33,17 @@ class Chunk:
         part: The piece as a part of its own: its halo is everything that its edges read elsewhere.
         first: Position of its first row in the part's table.
         reads: Positions of its halo rows in the table.
+        places: Positions of its own rows in the table; None where they follow each other.
 
     Shapes:
-        ``reads [h]``.
+        ``reads [h]``, ``places [n]``.
     """
 
     number: int
     part: Partition
     first: int
     reads: Tensor
+    places: Tensor | None = None
 
     @property
     def own(self) -> int:

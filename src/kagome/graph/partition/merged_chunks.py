@@ -6,8 +6,12 @@ Which rows are fresh and which are historical is still decided chunk by chunk.
 
 ::
 
+    part        own, halo
     chunks      own 0, halo 0 | own 1, halo 1 | own 2, halo 2
-    together    own 0, own 1, own 2, halo 0, halo 1, halo 2       a row that two chunks read is there twice
+    together    own, halo 0, halo 1, halo 2                       a row that two chunks read is there twice
+
+Own rows and edges are those of the part, in its order. Where a part has all vertices, nothing would tell own
+rows in another order from a tensor that has a row for each vertex.
 """
 
 from __future__ import annotations
@@ -19,62 +23,49 @@ import torch
 from torch import Tensor
 
 from kagome.graph.partition.chunks import Chunk, Chunks, ChunkStep
+from kagome.graph.partition.partition import Partition
 
 
-def together(chunks: Chunks) -> Chunk:
+def together(part: Partition, chunks: Chunks) -> Chunk:
     """Merge all chunks of a part into one, with every edge and every read of each.
 
     Args:
-        chunks: The chunks of the part.
+        part: The part.
+        chunks: Its chunks.
 
     Cost:
-        A copy of the part.
+        A copy of the part's edges.
     """
-    pieces = chunks.pieces
-    parts = [piece.part for piece in pieces]
-    edges, halo = [], chunks.own
-    # The merged piece has all own rows first, so ids of a chunk move: own ones by the rows of earlier chunks,
-    # halo ones behind all own rows and the halos of earlier chunks.
-    for piece in pieces:
-        source, target = piece.part.edge_index
-        away = source >= piece.own
-        edges.append(
-            torch.stack([source + torch.where(away, halo - piece.own, piece.first), target + piece.first])
-        )
-        halo += piece.reads.numel()
-    edge_ids = torch.cat([part.edge_ids for part in parts])
-    # Edges in the order of the whole graph, as in every part.
-    order = torch.argsort(edge_ids)
-    part = replace(
-        parts[0],
-        own=torch.cat([part.own for part in parts]),
-        halo=torch.cat([part.halo for part in parts]),
-        edge_index=torch.cat(edges, 1)[:, order],
-        edge_ids=edge_ids[order],
-        nodes={name: torch.cat([part.nodes[name] for part in parts]) for name in parts[0].nodes},
-        edges={name: torch.cat([part.edges[name] for part in parts])[order] for name in parts[0].edges},
+    # Positions in the table are by chunk: [chunk 0 | chunk 1 | ..]. ``places`` has that of each own row.
+    places = torch.empty_like(chunks.rows)
+    places[chunks.rows] = torch.arange(chunks.own)
+    source, target = part.edge_index
+    chunk_of = torch.empty_like(places)
+    chunk_of[chunks.rows] = chunks.chunk_of
+    # Edges of each chunk are in the part's order there too, so that they come back to their places by chunk.
+    source, of_target, first = source.clone(), chunk_of[target], chunks.own
+    for piece in chunks.pieces:
+        mine = (of_target == piece.number).nonzero().view(-1)
+        local = piece.part.edge_index[0]
+        away = local >= piece.own
+        source[mine[away]] = local[away] + (first - piece.own)
+        first += piece.reads.numel()
+    none = torch.empty(0, dtype=torch.int64)
+    merged = replace(
+        part,
+        halo=torch.cat([piece.part.halo for piece in chunks.pieces]),
+        edge_index=torch.stack([source, target]),
+        send=none,
+        send_counts=(),
+        recv_counts=(),
     )
-    return Chunk(0, part, 0, torch.cat([piece.reads for piece in pieces]))
+    return Chunk(0, merged, 0, torch.cat([piece.reads for piece in chunks.pieces]), places)
 
 
 def bare(chunks: Chunks) -> Chunks:
-    """Return the chunks without attributes, for use beside the merged chunk, which holds the attributes."""
+    """Return the chunks without attributes, for use beside those that have them."""
     pieces = [replace(piece, part=replace(piece.part, nodes={}, edges={})) for piece in chunks.pieces]
     return replace(chunks, pieces=tuple(pieces))
-
-
-def sharing(piece: Chunk, whole: Chunk) -> Chunk:
-    """Return a chunk whose rows' attributes are views of the merged chunk's, so that there is one copy.
-
-    Sparse attributes stay its own: a range of their rows is no view.
-    """
-    rows = {
-        name: whole.part.nodes[name].narrow(0, piece.first, piece.own)
-        if value.layout is torch.strided
-        else value
-        for name, value in piece.part.nodes.items()
-    }
-    return replace(piece, part=replace(piece.part, nodes=rows))
 
 
 def at_once(steps: Sequence[ChunkStep]) -> ChunkStep:
