@@ -217,6 +217,16 @@ class HistoricalRows:
         return self._cached[chunk, dtype]
 
 
+# [Note: sums of an exact pass] A row is read by chunks 1 and 2. In the next epoch's order it is fresh for 2
+# and old for 1, so that epoch cannot give it the gradient of 1, and takes the one of this pass:
+#
+#     reader 1 (old next)     away ──> due         for the next epoch ...
+#     reader 2 (fresh next)   away ──> gradients
+#                             due  ──> gradients   ... and for this one, as one addition of the whole table
+#
+# Each reader's sum over its edges is taken once.
+
+
 class ExactRows:
     """All chunks run at once, so that every row read is one of this forward pass.
 
@@ -258,7 +268,6 @@ class ExactRows:
         table = tables.sites[site.key]
         gradients = tables.gradients(table)
         if self.left is not None:
-            # Each sum is taken once: what is left for the next epoch counts in this one too.
             self.left.add(table, 0, away)
             gradients.add_(tables.due(table))
         # Every gradient arrives in time, so the factors are 1.
@@ -274,7 +283,7 @@ class ExactRows:
         return DeferredWork(add)
 
     def reduce(self, chunk: Chunk, part: Tensor, op: Op, action: str, kind: Kind, key: Hashable) -> Tensor:
-        """Reduce over the parts."""
+        """Reduce over the parts, each of which has one share for all its chunks."""
         tables, call = self.tables, self.tables.call(chunk, key)
         found = tables.channel.all_reduce(part, op, action=action, kind=kind, key=key)
         # An epoch with history may follow, which reads the sums of this one.

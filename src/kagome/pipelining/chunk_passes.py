@@ -34,6 +34,18 @@ StageRuns = dict[tuple[int, int], StageRun]
 """The stage runs of a pass, by stage and chunk."""
 
 
+# [Note: at once] Where every row must be one of this pass, a chunk may go on after a read only when all
+# chunks have come to it. They would pass a stage abreast, and stages would overlap by a layer at most:
+#
+#     abreast    stage 0   F0 F1 F2 | F0 F1 F2 | F0 F1 F2          a bar is a read of neighbours
+#                stage 1                              F0 F1 F2 | F0 F1 F2
+#     at once    stage 0   F ......................
+#                stage 1                           F .............
+#
+# So all chunks run as one, which needs no thread for each chunk to stop in. Threads cost more than they look:
+# each takes memory of an arena of its own, whose pages are fresh in every pass.
+
+
 @dataclass(frozen=True)
 class ChunkPasses:
     """The passes of one rank over its chunks.

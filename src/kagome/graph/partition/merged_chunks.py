@@ -36,7 +36,10 @@ def together(part: Partition, chunks: Chunks) -> Chunk:
     Cost:
         A copy of the part's edges.
     """
-    # Positions in the table are by chunk: [chunk 0 | chunk 1 | ..]. ``places`` has that of each own row.
+    # Positions in the table are by chunk, and ``places`` has that of each own row:
+    #
+    #     own rows   0 1 2 3 4     chunk_of  1 0 0 1 0
+    #     table      1 2 4 | 0 3   places    3 0 1 4 2
     places = torch.empty_like(chunks.rows)
     places[chunks.rows] = torch.arange(chunks.own)
     source, target = part.edge_index
