@@ -36,7 +36,7 @@ class ActiveInterceptor:
         return cast(tuple[Interceptor, ...], vars(self)["_scopes"])
 
     def get(self) -> Interceptor:
-        """Return the interceptor that is running."""
+        """Return the interceptor that is running; the first one outside any ``using`` block."""
         return cast(Interceptor, vars(self)["_running"])
 
     @contextmanager

@@ -63,7 +63,7 @@ class Chunking:
 
     @property
     def scopes(self) -> tuple[Interceptor, ...]:
-        """All interceptors, each once."""
+        """All interceptors, each once, that of all chunks at once first."""
         return tuple(dict.fromkeys((self.whole, *self.pieces)))
 
     def text(self) -> str:
