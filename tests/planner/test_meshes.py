@@ -308,19 +308,15 @@ def test_ranks_that_crowd_a_machine_are_slower() -> None:
 
 
 def test_stages_wait_for_each_other() -> None:
-    """Fill-drain over 8 chunks: the second stage begins an eighth later; exact order waits more."""
+    """Over 8 chunks the second stage begins an eighth later; with one chunk it waits for the first."""
     cut = PipeCut((0.5, 0.5), 8e3, (1, 1), (0.5, 0.5), ((32, 32),) * 2)
     alone = [Load(110, 900, 0, 0, 3e6)]
     rates, fast = replace(RATES, row=1e-2), replace(ONE, inside=1e12)
-    history, exact, one = (
-        pipes(cut, 1, alone, rates, fast, 0.0, chunks=chunks, exact=way)
-        for chunks, way in ((8, False), (8, True), (1, False))
-    )
+    history, one = (pipes(cut, 1, alone, rates, fast, 0.0, chunks=chunks) for chunks in (8, 1))
     busy = 0.5 * (110 * 1e-2 + 900e-6) + 8 * CHUNK
     assert history.compute_seconds == pytest.approx(busy)
     assert history.epoch_seconds == pytest.approx(busy * 9 / 8, rel=1e-3)
-    assert exact.epoch_seconds >= history.epoch_seconds
-    assert (history.exact, exact.exact, one.exact) == (False, True, True)
+    assert (history.exact, one.exact) == (False, True)
     assert one.name == "pipe=2 chunks=1"
     assert one.epoch_seconds == pytest.approx(2 * (busy - 7 * CHUNK), rel=1e-3)
     assert one.memory_bytes < history.memory_bytes
@@ -331,8 +327,8 @@ def test_stages_wait_for_each_other() -> None:
     assert found.memory_bytes == 1e6 + 2e6 / 2  # data, tables and weights are in every stage
     found = pipes(cut, 1, [whole], rates, fast, 0.0, chunks=8)
     assert found.memory_bytes == 2e6 + 4 * 64 * 110 / 2  # and four rows for each of a read
-    both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8, exact=True)
-    assert both.name == "pipe=2 graph=2 cross_chunk=exact"
+    both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=1)
+    assert both.name == "pipe=2 graph=2 chunks=1"
     assert both.bytes_per_epoch["halo"] == 6_400
     both = pipes(cut, 2, LOADS, RATES, ONE, 0.0, chunks=8)
     assert both.name == "pipe=2 graph=2"
@@ -462,13 +458,13 @@ def test_the_table_is_read_at_first_sight(
     page = Path("runs/plan.html").read_text()
     assert page.count('role="img"') > 6
     assert "page: runs/plan.html" in out
-    for word in ("pipe=2 cross_chunk=exact", "tensor=2", "1. ", "3. ", "the slowest rank computes"):
+    for word in ("pipe=2 chunks=1", "tensor=2", "1. ", "3. ", "the slowest rank computes"):
         assert word in page, word
     for word in (
         "one rank",
         "graph=2",
         "tensor=2 decouple=True",
-        "pipe=2 cross_chunk=exact",
+        "pipe=2 chunks=1",
         "memory a rank",
         " +-",
         "1. ",
@@ -670,21 +666,21 @@ def test_a_layer_that_chunks_cannot_serve_leaves_pipelines_of_one_chunk() -> Non
     assert pipes_of == ["pipe=2 chunks=1"]
 
 
-@pytest.mark.parametrize(("chunks", "exact", "meets"), [(1, False, 3), (8, True, 3), (8, False, 8 * 3 / 2)])
-def test_parts_of_a_stage_wait_for_each_messages_latency_and_for_the_slowest(chunks, exact, meets) -> None:
+@pytest.mark.parametrize(("chunks", "meets"), [(1, 3), (8, 8 * 3 / 2)])
+def test_parts_of_a_stage_wait_for_each_messages_latency_and_for_the_slowest(chunks, meets) -> None:
     """Only messages between stages had a latency."""
     cut = PipeCut((0.5, 0.5), 0.0, (1, 1), (0.5, 0.5), ((32, 32),) * 2)
     rates, load = replace(RATES, meetings=3, weights=(1e4, 1e4, 1e4)), LOADS[:1]
 
     def found(number: int, latency: float, uneven: float = 1.0) -> Candidate:
         cluster, told = replace(ONE, latency=latency), replace(rates, uneven=uneven)
-        return pipes(cut, number, load, told, cluster, 0.0, chunks=chunks, exact=exact)
+        return pipes(cut, number, load, told, cluster, 0.0, chunks=chunks)
 
     slower = [found(number, 1.0).epoch_seconds - found(number, 0.0).epoch_seconds for number in (1, 2, 3)]
     sums = 2 * 2  # two rounds for each of two messages: three messages over two ranks
     assert slower[1] - slower[0] == pytest.approx(meets + sums, abs=1e-6)
     assert slower[2] - slower[0] == pytest.approx(2 * (meets + sums), abs=1e-6)
-    fixed = (1 if exact else chunks) * CHUNK
+    fixed = chunks * CHUNK
     even, uneven = (found(2, 0.0, factor).compute_seconds - fixed for factor in (1.0, 1.5))
     assert uneven == pytest.approx(1.5 * even)
     assert found(1, 0.0, 1.5).compute_seconds == found(1, 0.0).compute_seconds

@@ -359,14 +359,11 @@ class Workload:
                     pipes(cut, groups, loads, own.rates, cluster, uncertain, chunks=1, sliced=sliced)
                 )
                 continue
-            loads = [_load(count, own.held) for count in counts]
-            found += [
-                # Chunks send rows that other chunks read too, so partial sums are for parts of one.
-                pipes(cut, groups, loads if chunks > 1 else self._loads(own, groups)[0], own.rates, cluster,
-                      uncertain, chunks=chunks, exact=chunks > 1)
-                for chunks in ((1, default_chunks(cut.ranks, 1)) if cut.chunks else (1,))
-            ]  # fmt: skip
+            # Chunks send rows that other chunks read too, so partial sums are for parts of one.
+            summed = self._loads(own, groups)[0]
+            found.append(pipes(cut, groups, summed, own.rates, cluster, uncertain, chunks=1))
             if history and cut.chunks:
+                loads = [_load(count, own.held) for count in counts]
                 dealt = [
                     pipes(each, groups, loads, own.rates, cluster, uncertain, chunks=chunks)
                     for each, chunks in self._dealt(cut.ranks)

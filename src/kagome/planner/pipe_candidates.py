@@ -84,7 +84,6 @@ def pipes(
     uncertain: float,
     *,
     chunks: int,
-    exact: bool = False,
     sliced: Sliced | None = None,
 ) -> Candidate:
     """Predict a pipeline over chunks of the graph, with several parts, or parts in slices, in each stage.
@@ -98,13 +97,12 @@ def pipes(
         cluster: The cluster that it runs on.
         uncertain: The relative uncertainty of the halo.
         chunks: The number of chunks of each part; a single chunk reads all its neighbours.
-        exact: Whether all chunks run at once, without historical rows.
         sliced: The feature slices within a part; None without.
     """
     stages, ranks, tensor = len(cut.shares), cut.ranks, 1 if sliced is None else sliced.count
     size = ranks * number * tensor
     # With history, chunks read rows of an earlier epoch and send gradients for fresh rows alone.
-    old = chunks > 1 and not exact
+    old = chunks > 1
     pace = cluster.pace(size)
     most, halo = halos(replace(rates, backward=rates.backward * FRESH) if old else rates, loads, number)
     sent = {"stage": round(cut.stage_bytes), "halo": round(halo)}
@@ -121,20 +119,19 @@ def pipes(
     python = CHUNK / min(pace, 1.0)  # a GPU does not make it faster
     # A message is the share of one link, one direction, one part, one slice and one chunk in all traffic.
     link = cluster.bandwidth(size)
-    runs = 1 if exact else chunks
-    message = cut.stage_bytes / max(stages - 1, 1) / 2 / number / tensor / runs / link + cluster.latency
+    message = cut.stage_bytes / max(stages - 1, 1) / 2 / number / tensor / chunks / link + cluster.latency
 
     def seconds(action: Action) -> float:
-        busy = cut.shares[action.stage] * compute / runs + python * cut.reads[action.stage]
+        busy = cut.shares[action.stage] * compute / chunks + python * cut.reads[action.stage]
         # Seconds are measured for both passes together; backward takes about twice as long.
         return busy * (1 if action.kind is ActionKind.F else 2) / 3
 
-    programs = fill_drain(Shape(stages, tuple(range(runs)), ranks=ranks))
+    programs = fill_drain(Shape(stages, tuple(range(chunks)), ranks=ranks))
     run = simulate(programs, seconds, transfer=lambda action: message)
     # Each stage sums the gradients of its own weights, over its own ranks.
     sums = summed(number * tensor, rates.weights, ranks)
     # With one chunk, stages wait for each other's halo messages too.
-    beside = 1 if runs == 1 else ranks
+    beside = ranks if old else 1
     waits = most / tensor / beside / link + sums / link
     # With history each chunk makes its own exchanges with the parts.
     meetings = (chunks if old else 1) / beside
@@ -145,22 +142,21 @@ def pipes(
     busy = max(map(run.busy, range(ranks)))
     settings = settings_of(False, pipe=ranks, stages_per_rank=cut.dealt, graph=number, tensor=tensor)
     settings |= {"chunks": chunks} if chunks != default_chunks(ranks, tensor) else {}
-    settings |= {"cross_chunk": "exact"} if exact else {}
     return Candidate(
         settings,
-        exact or chunks == 1,
+        not old,
         run.seconds + waits,
         busy,
         run.seconds + waits - busy,
         sent,
         uncertain=uncertain if number > 1 else 0.0,
         run=run,
-        **_fullest(cut, loads, rates, chunks, runs, old=old),
+        **_fullest(cut, loads, rates, chunks, old=old),
     )
 
 
 def _fullest(
-    cut: PipeCut, loads: Sequence[Load], rates: CostRates, chunks: int, runs: int, *, old: bool
+    cut: PipeCut, loads: Sequence[Load], rates: CostRates, chunks: int, *, old: bool
 ) -> dict[str, Any]:
     """Return what the fullest rank of the pipeline holds, and the activations among it."""
     memory, moved = max(
@@ -168,9 +164,9 @@ def _fullest(
         for load in loads
         for rank in range(cut.ranks)
     )
-    # Backward asks for the activations of one chunk at a time. Where all run at once these are all of them:
+    # Backward asks for the activations of one chunk at a time. In a single chunk these are all of them:
     # nothing is known of the layers of a stage.
-    return {"memory_bytes": memory, "moved": (moved,), "inner": (moved / runs,)}
+    return {"memory_bytes": memory, "moved": (moved,), "inner": (moved / chunks,)}
 
 
 def _memory(cut: PipeCut, load: Load, rates: CostRates, rank: int, chunks: int, *, old: bool) -> float:
