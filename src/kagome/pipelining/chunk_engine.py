@@ -147,7 +147,8 @@ class ChunkEngine:
             lose=self._lose,
             codec=codec,
         )
-        self._checked = self._stepped = False
+        self._checked: set[bool] = set()  # of exact passes (True) and others: their messages, and the loss
+        self._checks = self._stepped = False
         self.forward_reuse = ForwardReuse(model)
         self.layout = self._state_layout(part)
         self._notes = [self._describe()]
@@ -376,7 +377,7 @@ class ChunkEngine:
         plan = self.controller.plan()
         lost = self._gradient(epoch, plan) if plan.guess is None else self._probed(epoch, plan)
         self.activations.done()
-        self._checked = True
+        self._checked |= {one.exact for one in (plan, plan.guess) if one is not None}
         value, stops = self._summed(epoch, lost, stop=stop)
         task.check_finite(value, epoch)
         return plan, value, stops
@@ -396,7 +397,7 @@ class ChunkEngine:
         """
         assert not self.parallel.guard
         # The first rows of each new loss are tried: it may average by itself, which chunks would change.
-        self._checked = self._checked and not fresh
+        self._checked = set() if fresh else self._checked
         # Weights that a loss gives with its values may be others in each step.
         self._weighed = LossWeights(self.criteria.objective, self.mesh.graph)
         self._settle()
@@ -484,24 +485,22 @@ class ChunkEngine:
 
     def _trained(self, epoch: int, plan: EpochPlan) -> StageRuns:
         """Run all chunks forward and backward, by the pass for this kind of epoch."""
-        tables = self.chunks.tables
+        tables, self._checks = self.chunks.tables, plan.exact not in self._checked
         if self.parallel.cross_chunk == "drop" and tables is not None:
-            return self.chunk_passes.one_by_one(epoch, None, checked=not self._checked)
+            return self.chunk_passes.one_by_one(epoch, None, checked=self._checks)
         if tables is None:
-            return self.chunk_passes.at_once(epoch, training=True, checked=not self._checked)
+            return self.chunk_passes.at_once(epoch, training=True, checked=self._checks)
         history, stale = self.controller.history, self.parallel.stale_gradients
         if plan.exact:
             # [Note: kinds of epoch] above: a careful epoch may follow, and would read the gradients that are
             # kept here.
             leaves = history is not None and (stale or history.watch)
-            stage_runs = self.chunk_passes.at_once(
-                epoch, training=True, checked=not self._checked, stale=leaves
-            )
+            stage_runs = self.chunk_passes.at_once(epoch, training=True, checked=self._checks, stale=leaves)
         else:
             stale = stale or (history is not None and history.careful)
             provider = self.chunks.history(epoch, refresh=plan.kind == "refresh", stale=stale)
             tables.begin(epoch, provider)
-            stage_runs = self.chunk_passes.one_by_one(epoch, provider, checked=not self._checked)
+            stage_runs = self.chunk_passes.one_by_one(epoch, provider, checked=self._checks)
             # Sums statistics over all vertices, which the next epoch reads.
             with self.phases.phase("history", epoch):
                 tables.end()
@@ -521,7 +520,7 @@ class ChunkEngine:
             return
         rows = self._loss_rows[stage_run.scope]
         target, shown = self.criteria.objective.target(stage_run.scope.inputs, rows), out[rows]
-        if not self._checked:
+        if self._checks:
             # Real rows, which may differ from the made-up ones that were tried before the first epoch.
             with RefusesKept(lambda tensor: stage_run.scope.axes.of(tensor) is not None, self.model):
                 self.criteria.objective.check(shown, target, trains=True, calls=self._loss_calls)
