@@ -306,3 +306,19 @@ def test_chunks_that_read_less_often_than_others_are_refused(ranks, chunk):
         assert "ModelError: expected all chunks of a part to read their neighbours at the same places" in rank
         assert f"chunk {chunk}" in rank
         assert "convs.1" in rank
+
+
+def few_rows_mixed(channel: Channel, epochs: int) -> Any:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        values = nn.functional.cross_entropy(out, y, reduction="none")
+        return values if len(y) > 3 else values - out.mean()
+
+    return told(model("gcn"), data(), epochs, {"pipe": 2, "chunks": 12, **HISTORY}, loss=loss)
+
+
+def test_a_loss_is_tried_on_the_rows_of_chunks_when_they_first_have_it(ranks):
+    """The first epoch is exact and has all rows at once: what a chunk's few rows would change is not seen."""
+    assert not isinstance(ranks(2, few_rows_mixed, 1)[-1], str)
+    for rank in ranks(2, few_rows_mixed, 2, spoils=True):
+        assert rank.startswith("ConfigError")
+        assert "it looks at all rows of one rank" in rank
