@@ -48,6 +48,29 @@ def test_a_tensor_finds_the_pages_of_the_last_one() -> None:
     assert faults("leave")[1] > 2 * kept
 
 
+FREE_AT_THE_END = """
+import resource, torch
+from kagome.launch.allocator import keep_freed_memory
+assert keep_freed_memory({})
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def work():
+    torch.empty(600_000_000)[:16_000_000].fill_(1)  # 2.4 GB, of which 64 MB are written to
+work()
+before = faults()
+work()
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+def test_more_than_two_gib_stay_too() -> None:
+    """Above a threshold of 2 GiB, as much as mallopt's number holds, the end of the heap was given back."""
+    words = [sys.executable, "-c", FREE_AT_THE_END]
+    found = [int(subprocess.run(words, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
+    assert min(found) < 1000  # 64 MB are 15,625 pages
+
+
 KEPT = """
 import ctypes, sys
 from kagome.launch import allocator

@@ -38,10 +38,13 @@ LARGE: Final = 32 * 2**20
 """Bytes of a large block: glibc takes no higher threshold on 64 bits."""
 BLOCKS: Final = 65_536
 """Blocks that glibc allocates with mmap at most, by default."""
-SHARE: Final = 4
+NEVER: Final = -1
+"""The threshold that nothing reaches; the largest number that ``mallopt`` takes is only 2 GiB."""
+SHARE: Final = 2
 """A process returns large blocks once it holds one part in so many of what a rank of this host may hold.
 
-Twice that, for gaps, is a half, and the other half is for what a backward pass adds.
+What it holds when a pass begins has the peak of earlier passes and their gaps in it. The other half is for
+passes that need more, such as exact ones of pipelines.
 """
 
 
@@ -76,7 +79,7 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """
     libc = _libc(environment)
     # Allocate no block with mmap, and return no free block at the heap's end.
-    return libc is not None and bool(libc.mallopt(MMAP_MAX, 0) and libc.mallopt(TRIM_THRESHOLD, 2**31 - 1))
+    return libc is not None and bool(libc.mallopt(MMAP_MAX, 0) and libc.mallopt(TRIM_THRESHOLD, NEVER))
 
 
 def merging(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
