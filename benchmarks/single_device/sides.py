@@ -57,13 +57,13 @@ def built(trial: Trial, graph: Data) -> nn.Module:
     )
 
 
-def timed_epochs(trial: Trial, first: float) -> int:
-    """How many epochs are timed, the first one having taken so long."""
-    return max(2, min(trial.epochs, int(trial.seconds / max(first, 1e-9))))
+def timed_epochs(trial: Trial, before: float) -> int:
+    """How many epochs are timed, the one before them having taken so long."""
+    return max(2, min(trial.epochs, int(trial.seconds / max(before, 1e-9))))
 
 
 def train(trial: Trial, graph: Data, optimizer: MakeOptimizer = adam) -> Result:
-    """Train by the trial's side: one epoch, then the timed ones; evaluation is not in their seconds."""
+    """Train by the trial's side: warm epochs, then the timed ones; evaluation is not in their seconds."""
     if trial.side == "dgl":
         return by_loop(trial, rivals.model_of(trial, graph), graph, optimizer)
     model = built(trial, graph)
@@ -87,11 +87,11 @@ def by_kagome(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimi
         **given,
     )
     with trainer:
-        begun = trainer.fit(1)
-        trainer.fit(1 + timed_epochs(trial, trainer.records[0].seconds))
+        begun = trainer.fit(trial.warm)
+        trainer.fit(trial.warm + timed_epochs(trial, trainer.records[-1].seconds))
     records = trainer.records
     return {
-        "seconds": [r.seconds for r in records[1:]],
+        "seconds": [r.seconds for r in records[trial.warm :]],
         "first": records[0].seconds,
         "set_up": begun["set_up_seconds"],
         "losses": [r.loss for r in records],
@@ -120,10 +120,10 @@ def by_loop(trial: Trial, model: nn.Module, graph: Data, optimizer: MakeOptimize
         steps.step()
         return time.perf_counter() - begun, float(loss.detach())
 
-    found = [epoch()]
-    found += [epoch() for _ in range(timed_epochs(trial, found[0][0]))]
+    found = [epoch() for _ in range(trial.warm)]
+    found += [epoch() for _ in range(timed_epochs(trial, found[-1][0]))]
     return {
-        "seconds": [seconds for seconds, _ in found[1:]],
+        "seconds": [seconds for seconds, _ in found[trial.warm :]],
         "first": found[0][0],
         "set_up": set_up,
         "losses": [loss for _, loss in found],

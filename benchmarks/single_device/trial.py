@@ -37,7 +37,8 @@ class Trial:
         hidden: Width.
         heads: Attention heads, for models that have them.
         dropout: Share dropped in training.
-        epochs: Most timed epochs; one more before them is not timed.
+        warm: Epochs before the timed ones. In the first few a process takes its memory from the system.
+        epochs: Most timed epochs.
         seconds: Fewer epochs are timed, though at least two, where they would take longer than this.
         threads: Threads of the process.
     """
@@ -49,6 +50,7 @@ class Trial:
     hidden: int = 128
     heads: int = 8
     dropout: float = 0.0
+    warm: int = 3
     epochs: int = 5
     seconds: float = 6.0
     threads: int = os.cpu_count() or 1
