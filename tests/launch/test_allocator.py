@@ -66,9 +66,11 @@ print(faults() - before)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
 def test_more_than_two_gib_stay_too() -> None:
     """Above a threshold of 2 GiB, as much as mallopt's number holds, the end of the heap was given back."""
+    # As ranks start: by chance a splinter at the end of one tensor has no place for the next.
+    env = {k: v for k, v in os.environ.items() if k != TUNABLES} | merging({})
     words = [sys.executable, "-c", FREE_AT_THE_END]
-    found = [int(subprocess.run(words, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
-    assert min(found) < 1000  # 64 MB are 15,625 pages
+    out = subprocess.run(words, capture_output=True, text=True, check=True, env=env)
+    assert int(out.stdout) < 1000  # 64 MB are 15,625 pages
 
 
 KEPT = """
