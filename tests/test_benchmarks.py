@@ -191,7 +191,6 @@ def test_a_trial_is_ended_before_it_takes_all_memory(monkeypatch: pytest.MonkeyP
     assert process.exitcode == -9
 
 
-@pytest.mark.slow
 def test_memory_is_told_tensor_by_tensor(tmp_path: Path) -> None:
     run(BENCHMARKS / "memory" / "main.py", tmp_path, "--threads", "1")
     rows = read(tmp_path / "results.json")

@@ -34,7 +34,9 @@ def main(side: str, model: str, graph: str, epochs: int, folder: Path) -> None:
     threads = os.cpu_count() or 1
     torch.set_num_threads(threads)
     # One epoch comes before those that ``sides`` times; none is left out for the time that it takes.
-    trial = Trial(side=side, graph=graph, model=model, epochs=epochs - 1, seconds=1e9, threads=threads)
+    trial = Trial(
+        side=side, graph=graph, model=model, warm=1, epochs=epochs - 1, seconds=1e9, threads=threads
+    )
     data = graphs.load(graph, None, folder)
     if side == "dgl":
         rivals.needed()  # its imports do not count

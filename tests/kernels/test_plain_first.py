@@ -122,7 +122,6 @@ print({name: len(loop.signatures) for name, loop in loops.items() if len(loop.si
 """
 
 
-@pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_a_start_needs(tmp_path):
     """Doctor's table names it, and a cut compiles nothing more."""
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "numba"), kept_code.AT_ONCE: "1"}

@@ -180,7 +180,6 @@ def held(kinds: dict[str, Any]) -> int:
     return int(sum(size or 0 for kind, size in kinds.items() if kind not in ("other", "total")))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_measure")
 def test_a_run_in_memory_that_only_a_knob_leaves_free(
     ranks: Callable[..., list], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

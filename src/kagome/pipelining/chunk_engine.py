@@ -130,24 +130,14 @@ class ChunkEngine:
         self.rollback = Rollback(model, self.ownership.parameters, self.ownership.moving())
         self.exchange = self.chunks.exchange
         codec = StageCodec(parallel.codec_stage, settings.seed, mesh.stage)
-        between = codec if parallel.pipe > 1 else None
-        self.report = ExchangeReport(
-            mesh.world, self.exchange, self.gradients, between, sliced=parallel.tensor > 1
-        )
+        self.report = self._exchange_report(codec)
         history = None if self.chunks.tables is None else history_controller(parallel)
         self.controller = EpochController(parallel, self.report, self._log, history=history)
         self._drifts: tuple[float, ...] = ()
-        self.chunk_passes = ChunkPasses(
-            codes=self.codes,
-            mesh=mesh,
-            chunks=self.chunks,
-            stages=stages,
-            phases=phases,
-            isolation=self.ownership.isolation,
-            lose=self._lose,
-            codec=codec,
-        )
-        self._checked: set[bool] = set()  # of exact passes (True) and others: their messages, and the loss
+        self.chunk_passes = self._passes(codec)
+        # Values of `EpochPlan.exact` for which messages and the loss were checked: exact passes have all
+        # chunks at once, others one by one.
+        self._checked: set[bool] = set()
         self._checks = self._stepped = False
         self.forward_reuse = ForwardReuse(model)
         self.layout = self._state_layout(part)
@@ -156,6 +146,24 @@ class ChunkEngine:
             self._notes.append(without_fast(self.staging.escape, slices=parallel.tensor > 1))
         with self.net:  # an unsupported model is refused now
             pass
+
+    def _exchange_report(self, codec: StageCodec) -> ExchangeReport:
+        """Return the report of what crosses, with the codec where there are boundaries between stages."""
+        between, sliced = codec if self.parallel.pipe > 1 else None, self.parallel.tensor > 1
+        return ExchangeReport(self.mesh.world, self.exchange, self.gradients, between, sliced=sliced)
+
+    def _passes(self, codec: StageCodec) -> ChunkPasses:
+        """Return the passes of all chunks through this rank's stages."""
+        return ChunkPasses(
+            codes=self.codes,
+            mesh=self.mesh,
+            chunks=self.chunks,
+            stages=self.staging.stages,
+            phases=self.phases,
+            isolation=self.ownership.isolation,
+            lose=self._lose,
+            codec=codec,
+        )
 
     def _stage_codes(self) -> dict[int, StageCode]:
         """Return this rank's stages, ready to run, by number."""
