@@ -78,7 +78,7 @@ class _File:
     """Share of the cases that go on from reading the file to what the command does with it."""
 
     def base(self) -> tuple[str, Any]:
-        """A valid file: its text, and its content."""
+        """A valid file: its text, and its content; each kind of file has its own."""
         raise NotImplementedError
 
     def text(self, value: Any) -> str:
